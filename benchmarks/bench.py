@@ -1,6 +1,7 @@
 """Benchmark of spmdtrain against a hand-written loop and other libraries: `make bench`.
 
     python benchmarks/bench.py [--quick] [--rounds 9] [--only NAME ...] [--accelerator]
+        [--steps N] [--peers PEER ...]
 
 Each benchmark line is a workload and the peers that train it. After each round its times are
 written to FOLDER/NAME.json (--results FOLDER; default benchmarks/results), from which `report.py`
@@ -228,6 +229,10 @@ def main() -> int:
         "--accelerator", action="store_true", help="run only the lines that need an accelerator"
     )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=[])
+    parser.add_argument("--steps", type=int, help="steps of a segment (default: those of the line)")
+    parser.add_argument(
+        "--peers", nargs="+", default=[], help="names of the peers (default: all of the line)"
+    )
     parser.add_argument(
         "--results",
         type=Path,
@@ -255,9 +260,13 @@ def main() -> int:
         load = os.getloadavg()[0]
         print(f"{line.name}: {len(line.peers)} peers, load {load:.2f}", file=sys.stderr)
         file = results / f"{line.name}.json"
-        work = replace(line.work, segment=line.work.segment // 4) if options.quick else line.work
+        steps = options.steps or line.work.segment // (4 if options.quick else 1)
+        first, *others = line.peers
+        peers = [first, *(x for x in others if not options.peers or x.name in options.peers)]
         try:
-            result = compare.compare(line.peers, work, rounds, file, measured_on)
+            result = compare.compare(
+                peers, replace(line.work, segment=steps), rounds, file, measured_on
+            )
         except compare.UnequalWorkError as error:
             void.append(line.name)
             print(f"REFUSED: {error}")
@@ -270,9 +279,13 @@ def main() -> int:
             print("VOID: the two runs of the floor differ by more than 5 %")
     if CHECKPOINTS in chosen:
         file = results / f"{CHECKPOINTS}.json"
-        sizes = ["--megabytes", "120", "1200", "--json", str(file)]
-        subprocess.run([sys.executable, str(HERE / "checkpoints.py"), *sizes], check=True)
-        saves = {"origin": measured_on, "saves": json.loads(file.read_text())}
+        measure = [sys.executable, str(HERE / "checkpoints.py"), "--json", str(file), "--megabytes"]
+        launch = [sys.executable, "-m", "spmdtrain.launch", "--processes", "2"]
+        subprocess.run([*measure, "120", "1200"], check=True)
+        results_of = json.loads(file.read_text())
+        subprocess.run([*launch, "--devices-per-process", "4", "--", *measure, "120"], check=True)
+        results_of += json.loads(file.read_text())
+        saves = {"origin": measured_on, "saves": results_of}
         file.write_text(json.dumps(saves, indent=1) + "\n")
     if START in chosen:
         result = starts(min(rounds, 5), results / f"{START}.json", measured_on)

@@ -79,7 +79,22 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
     if result["missing"]:
         note += f"; skipped: {', '.join(result['missing'])}"
     note += f"; {result['origin']['time']}, commit {result['origin']['commit']}"
-    return [*lines, f"{note}; `benchmarks/results/{name}.json`.", ""]
+    return [*lines, f"{note}; `benchmarks/results/{name}.json`. `{command(name, result)}`", ""]
+
+
+def command(name: str, result: dict[str, Any]) -> str:
+    """Returns the command that measures a line as a result was measured."""
+    (line,) = (line for line in bench.LINES if line.name == name)
+    words = [f"python benchmarks/bench.py --only {name} --rounds {len(result['rounds'])}"]
+    if (steps := result["work"]["segment"]) != line.work.segment:
+        words.append(f"--steps {steps}")
+    names = [x.name for x in line.peers[1:] if x.name not in result["missing"]]
+    if missing := [x for x in names if x not in result["start"]]:
+        kept = [x for x in names if x not in missing]
+        words.append(" ".join(["--peers", *(f'"{x}"' for x in kept)]))
+    if result["work"]["accelerator"]:
+        words.append("--accelerator")
+    return " ".join(words)
 
 
 def page(folder: Path) -> str:

@@ -24,8 +24,8 @@
 # machines are lost; the checkpoints are in the bucket. Machines that receive SIGTERM first save
 # and exit with 75. In either case: `delete`, then `create`, `install` and `train` again.
 #
-# What happens by exit code, on each machine: 0, 2, 3 and 75 end it; after any other it is restarted,
-# at most MAX_RESTARTS times. All machines end together, so they also restart together.
+# What happens by exit code, on each machine: 0, 2, 3, 4 and 75 end it; after any other it is
+# restarted, at most MAX_RESTARTS times. All machines end together, so they also restart together.
 set -euo pipefail
 
 TPU=${TPU:-digits}
@@ -83,7 +83,7 @@ case ${1:-} in
         .venv/bin/python -u $(printf '%q ' "${RUN[@]}")
         code=\$?
         echo \"exit code \$code\"
-        case \$code in 0 | 2 | 3 | 75) exit \$code ;; esac
+        case \$code in 0 | 2 | 3 | 4 | 75) exit \$code ;; esac
         sleep 10
       done' >>train.log 2>&1 </dev/null &"
     ;;

@@ -21,6 +21,7 @@ _HOMES = {
     "Combination": "step.outputs",
     "Coordinator": "parameter_server.coordinator",
     "Dataset": "data.datasets",
+    "DeviceFaultError": "errors",
     "EarlyStopping": "train.stopping",
     "Experiment": "train.experiment",
     "Figure": "trackers.media",
@@ -121,6 +122,7 @@ __all__ = [
     "Combination",
     "Coordinator",
     "Dataset",
+    "DeviceFaultError",
     "EarlyStopping",
     "Experiment",
     "Figure",
@@ -241,6 +243,7 @@ if TYPE_CHECKING:
     from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import (
         BadRecordError,
+        DeviceFaultError,
         NonFiniteError,
         PreemptedExit,
         ReplicaError,

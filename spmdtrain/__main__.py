@@ -26,6 +26,7 @@ COMMANDS = {
     "report": "write a page with curves, failures, checkpoints and samples of runs",
     "cluster": "check TF_CONFIG and the network between its tasks",
     "checkpoints": "verify, show or export the checkpoints of a run",
+    "replay": "make a step again, compare two runs, or print the examples of a step",
 }
 """Subcommands and their summaries. `NAME` is the module that `python -m spmdtrain.NAME` runs."""
 
@@ -106,6 +107,7 @@ def write_completion(arguments: Sequence[str]) -> int:
     import spmdtrain.cluster.command as cluster
     import spmdtrain.launch.options as launch
     import spmdtrain.plan.command as plan
+    import spmdtrain.replay.command as replay
     import spmdtrain.report.command as report
     import spmdtrain.sweep.command as sweep
     from spmdtrain.train import command_line
@@ -123,6 +125,7 @@ def write_completion(arguments: Sequence[str]) -> int:
         "report": report.Options,
         "cluster": cluster.Options,
         "checkpoints": checkpoints.SUBCOMMANDS,
+        "replay": replay.Options,
     }
     parts = [
         Annotated[kind, tyro.conf.subcommand(name, prefix_name=False, description=COMMANDS[name])]

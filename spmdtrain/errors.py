@@ -29,6 +29,8 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     BAD_INPUT = 2
     NON_FINITE = 3
+    DEVICE_FAULT = 4
+    DIFFERENT = 5  # a replayed step, or one of two runs
     PREEMPTED = 75
     INTERRUPTED = 130  # Ctrl-C before a run had started; the code that shells use
 
@@ -54,6 +56,10 @@ class NonFiniteError(StateError):
 
 class ReplicaError(StateError):
     """Copies of replicated data that differ between processes. The commands exit 1."""
+
+
+class DeviceFaultError(StateError):
+    """A device computed gradients that other devices did not reproduce. The commands exit 4."""
 
 
 class StorageError(OSError):
@@ -90,6 +96,8 @@ def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
         return ExitCode.FAILED, f"failed: {error}"
     if isinstance(error, NonFiniteError):
         return ExitCode.NON_FINITE, f"stopped: {error}"
+    if isinstance(error, DeviceFaultError):
+        return ExitCode.DEVICE_FAULT, f"stopped: {error}"
     return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.control import strip_control_codes
 from rich.progress import (
     MofNCompleteColumn,
     Progress,
@@ -330,6 +331,14 @@ def _console(*, quiet: bool, stderr: bool = False) -> Console:
 
 def _print(console: Console, text: str, color: LineColor, end: str = "\n") -> None:
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    if not (console.is_terminal or console.is_jupyter):
+        if not console.quiet:  # rich takes ten times as long, also without colors and columns
+            try:
+                console.file.write(strip_control_codes(text) + end)
+                console.file.flush()
+            except BrokenPipeError:
+                console.on_broken_pipe()
+        return
     if console.is_terminal and len(text) > console.width and end == "\n" and text.isprintable():
         text = "\n".join(short_lines([text], console.width))  # the terminal would cut words
     console.print(text, style=color or None, end=end)

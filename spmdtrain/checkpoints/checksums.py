@@ -1,8 +1,8 @@
 """Checksums of arrays, independent of their sharding.
 
 A checksum is computed before a checkpoint is written, and after a restore has placed the array: on
-the devices that hold it, or, on CPUs, from the copy that is written (`host_copy`). It therefore
-covers encoding, storage and decoding. It is the sum modulo 2**32 of a hash of each element and its
+the devices that hold it, or from the copy that is written (`host_copy`). It therefore covers
+encoding, storage and decoding. It is the sum modulo 2**32 of a hash of each element and its
 position, so neither sharding nor order matters. A change of one element always changes it; a change
 of several is missed with probability 2**-32. A CRC, as of Orbax's storage formats, depends on the
 order of the bytes, so on the sharding.
@@ -96,7 +96,7 @@ def _start(leaf: Any) -> list[PartSum]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if is_small(leaf):
-        return [_of_shard(leaf, host_sum(np.asarray(leaf)), distinct_shards(leaf)[0])]
+        return [part_sum(leaf, host_sum(np.asarray(leaf)), distinct_shards(leaf)[0])]
     return sums_on_devices(leaf)
 
 
@@ -122,10 +122,10 @@ def sums_on_devices(leaf: jax.Array) -> list[PartSum]:
         part_sums = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
         by_device = {shard.device: shard.data for shard in part_sums.addressable_shards}
         values = [by_device[shard.device] for shard in shards]
-    return [_of_shard(leaf, value, shard) for value, shard in zip(values, shards, strict=True)]
+    return [part_sum(leaf, value, shard) for value, shard in zip(values, shards, strict=True)]
 
 
-def distinct_shards(leaf: jax.Array) -> list[Any]:
+def distinct_shards(leaf: Any) -> list[Any]:
     """Returns one shard of each part of an array in this process, the first copy if it has that."""
     shards: dict[tuple[int, ...], Any] = {}
     for shard in leaf.addressable_shards:
@@ -135,7 +135,14 @@ def distinct_shards(leaf: jax.Array) -> list[Any]:
     return list(shards.values())
 
 
-def _of_shard(leaf: jax.Array, value: Any, shard: Any) -> PartSum:
+def part_sum(leaf: Any, value: Any, shard: Any) -> PartSum:
+    """Returns the checksum of one part of an array.
+
+    Args:
+      leaf: The array, or its copy.
+      value: The checksum of the part; its computation may be pending.
+      shard: The part, one of `distinct_shards(leaf)`.
+    """
     starts = starts_of(shard.index)
     holders = _holders(leaf.sharding, leaf.shape)[starts]
     return PartSum(value, starts, holders, counts=shard.replica_id == 0)
@@ -224,9 +231,12 @@ def _sum_of(x: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Ar
     return _hash(words, position).sum(dtype=jnp.uint32)
 
 
-@jax.jit
-def _jit_sum(x: jax.Array) -> jax.Array:
+def traced_sum(x: jax.Array) -> jax.Array:
+    """Returns the checksum of a whole array as a uint32 scalar, like `host_sum`; traced."""
     return _sum_of(x, (0,) * x.ndim, x.shape)
+
+
+_jit_sum = jax.jit(traced_sum)
 
 
 @functools.cache

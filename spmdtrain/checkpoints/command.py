@@ -140,7 +140,7 @@ def verify(path: str, terminal: Terminal) -> int:
             terminal.advance(done)
     if source.whole_workdir:
         for name in sorted(path.name for path in source.folder.iterdir()):
-            if re.fullmatch(r"\d+\.corrupted\d*", name):
+            if re.fullmatch(r"\d+\.(corrupted|suspect)\d*", name):
                 table.add_row(name, "", "", "", "quarantined")
             elif is_unfinished(name):
                 verdict = "unfinished: being saved now, or to be removed by the next start"

@@ -2,18 +2,25 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from spmdtrain.checkpoints.checksums import distinct_shards, host_sum, starts_of
-from spmdtrain.distributed import process_group
+from spmdtrain.checkpoints.checksums import (
+    PartSum,
+    distinct_shards,
+    host_sum,
+    part_sum,
+    starts_of,
+)
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
+
+_LARGE = 2**20  # bytes from which XLA's copy takes less time than NumPy's
 
 
 @dataclass(frozen=True)
@@ -22,15 +29,15 @@ class ShardCopy:
 
     index: tuple[slice, ...]
     replica_id: int
-    data: jax.Array
+    data: Any
 
 
 @dataclass(frozen=True, eq=False)
 class HostCopy:
-    """A copy of the distinct parts of an array, each of them once.
+    """A copy of the parts of an array that this process holds, each distinct part once.
 
     Orbax' `ArrayHandler` reads no other attributes of an array than these. A `jax.Array` could not
-    hold the copy: it has one part for each device, also if these are copies of each other.
+    hold the copy: it has memory for each device, also if these hold the same part.
     """
 
     shape: tuple[int, ...]
@@ -60,63 +67,127 @@ class HostCopy:
 
 
 def can_copy(tree: PyTree) -> bool:
-    """Returns whether `copy_to_host` applies to a state: arrays on CPUs, in a single process.
-
-    There, the memory of devices is memory of the host. On other devices the copy to the host is
-    part of what Orbax does. Several processes together write one copy of a replicated array.
+    """Returns whether `copy_to_host` applies: not without CPU devices (JAX_PLATFORMS=cuda).
 
     Args:
       tree: A pytree of JAX arrays.
     """
-    devices = {d.platform for leaf in jax.tree.leaves(tree) for d in leaf.sharding.device_set}
-    return process_group.count() == 1 and devices == {"cpu"}
+    return is_on_cpu(tree) or _cpu() is not None
 
 
 def copy_to_host(tree: PyTree) -> PyTree:
     """Returns copies of the arrays of a pytree, as `HostCopy`. The arrays may then be donated.
 
-    `np.asarray` would not copy: its result is a view of the array on the CPU.
-
     Args:
       tree: A pytree of arrays that `can_copy`, without random keys.
     """
     leaves, structure = jax.tree.flatten(tree)
-    shards = [distinct_shards(leaf) for leaf in leaves]
-    # An array without replicas is copied whole, which takes less time than each of its parts.
-    is_whole = [
-        len(parts) == len(leaf.addressable_shards)
-        for leaf, parts in zip(leaves, shards, strict=True)
+    distinct = [distinct_shards(leaf) for leaf in leaves]
+    copy = _copies_on_cpu if is_on_cpu(leaves) else _copies_from_accelerators
+    parts = [
+        {starts_of(shard.index): data for shard, data in zip(shards, copies, strict=True)}
+        for shards, copies in zip(distinct, copy(leaves, distinct), strict=True)
     ]
-    data = [
-        leaf if whole else [shard.data for shard in parts]
-        for leaf, parts, whole in zip(leaves, shards, is_whole, strict=True)
-    ]
-    copies = jax.device_put(data, jax.tree.map(lambda x: x.sharding, data), may_alias=False)
     return jax.tree.unflatten(
         structure,
         [
-            HostCopy(leaf.shape, leaf.dtype, leaf.sharding, _parts(copied, parts))
-            for leaf, copied, parts in zip(leaves, copies, shards, strict=True)
+            HostCopy(
+                leaf.shape,
+                leaf.dtype,
+                leaf.sharding,
+                [
+                    ShardCopy(shard.index, shard.replica_id, each[starts_of(shard.index)])
+                    for shard in leaf.addressable_shards
+                ],
+            )
+            for leaf, each in zip(leaves, parts, strict=True)
         ],
     )
 
 
-def _parts(copied: jax.Array | list[jax.Array], shards: Sequence[Any]) -> Sequence[Any]:
-    """Returns the parts of a copied array, or the copies of these shards."""
-    if isinstance(copied, jax.Array):
-        return copied.addressable_shards
+def _copies_from_accelerators(leaves: Any, distinct: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Returns copies of the distinct parts of each array, all of which are complete.
+
+    All transfers are started before the first is awaited.
+    """
+    parts = [[shard.data for shard in shards] for shards in distinct]
+    for part in jax.tree.leaves(parts):
+        part.copy_to_host_async()
+    return jax.tree.map(np.asarray, parts)
+
+
+def _copies_on_cpu(
+    leaves: Sequence[jax.Array], distinct: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
+    """Returns copies of the distinct parts of each array.
+
+    XLA copies large arrays while this returns already: it lets a later computation write to the
+    memory of a donated array only after the copy.
+    """
+    units: list[list[jax.Array]] = [  # an array without replicas as a whole
+        [leaf]
+        if leaf.is_fully_addressable
+        and len(shards) == len(leaf.addressable_shards)
+        and leaf.nbytes >= _LARGE
+        else [shard.data for shard in shards]
+        for leaf, shards in zip(leaves, distinct, strict=True)
+    ]
+    large = [x for each in units for x in each if x.nbytes >= _LARGE]
+    by_xla = iter(jax.device_put(large, [x.sharding for x in large], may_alias=False))
+    # `np.asarray` would not copy: its result is a view of the array on the CPU.
+    copies: list[list[Any]] = [
+        [next(by_xla) if x.nbytes >= _LARGE else np.array(x) for x in each] for each in units
+    ]
     return [
-        ShardCopy(shard.index, shard.replica_id, copy)
-        for shard, copy in zip(shards, copied, strict=True)
+        copied
+        if len(copied) == len(shards)
+        else [shard.data for shard in copied[0].addressable_shards]
+        for copied, shards in zip(copies, distinct, strict=True)
     ]
 
 
-def sum_copies(tree: PyTree) -> dict[str, int]:
-    """Returns the checksum of each `HostCopy` of a pytree by its path, computed by this thread."""
-    return {
-        name: sum(
-            host_sum(np.asarray(part.data), starts_of(part.index), leaf.shape)
-            for part in leaf.addressable_shards
-        )
-        for name, leaf in named_leaves(tree).items()
-    }
+def as_jax_arrays(tree: PyTree) -> PyTree:
+    """Returns copies whose parts are all JAX arrays, as Orbax requires.
+
+    Args:
+      tree: A pytree of copies; other leaves are returned as they are.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, HostCopy):
+            return leaf
+        parts = {id(shard.data): shard.data for shard in leaf.addressable_shards}
+        arrays = {
+            number: part if isinstance(part, jax.Array) else jax.device_put(part, _cpu())
+            for number, part in parts.items()
+        }
+        shards = [replace(s, data=arrays[id(s.data)]) for s in leaf.addressable_shards]
+        return replace(leaf, addressable_shards=shards)
+
+    return jax.tree.map(convert, tree)
+
+
+def is_on_cpu(tree: PyTree) -> bool:
+    """Returns whether arrays are on CPU devices, whose memory is that of the host."""
+    devices = (next(iter(leaf.sharding.device_set)) for leaf in jax.tree.leaves(tree))
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _cpu() -> Any:
+    """Returns a CPU device of this process; None if JAX has none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def sum_copies(tree: PyTree) -> dict[str, list[PartSum]]:
+    """Returns the checksums of each `HostCopy` of a pytree by its path, computed by this thread."""
+    return {name: _sum_parts(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def _sum_parts(leaf: HostCopy) -> list[PartSum]:
+    return [
+        part_sum(leaf, host_sum(np.asarray(shard.data), starts_of(shard.index), leaf.shape), shard)
+        for shard in distinct_shards(leaf)
+    ]

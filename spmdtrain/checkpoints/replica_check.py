@@ -6,56 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from spmdtrain.checkpoints.checksums import PartSum, is_small, start_sums
+from spmdtrain.checkpoints.checksums import PartSum
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import ReplicaError
-from spmdtrain.step.state import TrainState
-from spmdtrain.tree import named_leaves
 
 _MAX_NAMES = 8  # of processes in a message
 
 
-class FirstStep:
-    """A comparison that begins when a step is dispatched, and ends when its output is read.
-
-    Its beginning does not wait for the step: the checksums of large arrays are computed on their
-    devices, and small arrays are copied there for the host. Arrays in host memory are compared at
-    the next save only.
-
-    Args:
-      state: The state after the step. It may be donated to the next step.
-      step: The number of the step.
-    """
-
-    def __init__(self, state: TrainState, step: int) -> None:
-        self.step = step
-        leaves = {name: x for name, x in named_leaves(state).items() if not _is_in_host_memory(x)}
-        self._small = _copies({name: x for name, x in leaves.items() if is_small(x)})
-        self._sums = start_sums({name: x for name, x in leaves.items() if not is_small(x)})
-
-    def check(self) -> None:
-        """Compares the state. All processes call it at the same point.
-
-        Raises:
-          ReplicaError: If copies differ.
-        """
-        check_equal(self._sums | start_sums(self._small), self.step)
-
-
-@jax.jit
-def _copies(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(jnp.copy, leaves)
-
-
-def _is_in_host_memory(leaf: jax.Array) -> bool:
-    device: Any = next(iter(leaf.sharding.device_set))
-    return leaf.sharding.memory_kind not in (None, device.default_memory().kind)
-
-
-def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
+def check_equal(
+    started: Mapping[str, Sequence[PartSum]],
+    step: int,
+    channel: process_group.Channel | None = None,
+) -> None:
     """Compares the checksums of copies in several processes. All processes call it together.
 
     Parts of arrays that only one process holds are not compared. Only checksums are exchanged;
@@ -64,6 +26,7 @@ def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
     Args:
       started: The result of `start_sums`.
       step: The step after which the state is compared.
+      channel: The channel of the calling thread; None for the main thread.
 
     Raises:
       ReplicaError: If copies differ. Names the processes that differ from most others, and the
@@ -78,12 +41,13 @@ def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
                 group = json.dumps(part.holders)
                 shared.setdefault(group, {})[_part_name(name, part)] = part.read()
     digests = {_digest(group): _digest(sums) for group, sums in shared.items()}
-    odd = process_group.broadcast(find_odd(process_group.collect(digests)))
+    channel = channel or process_group.joined().main
+    odd = channel.broadcast(find_odd(channel.collect(digests)))
     if odd is None:
         return
     group, usual, different, certain = odd
     own = next((sums for holders, sums in shared.items() if _digest(holders) == group), {})
-    sums = process_group.gather(own if process_group.rank() in (usual, different[0]) else {})
+    sums = channel.gather(own if process_group.rank() in (usual, different[0]) else {})
     usual_sums, other_sums = sums[usual], sums[different[0]]
     names = [name for name in usual_sums if usual_sums[name] != other_sums.get(name)]
     copies = f"step {step}: the copies of {_first(names)} differ between processes"

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from spmdtrain.checkpoints.lora_record import LoraRecord
 from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.data.mixture_order import examples_per_period
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.tree import named_leaves
@@ -95,7 +96,9 @@ def check_same_run(
     remedy = _remedy(saved.config, now.config, "data_dir", instead=instead)
     check_same_classes(saved.classes, now.classes, f"{source} was", f"; {remedy}")
     _check_same_data(saved.dataset, now.dataset, source, remedy)
-    _check_same_stages(saved.dataset, now.dataset, source, step, instead)
+    _check_skipped(saved.config, now.config, source, step)
+    position = _skipped(saved.config).position(step)
+    _check_same_stages(saved.dataset, now.dataset, source, position, instead)
     _check_same_lora(saved, now, source, instead)
     remedy = _remedy(saved.config, now.config, instead=instead)
     _check_same_leaves(saved.leaves, now.leaves, source, remedy)
@@ -169,6 +172,35 @@ def _check_same_stages(
                 f"this run has {_describe_weights(here)}: weights may change from step {step} on; "
                 f"or use {instead}"
             )
+
+
+def _skipped(config: Mapping[str, Any]) -> SkippedBatches:
+    """Returns the batches that a configuration of JSON values leaves out."""
+    return SkippedBatches.parse(config.get("skip_steps", ()))
+
+
+def all_skipped(saved: Identity, now: Identity) -> tuple[str, ...]:
+    """Returns the option `skip_steps` of a run that continues another one, and keeps its ranges.
+
+    Args:
+      saved: Identity of the run that saved a checkpoint.
+      now: Identity of this run.
+    """
+    return SkippedBatches.parse([*_skipped(saved.config).texts, *now.config["skip_steps"]]).texts
+
+
+def _check_skipped(
+    saved: Mapping[str, Any], now: Mapping[str, Any], source: str, step: int
+) -> None:
+    """Checks that no batch that is now left out was used before a step."""
+    before = _skipped(saved)
+    batch, position = _skipped(now).first_not_in(before), before.position(step)
+    if batch is not None and batch < position:
+        _refuse(
+            f"skip_steps leaves out batch {batch}, and {source} has used batches up to "
+            f"{position - 1}: give ranges from {position} on, or fork an earlier checkpoint into "
+            "another workdir (--fork-from RUN@STEP)"
+        )
 
 
 def _changed_stages(
@@ -290,20 +322,29 @@ def changes(saved: Identity, now: Identity) -> list[str]:
         the default.
       now: Identity of this run.
     """
-    before, after = (
-        _fields(config_as_json(RunConfig())) | _fields(saved.config),
-        _fields(now.config),
-    )
-    found = [
-        f"{name}: {before.get(name)} -> {value}"
-        for name, value in after.items()
-        if name not in _NO_CHANGE and before.get(name) != value
-    ]
+    found = changed_options(saved.config, now.config)
     found += [
         f"mixture from step {start} on: {_describe_weights(old)} -> {_describe_weights(new)}"
         for start, old, new in _changed_stages(saved.dataset, now.dataset)
     ]
     return [foreign(text, _MAX_MESSAGE) for text in found]
+
+
+def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the options that differ between two configurations, as `name: before -> after`.
+
+    Options that change nothing of what is computed are left out.
+
+    Args:
+      saved: A configuration, JSON values. A field that it lacks had the default.
+      now: Another one.
+    """
+    before = _fields(config_as_json(RunConfig())) | _fields(saved)
+    return [
+        foreign(f"{name}: {before.get(name)} -> {value}", _MAX_MESSAGE)
+        for name, value in _fields(now).items()
+        if name not in _NO_CHANGE and before.get(name) != value
+    ]
 
 
 def _remedy(

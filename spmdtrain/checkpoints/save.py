@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import functools
 import importlib
 import math
 import os
@@ -10,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,14 @@ import absl.logging
 from etils import epath, epy
 
 from spmdtrain.checkpoints import manifest, replica_check, stream_positions
-from spmdtrain.checkpoints.checksums import format_sums, read_parts, start_sums
-from spmdtrain.checkpoints.host_copy import can_copy, copy_to_host, sum_copies
+from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
+from spmdtrain.checkpoints.host_copy import (
+    as_jax_arrays,
+    can_copy,
+    copy_to_host,
+    is_on_cpu,
+    sum_copies,
+)
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
@@ -97,6 +102,7 @@ class Checkpoints:
         self._manager: Any = None  # opened by the first save
         self._saving: _Save | None = None
         self._pending: Future[None] | None = None  # what `_background` does for this save
+        self._channel = process_group.open_channel()  # of `_background`
         self._failed = self._abandoned = False
         with self._storage_errors("the folder of the checkpoints cannot be used"):
             if process_group.is_chief():
@@ -141,59 +147,55 @@ class Checkpoints:
           positions: Positions of the shards of a stream that this process reads.
 
         Raises:
-          StorageError: If this save, or the previous one, has failed.
-          ReplicaError: If processes hold different copies of the state; nothing is written then.
+          StorageError: If the previous save has failed, or this one has already.
+          ReplicaError: If processes held different copies of the previous state, of which nothing
+            was written.
         """  # noqa: DOC501 (FileNotFoundError becomes a StorageError)
         if metrics is not None and not math.isfinite(metrics.get(self._retention.metric, math.nan)):
             metrics = None
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         items = {item: raw_keys(fields) for item, fields in items_of(state).items()}
-        if copied := can_copy(items):
+        # On accelerators, checksums cover the copy to the host, too. This only starts them.
+        sums = None if is_on_cpu(items) else start_sums(_by_field(items))
+        is_copied = can_copy(items)
+        if is_copied:
             items = copy_to_host(items)
-            sums = self._background.submit(sum_copies, _by_field(items)).result
-        else:
-            # The checksums are started before Orbax copies the arrays, on the devices. Later writes
-            # to donated memory and errors of the copy then cannot enter the checksum.
-            started = start_sums(_by_field(items))
-            replica_check.check_equal(started, step)
-            sums = functools.partial(read_parts, started)
         self._saving = save = _Save(
-            process_group.next_number(),
-            step,
-            now,
-            identity,
-            metrics,
-            stopped,
-            sums,
-            epoch,
-            callbacks,
-            positions,
+            step, now, identity, metrics, stopped, epoch, callbacks, dict(positions)
         )
         if process_group.is_chief():
             self._records[step] = CheckpointRecord(step, now, metrics)
-        else:
-            self._pending = self._background.submit(
-                lambda: process_group.publish(save.key_of(), [save.sums(), dict(save.positions)])
-            )
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the checkpoint folder was removed or unmounted")
-            if copied:
-                self._pending = self._background.submit(self._write, step, items)
-            else:
-                self._write(step, items)
+            self._pending = self._background.submit(self._write, save, items, sums)
+            if not is_copied:
+                self._pending.result()
 
-    def _write(self, step: int, items: Mapping[str, PyTree]) -> None:
+    def _write(
+        self,
+        save: "_Save",
+        items: Mapping[str, PyTree],
+        sums: Mapping[str, Sequence[PartSum]] | None,
+    ) -> None:
         """Passes arrays, or their copies, to Orbax, which has read them when this returns."""
+        if sums is None:
+            sums = sum_copies(_by_field(items))
+        replica_check.check_equal(sums, save.step, self._channel)
+        for parts, positions in self._channel.collect((read_parts(sums), save.positions)):
+            save.positions |= positions
+            for name, part in parts.items():
+                save.sums[name] = save.sums.get(name, 0) + part
         if self._manager is None:
             if not is_url(self.folder):  # left by a killed run
                 self._remove_unfinished()
             self._manager = self._open_manager()
+        arrays = {item: as_jax_arrays(fields) for item, fields in items.items()}
         self._manager.save(
-            step,
+            save.step,
             args=ocp.args.Composite(
-                **{item: ocp.args.PyTreeSave(fields) for item, fields in items.items()}
+                **{item: ocp.args.PyTreeSave(fields) for item, fields in arrays.items()}
             ),
             force=True,  # the schedule decides when to save, not Orbax's policies
         )
@@ -207,12 +209,13 @@ class Checkpoints:
 
         Raises:
           StorageError: If it has failed; only once.
+          ReplicaError: If processes held different copies of the state; nothing is written then.
         """
         if self._saving is None:
             return
         with self._failing():
-            if self._pending is not None:
-                self._pending.result()
+            assert self._pending is not None
+            self._pending.result()
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         self.saved_step, self._saving = self._saving.step, None
@@ -249,20 +252,21 @@ class Checkpoints:
         """Returns whether there is a complete checkpoint of a step."""
         return process_group.broadcast(step in self._records)
 
-    def quarantine(self, steps: Sequence[int]) -> list[str]:
-        """Quarantines corrupted checkpoints: renames them, so that they are ignored.
+    def quarantine(self, steps: Sequence[int], kind: str = "corrupted") -> list[str]:
+        """Quarantines checkpoints: renames them, so that they are ignored.
 
         Args:
           steps: The steps of the checkpoints.
+          kind: Follows the step in the name: "corrupted", or "suspect" after a device fault.
 
         Returns:
           The new names.
         """
         names = []
-        with self._storage_errors("a corrupted checkpoint could not be renamed"):
+        with self._storage_errors(f"a {kind} checkpoint could not be renamed"):
             for step in steps if process_group.is_chief() else []:
                 taken = {path.name for path in self.folder.iterdir()}
-                candidates = (f"{step}.corrupted{n}" for n in ("", *range(2, len(taken) + 3)))
+                candidates = (f"{step}.{kind}{n}" for n in ("", *range(2, len(taken) + 3)))
                 name = next(name for name in candidates if name not in taken)
                 (self.folder / str(step)).rename(self.folder / name)
                 self._records.pop(step, None)
@@ -293,12 +297,6 @@ class Checkpoints:
             self._write_manifest(self._saving)
 
     def _write_manifest(self, save: "_Save") -> None:
-        totals, positions = save.sums(), dict(save.positions)
-        for rank in range(1, process_group.count()):
-            parts, others = process_group.pop(save.key_of(rank))
-            positions |= others
-            for name, part in parts.items():
-                totals[name] += part
         unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
         folders = (
             path
@@ -307,14 +305,14 @@ class Checkpoints:
         )
         if (folder := next(folders, None)) is None:
             raise FileNotFoundError(f"the unfinished checkpoint of step {save.step} is missing")
-        stream = stream_positions.write(folder, positions)
+        stream = stream_positions.write(folder, save.positions)
         Manifest(
             step=save.step,
             saved_at=save.saved_at.isoformat(timespec="seconds"),
             identity=save.identity,
             metrics=None if save.metrics is None else dict(save.metrics),
             stopped=save.stopped,
-            sums=format_sums(totals),
+            sums=format_sums(save.sums),
             files=manifest.sizes(folder),
             epoch=save.epoch,
             callbacks=save.callbacks,
@@ -427,22 +425,18 @@ def _by_field(items: Mapping[str, Mapping[str, PyTree]]) -> dict[str, PyTree]:
     return {field: x for item in items.values() for field, x in item.items()}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Save:
     """A pending save."""
 
-    number: int  # equal in all processes; several trainers of a script may save the same step
     step: int
     saved_at: datetime.datetime
     identity: Identity
     metrics: Mapping[str, float] | None
     stopped: bool
-    sums: Callable[[], dict[str, int]]
-    """Waits for this process' part of the checksums, and returns it by the path of the array."""
     epoch: Mapping[str, Any]
     callbacks: Mapping[str, Any]
-    positions: Mapping[str, str]
-
-    def key_of(self, rank: int | None = None) -> str:
-        """Returns the key under which a process, by default this one, publishes its part."""
-        return f"sums/{self.number}/{process_group.rank() if rank is None else rank}"
+    positions: dict[str, str]
+    """Positions of the shards of a stream; in process 0, later those of all processes."""
+    sums: dict[str, int] = field(default_factory=dict)
+    """In process 0, the checksum of each array by its path, once it is known."""

@@ -66,12 +66,12 @@ def _list(folder: epath.Path) -> Source:
     """Returns the checkpoints in a folder, perhaps none.
 
     If a run keeps one checkpoint, the next one may be published and the last one removed while a
-    listing is read, so an empty listing is repeated.
+    listing is read, so a listing without checkpoints of a folder that is not empty is repeated.
     """
     with storage_errors(folder):
         steps = steps_in(folder)
         for _ in range(_LISTINGS):
-            if steps or not folder.exists():
+            if steps or not folder.exists() or not any(folder.iterdir()):
                 break
             time.sleep(_BETWEEN_LISTINGS)
             steps = steps_in(folder)

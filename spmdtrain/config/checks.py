@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import strategy
 
@@ -26,6 +27,7 @@ _ABOVE_ZERO = (
     "learning_rate_base_batch_size",
     "cpu_devices",
     "log_every",
+    "log_hash_every",
     "stream_shards",
     "eval_every_steps",
     "checkpoint_every_steps",
@@ -34,7 +36,10 @@ _ABOVE_ZERO = (
     "keep_every_steps",
     "keep_every_hours",
     "microbatches",
+    "exact",
     "steps_per_dispatch",
+    "sentinel_every",
+    "compare_copies_every",
 )
 
 
@@ -109,6 +114,7 @@ def check_run(config: "RunConfig") -> None:
             f"steps_per_dispatch is {config.steps_per_dispatch} and jit is False: several steps "
             "per dispatch are one compiled program; leave one of the two out"
         )
+    _check_sentinel(config)
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
     _check_placement(config)
@@ -122,7 +128,30 @@ def check_run(config: "RunConfig") -> None:
         if rate is not None and not (rate >= 0 and math.isfinite(rate)):
             raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
     config.profile_range()
+    SkippedBatches.parse(config.skip_steps)
     _check_workdir(config.workdir)
+
+
+def _check_sentinel(config: "RunConfig") -> None:
+    """Raises `UserError` if the sentinel cannot run, or its action has no effect."""
+    if config.sentinel_every is None:
+        if config.sentinel_action != "stop":
+            raise UserError(
+                f"sentinel_action is {config.sentinel_action}, and sentinel_every is not given: "
+                "give both"
+            )
+        return
+    problem = None
+    placed = strategy(config.strategy)
+    if not config.jit:
+        problem = "jit is False, and it compares runs of one compiled program"
+    elif placed.by_servers or placed.needs_rules or placed.devices == 1:
+        problem = (
+            f"strategy {placed.name} is not supported: it needs devices that each compute whole "
+            "examples of their own: mirrored, zero, fully_sharded, central_storage or hybrid"
+        )
+    if problem is not None:
+        raise UserError(f"sentinel_every is {config.sentinel_every}: {problem}")
 
 
 def _check_workdir(workdir: str | None) -> None:
@@ -270,6 +299,7 @@ def _check_placement(config: "RunConfig") -> None:
                 f"{config.mesh.fsdp}: give one of the two"
             )
     _check_servers(config)
+    _check_exact(config)
     if sharding.offload is not None and not placed.on_host:
         raise UserError(
             f"sharding.offload is for central_storage, but the strategy is {placed.name}"
@@ -281,6 +311,35 @@ def _check_placement(config: "RunConfig") -> None:
             raise UserError(
                 f"freeze: {pattern!r} is not a valid regular expression: {error}"
             ) from error
+
+
+def _check_exact(config: "RunConfig") -> None:
+    shards = config.exact
+    if shards is None:
+        return
+    if shards < 2 or shards & (shards - 1):
+        raise UserError(
+            f"exact is {shards}: the number of virtual shards must be a power of two, at least "
+            "twice the number of devices"
+        )
+    for name, value, default, why in (
+        ("strategy", config.strategy, "mirrored", "the order of the workers' updates varies"),
+        ("collectives.reduction", config.collectives.reduction, None, _OWN_ORDER),
+        ("collectives.reduce_dtype", config.collectives.reduce_dtype, None, _OWN_ORDER),
+        ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),
+        ("uneven_batch", config.uneven_batch, "refuse", "padding depends on the devices"),
+        ("jit", config.jit, True, "operations that run one by one have other kernels"),
+        ("steps_per_dispatch", config.steps_per_dispatch, 1, "XLA optimizes across steps"),
+    ):
+        by_servers = name == "strategy" and strategy(config.strategy).by_servers
+        if by_servers or (name != "strategy" and value != default):
+            raise UserError(
+                f"exact is {shards} and {name} is {value}: {why}, so the bits would depend on the "
+                "number of devices; leave one of the two out"
+            )
+
+
+_OWN_ORDER = "it adds up gradients in an order of its own"
 
 
 def _check_servers(config: "RunConfig") -> None:
@@ -295,6 +354,8 @@ def _check_servers(config: "RunConfig") -> None:
         ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),
         ("data_workers", 0, "each worker is a process that reads its own batches"),
         ("profile_steps", None, "the steps run in other processes"),
+        ("log_hash_every", None, "the servers update the state in an order of their own"),
+        ("skip_steps", (), "a worker reads the batch with the number of the step"),
         ("uneven_batch", "refuse", "each worker computes whole batches on its own devices"),
     ):
         if getattr(config, name) != required:

@@ -84,7 +84,8 @@ class ShardingOptions(OptionGroup):
     """Smallest array, in elements, that is sharded. To gather a smaller one would cost more than
     sharding saves."""
     max_shards: int | None = None
-    """Largest number of shards of the state along fsdp; the other devices go along data."""
+    """Largest number of shards of the state along fsdp; the other devices go along data. None: the
+    strategy's limit of 64, or none if the mesh gives fsdp or data."""
     replicated_limit: int = 2**20
     """Largest array, in bytes, that a strategy which shards the state may replicate on every device
     without a rule that says so."""
@@ -138,13 +139,17 @@ class CollectiveOptions(OptionGroup):
     """Communication between devices. An option that the backend does not support is an error."""
 
     reduction: (
-        Literal["automatic", "all_reduce", "flattened", "hierarchical", "one_device"] | None
+        Literal[
+            "automatic", "all_reduce", "flattened", "hierarchical", "one_device", "reduce_scatter"
+        ]
+        | None
     ) = None
     """Gradient reduction. automatic: XLA inserts the collectives. With the others each device
     computes its own gradients, which are reduced once: array by array (all_reduce), concatenated
-    into one array (flattened), first within the groups of the replica axis (hierarchical), or on
-    one device that broadcasts the sums (one_device). Default: flattened on CPU if that gives the
-    same result, else automatic."""
+    into one array (flattened), first within the groups of the replica axis (hierarchical), on one
+    device that broadcasts the sums (one_device), or so that each device gets its own part of the
+    sums (reduce_scatter, for zero and fully_sharded). Default, if it gives the same result:
+    flattened on CPU, reduce_scatter on TPU if the strategy splits gradients; else automatic."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
     """Dtype in which gradients are reduced. None means their own."""
     combine_threshold_bytes: int | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import hashlib
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from spmdtrain.config.option_groups import (
     ParameterServerOptions,
     ShardingOptions,
 )
+from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.errors import UserError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
@@ -94,6 +96,9 @@ class RunConfig:
     reads all records once at the start, and leaves out the bad ones."""
     max_bad_records: int = 100
     """Largest number of records of each dataset that on_bad_record=skip leaves out."""
+    skip_steps: tuple[str, ...] = ()
+    """Batches to leave out, each as A:B: the batches A to B - 1, counted from 0. A run keeps them
+    in all later starts."""
     stream_shards: int | None = None
     """Number of shards that a stream is read as, fixed for the run; it divides the global batch
     size. None means the greatest common divisor of that and 8."""
@@ -108,6 +113,9 @@ class RunConfig:
     microbatches: int = 1
     """Gradient accumulation: the batch of a step is computed in this many parts, one after the
     other, and their gradients are added."""
+    exact: int | None = None
+    """The same bits on any number of devices: number of virtual shards of the batch, a power of two
+    and at least twice the devices. None means the same numbers to rounding."""
     batch_statistics: Literal["global", "replica"] = "global"
     """Batch normalization in training: with the statistics of the global batch, or of each
     replica's own examples, as in tf.distribute. With replica, the running averages are the means
@@ -139,6 +147,9 @@ class RunConfig:
     ~/.cache/spmdtrain."""
     compiler_options: tuple[str, ...] = ()
     """XLA options for compiling the steps, each as NAME=VALUE."""
+    xla_preset: Literal["auto", "none"] = "auto"
+    """XLA options that make steps faster on the chip: those of the table for its generation (auto),
+    or none. compiler_options replace them."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Restore the newest valid checkpoint of the workdir: if there is one (auto), never, or always,
     which fails without one (must)."""
@@ -158,6 +169,9 @@ class RunConfig:
     newest valid one), best (by best_metric) or a step."""
     log_every: int = 10
     """Steps between two lines of training metrics."""
+    log_hash_every: int | None = None
+    """Steps between two hashes of the whole state in hashes.jsonl; the last step has one, too. None
+    means no hashes."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
     trackio. A tracker that fails does not stop the run."""
@@ -185,6 +199,16 @@ class RunConfig:
     """Whether a low (min) or a high (max) best_metric is better."""
     quiet: bool = False
     """Print only errors and the result: the metrics of the last evaluation, or the predictions."""
+    sentinel_every: int | None = None
+    """Steps between two checks that the devices compute correctly: the gradients of each device's
+    part of the batch are computed again on another device, and must have the same bits."""
+    sentinel_action: Literal["warn", "stop", "rollback"] = "stop"
+    """Reaction to a device that computes other gradients: log it (warn), end the run with exit code
+    4 (stop), or also set aside the checkpoints since the last check that passed (rollback); the
+    launcher then restarts the job without the process of that device."""
+    compare_copies_every: int | None = None
+    """Steps between two comparisons of the copies of the state that several processes hold, besides
+    those after the first step and before each save."""
     profile_steps: str | None = None
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 
@@ -297,6 +321,21 @@ class RunConfig:
         """
         return step in (1, total) or step % self.log_every == 0
 
+    def hashes_at(self, step: int, total: int) -> bool:
+        """Returns whether the state after `step` is hashed: each `log_hash_every`-th, and the last.
+
+        Args:
+          step: Number of the step, from 1.
+          total: Number of steps of the run.
+        """
+        every = self.log_hash_every
+        return every is not None and (step == total or step % every == 0)
+
+    @property
+    def skipped_batches(self) -> SkippedBatches:
+        """The batches that `skip_steps` leaves out."""
+        return SkippedBatches.parse(self.skip_steps)
+
     def padded_batch_size(self, batch_shards: int) -> int:
         """Returns the rows of a batch, padded to divide over batch shards and microbatches.
 
@@ -324,6 +363,20 @@ class RunConfig:
                 "1 <= A <= B"
             )
         return first, last
+
+
+def file_of_config(config: RunConfig) -> str | None:
+    """Returns the file that defines the class of a configuration, for an experiment its own file.
+
+    Args:
+      config: The configuration.
+
+    Returns:
+      The path; None for `RunConfig` itself, and for a class that is defined in no file.
+    """
+    if type(config) is RunConfig:
+        return None
+    return getattr(sys.modules.get(type(config).__module__), "__file__", None)
 
 
 def config_as_json(config: RunConfig) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import collections
 import itertools
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.marked_rows import rows_of, with_marks
 from spmdtrain.data.read_ahead import read_ahead
@@ -31,6 +32,7 @@ from spmdtrain.tree import named_leaves
 PyTree = Any
 T = TypeVar("T")
 
+_WIDE = (np.dtype(np.int64), np.dtype(np.uint64))
 _CHUNK = 1024  # examples read at once by `on_devices`
 
 
@@ -186,6 +188,7 @@ def train_batches(
     step_may_place: bool = False,
     padded_to: int | None = None,
     progress: StreamProgress | None = None,
+    skipped: SkippedBatches = NOTHING_SKIPPED,
 ) -> Generator[PyTree, None, None]:
     """Returns a generator of the training batches, placed on the devices.
 
@@ -195,8 +198,9 @@ def train_batches(
       sharding: The sharding of a batch.
       seed: The run's seed.
       shuffle: Whether each epoch has a random order.
-      start: Index of the first batch.
-      stop: Index after the last batch.
+      start: Number of steps made before. Without batches that are left out, it is the number of the
+        first batch.
+      stop: Number of steps after the last batch.
       augment: Applied to each example.
       threads: Number of threads that read ahead, in each worker if there are workers; without both,
         batches are read when requested.
@@ -210,23 +214,26 @@ def train_batches(
         `MarkedRows` with a mask.
       progress: Has the positions of a stream after `start` steps, and receives those after each
         batch that is returned.
+      skipped: Batches that are left out. Those of a stream are read and dropped.
     """
     progress = progress or StreamProgress()
     size = padded_to or batch_size
     local = process_rows(sharding, size)
     examples = np.minimum(local, batch_size - 1)
     if isinstance(dataset, ShardedStream):
-        read = dataset.batches(
+        first = skipped.position(start)
+        every = dataset.batches(
             batch_size,
             examples,
-            start=start,
-            stop=stop,
+            start=first,
+            stop=skipped.position(stop),
             positions=progress.at(start),
             seed=seed,
             augment=augment,
         )
+        read = (each for number, each in enumerate(every, first) if number not in skipped)
     else:
-        batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment)
+        batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment, skipped)
         items = batches if arrays is None else _Indices(batches)
         rows = read_ahead(items, start, threads=threads, workers=workers)
         read = ((x, {}) for x in rows)
@@ -240,8 +247,7 @@ def train_batches(
     return received if arrays is None else (IndexedBatch(x, arrays) for x in received)
 
 
-@dataclass(frozen=True)
-class _Dispatch:
+class _Dispatch(NamedTuple):
     """The placed batches of a dispatch."""
 
     batch: PyTree
@@ -341,7 +347,9 @@ class _Placer:
 
     def _place(self, batch: PyTree, sharding: Sharding, *steps: int) -> PyTree:
         if self.step_may_place:
-            return jax.tree.map(np.asarray, batch)  # even if an array is already on a device
+            # Host arrays, even if an array is already on a device.
+            are_arrays = all(type(x) is np.ndarray for x in jax.tree.leaves(batch))
+            return batch if are_arrays else jax.tree.map(np.asarray, batch)
         if self._at_once:
             return jax.device_put(batch, sharding)
 
@@ -359,22 +367,33 @@ class BatchCheck:
     """
 
     def __init__(self) -> None:
-        self._first: list[Any] = []  # the structure of the first batch, then shapes and dtypes
+        # The structure, then shapes and dtypes of the first examples; also rows of the last batch.
+        self._first: list[Any] = []
+        self._last: list[Any] = []
+        self._may_not_fit: list[int] = []  # numbers of arrays of 64-bit integers
 
     def __call__(self, batch: PyTree, rows: int) -> None:
         leaves, structure = jax.tree.flatten(batch)
+        current = [rows, structure, *((local.shape, local.dtype) for local in leaves)]
+        if current != self._last:
+            self._check_shapes(structure, leaves, rows)
+            self._last = current
+            self._may_not_fit = [n for n, local in enumerate(leaves) if local.dtype in _WIDE]
+        for number in self._may_not_fit:
+            check_fits(leaves[number])
+
+    def _check_shapes(self, structure: Any, leaves: Sequence[np.ndarray], rows: int) -> None:
         for local in leaves:
             if local.shape[0] != rows:
                 raise UserError(
                     f"the dataset returned {local.shape[0]} rows, shape {local.shape}, for {rows} "
                     "indices"
                 )
-            check_fits(local)
-        current = [structure, *((local.shape[1:], local.dtype) for local in leaves)]
-        self._first = self._first or current
-        if current != self._first:
+        examples = [structure, *((local.shape[1:], local.dtype) for local in leaves)]
+        self._first = self._first or examples
+        if examples != self._first:
             raise UserError(
-                f"the dataset returned {_describe(current)} after {_describe(self._first)}: all "
+                f"the dataset returned {_describe(examples)} after {_describe(self._first)}: all "
                 "examples must have the same shapes and dtypes"
             )
 

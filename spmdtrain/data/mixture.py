@@ -111,6 +111,15 @@ class Mixture:
         found = np.searchsorted(self._offsets, indices, side="right") - 1
         return found.astype(np.int32)
 
+    def place_of(self, index: int) -> tuple[str, int]:
+        """Returns the component of an example, and the index of the example in it.
+
+        Args:
+          index: The index of the example.
+        """
+        number = int(self.component_of(np.array([index]))[0])
+        return self.names[number], index - int(self._offsets[number])
+
     def order(self, seed: int, *, shuffle: bool, batch_size: int) -> MixtureOrder:
         """Returns the order of training.
 

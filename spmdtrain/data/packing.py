@@ -20,6 +20,7 @@ from spmdtrain.errors import UserError
 _ALGORITHM = 1  # changes with the result of `best_fit`, whose row counts are cached
 # Threads that read ahead may be in the next group of shuffled windows.
 _WINDOWS_READ = 2 * BLOCKS_PER_GROUP
+_DOCUMENTS_SHOWN = 5  # names in the description of a row
 _WINDOWS_KEPT = 4 * _WINDOWS_READ  # assignments, of 50 kB each for 4,096 documents
 _TOKENS_KEPT = 2**24  # of documents longer than a row, which several rows need
 
@@ -239,6 +240,19 @@ class Packed:
             np.cumsum(sizes) - sizes, sizes
         )
         return found | {"weights": (found["positions"] > 0).astype(np.float32)}
+
+    def describe(self, index: int) -> str:
+        """Returns the names of the documents of a row.
+
+        Args:
+          index: The number of the row.
+        """
+        pieces, _ = self._pieces(np.array([index]))
+        numbers = np.unique(pieces.documents).tolist()
+        describe = getattr(self.documents, "describe", "document {}".format)
+        shown = "; ".join(str(describe(number)) for number in numbers[:_DOCUMENTS_SHOWN])
+        more = len(numbers) - _DOCUMENTS_SHOWN
+        return f"{shown}; and {more} more" if more > 0 else shown
 
     def _reserve_blocks(self) -> None:
         """Reserves cache for the blocks of one group of shuffled windows."""

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from spmdtrain.config.run_config import Purpose, derive_seed
+from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset, blocks_of
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of
@@ -63,8 +64,9 @@ def padded_size(batch_size: int, sharding: Sharding) -> int:
 class TrainBatches:
     """The batches of the training stream. All are full and continue into the next epoch.
 
-    Item k is the pytree of the rows of batch k that this process loads. The rows of a mixture are
-    `MarkedRows` with their components.
+    Item k is the pytree of the rows that this process loads of the batch of step k + 1: batch k,
+    unless earlier batches are left out. The rows of a mixture are `MarkedRows` with their
+    components.
 
     Attributes:
       dataset: The examples.
@@ -74,6 +76,7 @@ class TrainBatches:
       steps: Number of batches.
       local: Indices of the rows of each batch to load (see `process_rows`).
       augment: Applied to each example.
+      skipped: Batches that are left out.
     """
 
     dataset: Dataset
@@ -83,6 +86,7 @@ class TrainBatches:
     steps: int
     local: np.ndarray
     augment: Augment | None = None
+    skipped: SkippedBatches = NOTHING_SKIPPED
 
     def __post_init__(self) -> None:
         self._mixture = mixture_of(self.dataset)
@@ -122,15 +126,15 @@ class TrainBatches:
         return with_marks(rows, component=mixture.component_of(indices), names=mixture.names)
 
     def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the index and the epoch of each example of global batch `step`, int64 (B,)."""
-        indices, epochs = self._block(step // self._per_block)
-        batch = step % self._per_block
+        """Returns index and epoch of each example of item `step` of all processes, int64 (B,)."""
+        block, batch = divmod(self.skipped.batch_of(step), self._per_block)
+        indices, epochs = self._block(block)
         return indices[batch], epochs[batch]
 
     def local_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the index and the epoch of the examples that this process loads."""
-        indices, epochs = self._local_block(step // self._per_block)
-        batch = step % self._per_block
+        block, batch = divmod(self.skipped.batch_of(step), self._per_block)
+        indices, epochs = self._local_block(block)
         return indices[batch], epochs[batch]
 
     def _make_local_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:

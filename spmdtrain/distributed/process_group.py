@@ -26,6 +26,67 @@ KEY = "spmdtrain"  # prefix of all keys of this package
 
 
 @dataclass
+class Channel:
+    """The collective calls of one thread.
+
+    All processes make the same calls of a channel in the same order. Calls of two channels may
+    occur in any order, so a thread in the background has a channel of its own.
+
+    Attributes:
+      name: Prefix of the channel's keys.
+    """
+
+    name: str
+    agreements: int = 0
+    """Number of calls so far. It is the same in all processes, and so identifies a call."""
+    unread: list[str] = field(default_factory=list)
+    """Keys of process 0 that others may still read."""
+
+    def broadcast(self, value: T) -> T:
+        """Returns process 0's value in all processes. The value is JSON."""
+        job = current()
+        if job is None:
+            return value
+        key = self._next_key()
+        if job.rank == 0:
+            job.client.key_value_set(key, json.dumps(value))
+            self.unread.append(key)
+            result: T = value
+        else:
+            result = json.loads(_get(job, key))
+        if self.agreements % 256 == 0:
+            self.collect(None)  # deletes the keys that all processes have read
+        return result
+
+    def collect(self, value: T) -> list[T]:
+        """Returns all processes' values, by rank, in process 0; an empty list in the others."""
+        job = current()
+        if job is None:
+            return [value]
+        key = self._next_key()
+        if job.rank != 0:
+            job.client.key_value_set(f"{key}/{job.rank}", json.dumps(value))
+            return []
+        values = [value]
+        for rank in range(1, len(job.names)):
+            values.append(json.loads(_get(job, f"{key}/{rank}")))
+            job.client.key_value_delete(f"{key}/{rank}")
+        # All processes have made this call, so all have read the earlier broadcasts.
+        for old in self.unread:
+            job.client.key_value_delete(old)
+        self.unread.clear()
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all processes, by rank, in all of them."""
+        return self.broadcast(self.collect(value))
+
+    def _next_key(self) -> str:
+        self.agreements += 1
+        return f"{KEY}/{self.name}/{self.agreements}"
+
+
+@dataclass
 class Job:
     """The processes that train together, and the rank of this one.
 
@@ -38,17 +99,14 @@ class Job:
     names: Sequence[str]
     rank: int
     client: Any
-    agreements: int = 0
-    """Number of collective calls so far. It is the same in all processes, which make the same
-    calls in the same order, and so identifies a call."""
-    numbers: int = 0
-    """Number of calls of `next_number` so far."""
+    main: Channel = field(default_factory=lambda: Channel("main"))
+    """The channel of this module's functions."""
+    channels: int = 0
+    """Number of calls of `open_channel` so far."""
     points: int = 0
     """Number of calls of `preempted` so far."""
     stopping: bool = False
     """Whether the sync point at which to stop is reached."""
-    unread: list[str] = field(default_factory=list)
-    """Keys of process 0 that others may still read."""
 
     @property
     def name(self) -> str:
@@ -122,40 +180,13 @@ def names() -> Sequence[str]:
 def broadcast(value: T) -> T:
     """Returns process 0's value in all processes. The value is JSON."""
     job = current()
-    if job is None:
-        return value
-    job.agreements += 1
-    key = f"{KEY}/{job.agreements}"
-    if job.rank == 0:
-        job.client.key_value_set(key, json.dumps(value))
-        job.unread.append(key)
-        result: T = value
-    else:
-        result = json.loads(_get(job, key))
-    if job.agreements % 256 == 0:
-        collect(None)  # deletes the keys that all processes have read
-    return result
+    return value if job is None else job.main.broadcast(value)
 
 
 def collect(value: T) -> list[T]:
     """Returns the values of all processes, by rank, in process 0; an empty list in the others."""
     job = current()
-    if job is None:
-        return [value]
-    job.agreements += 1
-    key = f"{KEY}/{job.agreements}"
-    if job.rank != 0:
-        job.client.key_value_set(f"{key}/{job.rank}", json.dumps(value))
-        return []
-    values = [value]
-    for rank in range(1, len(job.names)):
-        values.append(json.loads(_get(job, f"{key}/{rank}")))
-        job.client.key_value_delete(f"{key}/{rank}")
-    # All processes have made this call, so all have read the earlier broadcasts.
-    for old in job.unread:
-        job.client.key_value_delete(old)
-    job.unread.clear()
-    return values
+    return [value] if job is None else job.main.collect(value)
 
 
 def gather(value: T) -> list[T]:
@@ -168,13 +199,13 @@ def barrier() -> None:
     gather(None)
 
 
-def next_number() -> int:
-    """Returns the number of this call, equal in all processes, for keys of `publish`."""
+def open_channel() -> Channel:
+    """Returns a new channel, for the calls of one thread in the background."""
     job = current()
     if job is None:
-        return 0
-    job.numbers += 1
-    return job.numbers
+        return Channel("alone")
+    job.channels += 1
+    return Channel(f"channel/{job.channels}")
 
 
 def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:
@@ -248,22 +279,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
     return flat
-
-
-# -- named values: from any thread, in any order ---------------------------------------------------
-
-
-def publish(key: str, value: Any) -> None:
-    """Publishes a JSON value under a name, for one call of `pop` in any process."""
-    joined().client.key_value_set(f"{KEY}/named/{key}", json.dumps(value))
-
-
-def pop(key: str) -> Any:
-    """Waits for a published value, deletes it from the store, and returns it."""
-    job = joined()
-    value = json.loads(_get(job, f"{KEY}/named/{key}"))
-    job.client.key_value_delete(f"{KEY}/named/{key}")
-    return value
 
 
 def _get(job: Job, key: str) -> str:

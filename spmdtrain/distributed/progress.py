@@ -53,6 +53,7 @@ WAITING = frozenset(
 
 # A record: pid, step, phase, changes, time. The step last saved follows in a separate slot, because
 # another thread may write it: separate slots need no lock.
+_WITHOUT = "without"  # file with the task to leave out
 _RECORD = struct.Struct("<qq8sqd")
 _SAVED = struct.Struct("<q")
 _SEALING = struct.Struct("<q")  # a third slot: the step whose manifest is being written
@@ -320,6 +321,18 @@ def write_exit_reason(code: int, reason: str, *, own: bool = True) -> None:
             file.write(content)  # ASCII, because json.dumps escapes all other characters
 
 
+def request_without(task: str) -> None:
+    """Asks the launcher, if there is one, to start the job again without a task.
+
+    It does so if this attempt ends by `ExitCode.DEVICE_FAULT`.
+
+    Args:
+      task: The name of the task whose process is left out.
+    """
+    if folder := os.environ.get(LAUNCH):
+        (Path(folder) / _WITHOUT).write_text(_as_text(task), "utf-8")
+
+
 def job_ended() -> str | None:
     """Returns how the training has finally ended: `finished`, `preempted` or `failed: ...`.
 
@@ -403,6 +416,17 @@ def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:
     except (FileNotFoundError, ValueError):
         return None
     return Reason(content["code"], content["reason"], content["own"])
+
+
+def take_without(folder: str | os.PathLike[str]) -> str | None:
+    """Returns and forgets the task of `request_without`; None if there was no such request."""
+    written = Path(folder) / _WITHOUT
+    try:
+        task = written.read_text("utf-8")
+    except FileNotFoundError:
+        return None
+    written.unlink()
+    return task
 
 
 def write_ended(folder: str | os.PathLike[str], how: str) -> None:

@@ -2,9 +2,10 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
 
@@ -12,6 +13,77 @@ from spmdtrain.errors import StorageError
 from spmdtrain.files import no_follow
 from spmdtrain.files.storage import failures, one_line
 from spmdtrain.files.validation import LARGEST_LOG, read_bytes
+
+_KEPT_OPEN = 1.0  # seconds
+
+
+class LineAppender:
+    """A local file to which complete lines are appended.
+
+    A line is written at once, without a buffer, so that no line is lost if the process is killed.
+    The file is closed after each line, because a network file system may report errors and show
+    lines to others only then. It stays open while lines follow within a second: opening it again
+    would take most of the time of a line.
+
+    Args:
+      folder: The folder of the file.
+      name: The name of the file, which may not exist yet.
+      complete: Number of bytes of its complete lines.
+    """
+
+    def __init__(self, folder: Path, name: str, complete: int) -> None:
+        self._folder, self._name, self._complete = folder, name, complete
+        self._path = os.path.join(folder, name)
+        self._file: int | None = None
+        self._appended_at = -_KEPT_OPEN
+
+    def append(self, line: bytes) -> None:
+        """Writes a line.
+
+        Args:
+          line: The line with its line feed.
+
+        Raises:
+          OSError: If it cannot be written. The next call removes the part that was written.
+        """
+        before, self._appended_at = self._appended_at, time.monotonic()
+        try:
+            if not self._is_open():
+                self._open()
+            assert self._file is not None
+            left = memoryview(line)
+            while left:
+                left = left[os.write(self._file, left) :]
+        except BaseException:
+            self.close()
+            raise
+        self._complete += len(line)
+        if self._appended_at - before >= _KEPT_OPEN:
+            self.close()
+
+    def _is_open(self) -> bool:
+        """Returns whether the file is open, and was not removed or replaced since."""
+        if self._file is None:
+            return False
+        try:
+            current = os.lstat(self._path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(current, os.fstat(self._file))
+
+    def _open(self) -> None:
+        """Opens the file, and removes an incomplete line, which a kill or a full disk may leave."""
+        self.close()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._file = no_follow.open_file(self._folder, self._name, flags)
+        self._complete = min(self._complete, os.fstat(self._file).st_size)
+        os.ftruncate(self._file, self._complete)
+
+    def close(self) -> None:
+        """Closes the file until the next line."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
 
 class LinesFile:
@@ -24,7 +96,7 @@ class LinesFile:
     """
 
     def __init__(self, local: Path, name: str, workdir: epath.Path) -> None:
-        self._local, self._name, self._path = local, name, workdir / name
+        self._path = workdir / name
         try:
             before = read_bytes(self._path, LARGEST_LOG)
             if epath.Path(local) != workdir:
@@ -33,7 +105,7 @@ class LinesFile:
             before = b""
         except failures(self._path) as error:
             raise StorageError(f"{self._path} cannot be read: {one_line(error)}") from error
-        self._complete = before.rfind(b"\n") + 1  # bytes of complete lines
+        self._lines = LineAppender(local, name, before.rfind(b"\n") + 1)
 
     def append(self, content: Mapping[str, Any]) -> None:
         """Appends a line.
@@ -45,15 +117,10 @@ class LinesFile:
           StorageError: If the file cannot be written.
         """
         try:
-            with self._opened() as file:
-                # Removes an incomplete line, which a kill or a full disk may have left.
-                file.truncate(min(self._complete, file.tell()))
-                file.write(json.dumps(content).encode() + b"\n")
-                file.flush()
-                self._complete = file.tell()
+            self._lines.append(json.dumps(content).encode() + b"\n")
         except failures(self._path) as error:
             raise StorageError(f"{self._path} cannot be written: {one_line(error)}") from error
 
-    def _opened(self) -> IO[bytes]:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        return os.fdopen(no_follow.open_file(self._local, self._name, flags), "ab")
+    def close(self) -> None:
+        """Closes the file until the next line."""
+        self._lines.close()

@@ -18,7 +18,7 @@ class RunEvent(TypedDict):
     """A line of `events.jsonl`. `time` is in seconds since the epoch."""
 
     time: float
-    event: Literal["start", "phases", "checkpoint", "evaluation", "end"]
+    event: Literal["start", "phases", "checkpoint", "evaluation", "fault", "end"]
     step: NotRequired[int]
     processes: NotRequired[int]
     devices: NotRequired[int]

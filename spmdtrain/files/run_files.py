@@ -9,19 +9,19 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
-from spmdtrain.files.lines_file import LinesFile
+from spmdtrain.files.found_faults import SentinelStatus
+from spmdtrain.files.lines_file import LineAppender, LinesFile
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.files.validation import (
     LARGEST_LOG,
@@ -109,6 +109,8 @@ class RunFiles:
         self._lines = self.folder / self._lines_name
         self._parsed: list[dict[str, Any]] | None = None  # the lines that the file has
         self._status_lock, self._failed = threading.Lock(), False
+        self.sentinel: SentinelStatus | None = None
+        """Part of the status of the training, kept over its starts."""
         self._synced: dict[Path, tuple[int, int]] = {}  # size and mtime of each copied file
         self._clock, self._synced_at = clock, clock()
         with contextlib.ExitStack() as stack:
@@ -125,14 +127,18 @@ class RunFiles:
                 """The local folder whose files `sync` copies to a remote workdir; otherwise the
                 workdir itself."""
                 self._metrics = self.local / self._lines_name
-                self._complete = self._complete_size()
+                self._appender = self._new_appender()
             except (FileExistsError, NotADirectoryError) as error:
                 raise UserError(f"workdir {workdir} is not a folder: {one_line(error)}") from error
             except failures(workdir) as error:
                 raise UserError(
                     f"workdir {workdir} cannot be written: {one_line(error)}"
                 ) from error
+            stack.callback(lambda: self._appender.close())
             self._closing = stack.pop_all()
+        if writer is Writer.TRAINING:
+            with contextlib.suppress(UserError):  # it is replaced
+                self.sentinel = (status_of(workdir) or {}).get("sentinel")
 
     def _local_folder(self, stack: contextlib.ExitStack) -> Path:
         """Returns the local folder of metrics and media; `stack` deletes it if it is temporary."""
@@ -144,9 +150,10 @@ class RunFiles:
                 (folder / name).write_bytes(read_bytes(lines, LARGEST_LOG))
         return folder
 
-    def _complete_size(self) -> int:
-        """Returns the size in bytes of the complete lines of the metrics."""
-        return self._read_metrics().rfind(b"\n") + 1
+    def _new_appender(self) -> LineAppender:
+        """Returns an appender to the complete lines of the metrics."""
+        complete = self._read_metrics().rfind(b"\n") + 1
+        return LineAppender(self.local, self._lines_name, complete)
 
     def _read_metrics(self) -> bytes:
         try:
@@ -161,6 +168,7 @@ class RunFiles:
         mesh: str,
         devices: Sequence[Any],
         skipped_records: Mapping[str, int],
+        experiment: str | None = None,
     ) -> None:
         """Writes `config.json`.
 
@@ -169,6 +177,7 @@ class RunFiles:
           mesh: A description of the mesh.
           devices: The devices of the run.
           skipped_records: Numbers of bad records that are left out of the data, by split.
+          experiment: The experiment's file, if there is one.
         """
         content = {
             "config": config,
@@ -177,7 +186,7 @@ class RunFiles:
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
             "skipped_records": dict(skipped_records),
-        }
+        } | ({} if experiment is None else {"experiment": experiment})
         self._replace("config.json", json.dumps(content, indent=2) + "\n")
         self.sync()
 
@@ -188,7 +197,9 @@ class RunFiles:
 
     def lines_file(self, name: str) -> LinesFile:
         """Returns a further file of JSON lines, which `sync` copies as it copies the metrics."""
-        return LinesFile(self.local, name, self.folder)
+        lines = LinesFile(self.local, name, self.folder)
+        self._closing.callback(lines.close)
+        return lines
 
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes `NAME.json`: a JSON report of a part of the run."""
@@ -207,7 +218,9 @@ class RunFiles:
                 return
             self._failed = status is Status.FAILED
             self.check_lock()
-            content = {"status": status, "step": step} | ({"reason": reason} if reason else {})
+            content: dict[str, Any] = {"status": status, "step": step}
+            content |= {"reason": reason} if reason else {}
+            content |= {"sentinel": self.sentinel} if self.sentinel else {}
             try:
                 self.sync()
             finally:
@@ -235,19 +248,10 @@ class RunFiles:
         }
         line = json.dumps({"step": step, "split": split} | finite | sorted_counts) + "\n"
         self._parsed = None
-        # The file is closed after each line, so that no line is lost.
-        with _storage_errors(self._lines), self._appended() as file:
-            # Removes an incomplete line, which a full disk may have left.
-            file.truncate(min(self._complete, file.tell()))
-            file.write(line.encode())
-            file.flush()
-            self._complete = file.tell()
+        with _storage_errors(self._lines):
+            self._appender.append(line.encode())
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
-
-    def _appended(self) -> IO[bytes]:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        return os.fdopen(no_follow.open_file(self.local, self._lines_name, flags), "ab")
 
     def sync(self) -> None:
         """Copies metrics and the files of trackers to a remote workdir."""
@@ -296,10 +300,10 @@ class RunFiles:
         """Removes the metrics of later steps, because the run resumes at `step`."""
         kept = [line for line in self.lines() if line["step"] <= step]
         content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        self._appender.close()
         with _storage_errors(self._lines):
             no_follow.write(self.local, self._lines_name, lambda file: file.write(content))
-        self._parsed = kept
-        self._complete = self._complete_size()
+        self._parsed, self._appender = kept, self._new_appender()
 
     def close(self) -> None:
         """Syncs and closes all files, and unlocks the workdir."""
@@ -315,7 +319,7 @@ class RunFiles:
 
 
 def status_of(workdir: str) -> dict[str, Any] | None:
-    """Returns the `status.json` of a run: `status`, `step`, and maybe `reason`.
+    """Returns the `status.json` of a run: `status`, `step`, and maybe `reason` and `sentinel`.
 
     Args:
       workdir: The folder or `gs://` URL of the run.
@@ -342,17 +346,28 @@ def status_of(workdir: str) -> dict[str, Any] | None:
 def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
     """Returns step to the metrics that an evaluator task has written so far in a workdir.
 
-    A line that is not valid is skipped, because the evaluator may be writing it.
+    Args:
+      workdir: As for `written_metrics`.
+    """
+    return written_metrics(workdir, Writer.EVALUATOR, Split.EVAL)
+
+
+def written_metrics(workdir: str, writer: Writer, split: Split) -> dict[int, dict[str, float]]:
+    """Returns step to the metrics of a split that have been written so far in a workdir.
+
+    A line that is not valid is skipped, because it may be being written.
 
     Args:
       workdir: The folder or `gs://` URL of the run.
+      writer: The task that writes.
+      split: The split.
 
     Raises:
       StorageError: If the file cannot be read.
     """
-    text = _read(folder_of(workdir) / Writer.EVALUATOR.file("metrics", ".jsonl"), LARGEST_LOG)
+    text = _read(folder_of(workdir) / writer.file("metrics", ".jsonl"), LARGEST_LOG)
     lines = [parse_metrics_line(line) for line in _complete_lines(text or b"")]
-    return _by_step([content for content in lines if content is not None], Split.EVAL)
+    return _by_step([content for content in lines if content is not None], split)
 
 
 class _StatusFile(TypedDict):
@@ -361,6 +376,7 @@ class _StatusFile(TypedDict):
     status: Literal["running", "finished", "failed", "preempted"]
     step: int
     reason: NotRequired[str]
+    sentinel: NotRequired[SentinelStatus]
 
 
 def _read(path: epath.Path, most: int) -> bytes | None:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from etils import epath
-from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from spmdtrain.errors import LARGEST_INTEGER, UserError, foreign
 from spmdtrain.files.storage import is_url
@@ -151,6 +150,9 @@ def check(value: Any, schema: Any, name: str) -> None:
     Raises:
       Malformed: If the value has another type; names the element.
     """
+    # Imported here, because a start without earlier files does not need it.
+    from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+
     try:
         check_type(value, schema, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
     except TypeCheckError as error:

@@ -12,15 +12,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.reference import uses_reference
+from spmdtrain.kernels.whole_logits import LogitLayer, product, summed_at, values_of_logits
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import constrain_sharding, current_mesh
+from spmdtrain.sharding.placement import current_mesh
 
 # A backward pass that computes the logits a second time costs a third of the layer's time, so it
 # pays only if the logits are a large part of a device's memory.
 _MAX_WHOLE_BYTES = 2 * 2**30
 # Each chunk reads and writes the gradient of `head` once, so chunks are as large as is harmless.
 _CHUNK_BYTES = 2**29
-_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 
 class TokenLosses(NamedTuple):
@@ -53,8 +53,8 @@ def linear_cross_entropy(
     If the logits of a device need more than 2 GiB, they are computed for one chunk of its tokens
     after the other, in the backward pass again, and no two chunks are in memory. Values and
     gradients are those of whole logits up to rounding. On a mesh each device computes its own
-    tokens, and its own rows of `head` if these are split over "tensor". Chunks have no
-    forward-mode derivatives.
+    tokens, and its own rows of `head` if these are split over "tensor". Chunks, and arrays of 16
+    bits, have no forward-mode derivatives.
 
     Args:
       hidden: (..., D), such as (B, T, D); the first of several leading dims is that of the batch.
@@ -74,12 +74,12 @@ def linear_cross_entropy(
       UserError: If an argument is invalid.
     """
     _check(hidden, head, targets, bias, vocabulary, soft_cap, chunks)
-    layer = _Layer(len(head) if vocabulary is None else vocabulary, soft_cap)
+    layer = LogitLayer(len(head) if vocabulary is None else vocabulary, soft_cap)
     layout = _Layout.of(hidden, head)
     if chunks is None:
         chunks = _chunks_by_size(targets.size * len(head) // layout.parts)
     if chunks == 1 or uses_reference():
-        normalizers, chosen, correct = _whole(layer, hidden, head, bias, targets)
+        normalizers, chosen, correct = values_of_logits(layer, hidden, head, bias, targets)
     else:
         chunked = _Chunked(layer, layout, chunks)
         normalizers, chosen, correct = _in_chunks(chunked, hidden, head, bias, targets)
@@ -129,57 +129,6 @@ def _chunks_by_size(logits: int) -> int:
     return 1 if size <= _MAX_WHOLE_BYTES else -(-size // _CHUNK_BYTES)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """The constants of the layer."""
-
-    vocabulary: int
-    soft_cap: float | None
-
-    def logits(
-        self, products: jax.Array, bias: jax.Array | None, first: int | jax.Array = 0
-    ) -> jax.Array:
-        """Returns the logits of rows from `first` on, from the products with them."""
-        logits = products if bias is None else products + bias
-        if self.soft_cap is not None:
-            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
-        rows = logits.shape[-1]
-        if isinstance(first, int) and first + rows <= self.vocabulary:
-            return logits
-        return jnp.where(first + jnp.arange(rows) < self.vocabulary, logits, _NO_TOKEN)
-
-
-def _whole(
-    layer: _Layer,
-    hidden: jax.Array,
-    head: jax.Array,
-    bias: jax.Array | None,
-    targets: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns normalizers, the targets' logits, and whether these are largest."""
-    products = _product("...d,vd->...v", hidden, head)
-    if targets.ndim > 1:
-        middle = [None] * (targets.ndim - 1)
-        products = constrain_sharding(products, "batch", *middle, "tensor")
-    logits = layer.logits(products, bias)
-    chosen = _summed_at(logits, targets)
-    return jax.nn.logsumexp(logits, axis=-1), chosen, chosen >= logits.max(-1)
-
-
-def _summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the targets' logits, 0 for targets without one.
-
-    A sum instead of a lookup, because it needs no gather if the vocabulary is split, and its
-    gradient no scatter.
-    """
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    return jnp.where(is_target, logits, 0).sum(-1)
-
-
-def _product(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(dims, left, right, preferred_element_type=jnp.float32)
-
-
 # -- chunks ----------------------------------------------------------------------------------------
 
 
@@ -192,6 +141,7 @@ class _Layout:
       axes: Its axes that are not manual yet; none if each device computes alone, or if XLA
         partitions the code.
       batch: Those that split the leading dim of the tokens.
+      context: The axis that splits the second dim of the tokens.
       tensor: The axis that splits the rows of `head`.
       parts: Number of parts of the logits.
     """
@@ -199,6 +149,7 @@ class _Layout:
     mesh: Mesh | None = None
     axes: tuple[str, ...] = ()
     batch: tuple[str, ...] = ()
+    context: str | None = None
     tensor: str | None = None
     parts: int = 1
 
@@ -213,14 +164,17 @@ class _Layout:
         columns = columns if len(head) % columns == 0 else 1
         batch = tuple(axis for axis in BATCH_AXES if axis in over.free) if shards > 1 else ()
         tensor = "tensor" if columns > 1 else None
-        return cls(over.mesh, over.free, batch, tensor, shards * columns)
+        tokens = over.parts("context")
+        divides = tokens > 1 and hidden.ndim > 2 and hidden.shape[1] % tokens == 0
+        parts = shards * columns * (tokens if divides else 1)
+        return cls(over.mesh, over.free, batch, "context" if divides else None, tensor, parts)
 
     def run(self, function: Callable[..., Any], operands: str, results: str, *args: Any) -> Any:
         """Calls a function on each device's part of arrays.
 
         Args:
           function: The function.
-          operands: The kind of each operand: "t" has a leading dim of tokens, "v" of rows of head.
+          operands: The kind of each operand: "t" has leading dims of tokens, "v" of rows of head.
           results: The kinds of the results.
           *args: The operands.
 
@@ -229,7 +183,8 @@ class _Layout:
         """
         if not self.axes:
             return function(*args)
-        specs = {"t": PartitionSpec(self.batch or None), "v": PartitionSpec(self.tensor)}
+        tokens = (self.batch or None, *([self.context] if self.context else []))
+        specs = {"t": PartitionSpec(*tokens), "v": PartitionSpec(self.tensor)}
         # Without the check of varying axes: the derivatives of the collectives are written here.
         return jax.shard_map(
             function,
@@ -253,15 +208,16 @@ class _Layout:
         return jax.lax.pmax(x, self.tensor) if self.tensor else x
 
     def sum_batch(self, x: jax.Array) -> jax.Array:
-        """Returns the sum of the values of the parts of the batch."""
-        return jax.lax.psum(x, self.batch) if self.batch else x
+        """Returns the sum of the values of the parts of the tokens."""
+        axes = (*self.batch, *([self.context] if self.context else []))
+        return jax.lax.psum(x, axes) if axes else x
 
 
 @dataclass(frozen=True)
 class _Chunked:
     """The static arguments of the computation in chunks."""
 
-    layer: _Layer
+    layer: LogitLayer
     layout: _Layout
     chunks: int
 
@@ -292,7 +248,7 @@ def _in_chunks(
     bias: jax.Array | None,
     targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what `_whole` returns."""
+    """Returns what `values_of_logits` returns."""
     return chunked.layout.run(partial(_values, chunked), "tvvt", "ttt", hidden, head, bias, targets)
 
 
@@ -308,7 +264,7 @@ def _values(
 
     def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         x, targets = chunk
-        logits = chunked.layer.logits(_product("nd,vd->nv", x, head), bias, first)
+        logits = chunked.layer.logits(product("nd,vd->nv", x, head), bias, first)
         own = targets - first
         inside = (own >= 0) & (own < len(head))
         # A lookup, because a sum would read all logits once more.
@@ -366,15 +322,15 @@ def _gradients(
 
         def local(products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
             logits = chunked.layer.logits(products, bias, first)
-            return jax.nn.logsumexp(logits, axis=-1), _summed_at(logits, targets - first)
+            return jax.nn.logsumexp(logits, axis=-1), summed_at(logits, targets - first)
 
-        (own, _), pull = jax.vjp(local, _product("nd,vd->nv", x, head), bias)
+        (own, _), pull = jax.vjp(local, product("nd,vd->nv", x, head), bias)
         # The normalizer of all rows is a logsumexp of those of each device's rows.
         share = jnp.exp(jnp.minimum(own - normalizers, 0)) if layout.tensor else 1.0
         products, of_bias = pull((of_normalizers * share, of_chosen))
         products = products.astype(x.dtype)
-        into = _product("nv,nd->vd", products, x), of_bias
-        return jax.tree.map(jnp.add, total, into), _product("nv,vd->nd", products, head)
+        into = product("nv,nd->vd", products, x), of_bias
+        return jax.tree.map(jnp.add, total, into), product("nv,vd->nd", products, head)
 
     dims = targets.ndim
     tokens = hidden, targets, normalizers, of_normalizers, of_chosen

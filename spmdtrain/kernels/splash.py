@@ -13,10 +13,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     SegmentIds,
     make_splash_mha,
 )
-from jax.sharding import PartitionSpec
 
 from spmdtrain.kernels.attention_choice import AttentionCase, SplashBlocks, splash_blocks
-from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.kernels.over_devices import attention_over_devices
 from spmdtrain.sharding.placement import CurrentMesh
 
 
@@ -49,26 +48,7 @@ def splash_attention(
       interpret: Whether JAX interprets the kernel, on a CPU.
     """
     local = partial(_on_device, case=case, scale=scale, name=name, interpret=interpret)
-    if not over.free:
-        return local(query, key, value, segments)
-    parts = over.parts("tensor")
-    if parts % key.shape[2] == 0 and query.shape[2] % parts == 0:
-        # Each device has query heads of a single key-value head, which several devices share.
-        key, value = (jnp.repeat(x, parts // x.shape[2], axis=2) for x in (key, value))
-    axes = tuple(axis for axis in BATCH_AXES if axis in over.free)
-    rows = axes if axes and len(query) % over.parts(*axes) == 0 else None
-    heads = "tensor" if parts > 1 and key.shape[2] % parts == 0 else None
-    split = PartitionSpec(rows, None, heads, None)
-    # Without the check of varying axes, which the kernel does not support.
-    mapped = jax.shard_map(
-        local,
-        mesh=over.mesh,
-        in_specs=(split, split, split, PartitionSpec(rows, None)),
-        out_specs=split,
-        axis_names=set(over.free),
-        check_vma=False,
-    )
-    return mapped(query, key, value, segments)
+    return attention_over_devices(local, query, key, value, segments, over)
 
 
 def _on_device(

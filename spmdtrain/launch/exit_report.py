@@ -115,7 +115,7 @@ def cause_rank(ended: TaskExit) -> CauseRank:
         return CauseRank.OWN if ended.reason.own else CauseRank.CONSEQUENCE
     if ended.status == ExitCode.PREEMPTED:
         return CauseRank.PREEMPTED
-    if ended.status in (ExitCode.BAD_INPUT, ExitCode.NON_FINITE):
+    if ended.status in (ExitCode.BAD_INPUT, ExitCode.NON_FINITE, ExitCode.DEVICE_FAULT):
         return CauseRank.OWN
     if ended.signal is not None and ended.signal is not signal.SIGABRT:
         return CauseRank.OWN
@@ -150,7 +150,10 @@ def describe_exit(ended: TaskExit) -> str:
             because = ""  # it has a traceback, but the signal ended it
     elif ended.status == ExitCode.PREEMPTED:
         how, because = f"was preempted and saved (code 75){where}", ""
-    elif ended.status in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NON_FINITE):
+    elif ended.status in (
+        *(ExitCode.DONE, ExitCode.BAD_INPUT),
+        *(ExitCode.NON_FINITE, ExitCode.DEVICE_FAULT),
+    ):
         how = f"ended (code {ended.status}){where if ended.status != ExitCode.BAD_INPUT else ''}"
     elif ended.reason is not None and not ended.reason.own:
         how = f"ended with the job{where}"

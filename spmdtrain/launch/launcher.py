@@ -26,7 +26,7 @@ from spmdtrain.launch.exit_report import (
     root_cause,
 )
 from spmdtrain.launch.options import Options
-from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks
+from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks, without_task
 from spmdtrain.launch.worker_restarter import WorkerRestarter
 
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
@@ -43,10 +43,14 @@ class Outcome:
     message: str
     saved: int = -1
     """Step of the newest complete checkpoint; -1 if there is none."""
+    without: str | None = None
+    """The task to leave out of the next attempt, because one of its devices is faulty."""
 
     @property
     def may_restart(self) -> bool:
         """Whether another attempt could end differently."""
+        if self.code == ExitCode.DEVICE_FAULT:  # the same devices would compute the same
+            return self.without is not None
         return self.code not in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NON_FINITE)
 
 
@@ -110,6 +114,8 @@ class Launcher:
             self.log(f"{outcome.message}{self._restart_note(outcome, restarts, wait)}")
             if wait is None:
                 break
+            if outcome.without is not None:
+                self._leave_out(outcome.without)
             self._pause(wait)
             if self.signals.received:
                 self.log(f"{self.signals.received[0].name}: not restarted")
@@ -119,10 +125,17 @@ class Launcher:
 
     def _restart_note(self, outcome: Outcome, restarts: Restarts, wait: float | None) -> str:
         if wait is not None:
-            return f"; restart {restarts.used} of {restarts.limit} in {wait:g} s"
+            without = f" without {outcome.without}" if outcome.without is not None else ""
+            return f"; restart {restarts.used} of {restarts.limit} in {wait:g} s{without}"
         if outcome.may_restart and not self.signals.received:
             return f"; no restarts left of {restarts.limit}"
         return ""
+
+    def _leave_out(self, task: str) -> None:
+        """Continues with one process less. Later processes take the names of those before them."""
+        self.options = dataclasses.replace(self.options, processes=self.options.processes - 1)
+        names = training_tasks(self.options.processes, self.options.ps)
+        self.environments = without_task(self.environments, task, names)
 
     def start(self, name: str, tf_config: str) -> Child:
         """Starts a task, after deleting the files of an earlier task with its name."""
@@ -264,7 +277,10 @@ class Launcher:
         words = describe_exit(cause)
         if stopped and cause_rank(cause) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
-        return Outcome(cause.code, words, saved)
+        without = progress.take_without(self.folder)
+        if without not in self.environments or self.options.processes == 1:
+            without = None
+        return Outcome(cause.code, words, saved, without)
 
     def _is_hung(self, watch: IdleTimer, running: Sequence[Child]) -> bool:
         records = [progress.read(self.folder, child.name) for child in running]

@@ -22,12 +22,12 @@ from spmdtrain.models.decoder_parts import (
     embed_tokens,
     read_with_cache,
 )
+from spmdtrain.models.head_projection import project_heads
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.models.rotary import Rotation, rotation
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
-from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
 # ends with one all-reduce.
@@ -248,7 +248,6 @@ class Llama(StackedDecoder):
         check_length(tokens.shape[1], config.context)
         turn = self._rotation(tokens.shape[1] if positions is None else positions)
 
-        @remat
         def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
             heads = self._heads(weights["attention"], x, turn)
             mixed = attention(*heads, causal=True, segments=segments)
@@ -297,12 +296,7 @@ class Llama(StackedDecoder):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries and keys, rotated, and values: (B, T, heads, head width)."""
         x = rms_norm(x, weights["norm"], self.config.epsilon)
-        query, key, value = (
-            constrain_sharding(
-                jnp.einsum("btd,dnh->btnh", x, weights[name]), "batch", "context", "tensor", None
-            )
-            for name in ("query", "key", "value")
-        )
+        query, key, value = (project_heads(x, weights[name]) for name in ("query", "key", "value"))
         return turn(query), turn(key), value
 
     def _rest_of_block(

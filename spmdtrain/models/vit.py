@@ -17,7 +17,6 @@ from spmdtrain.models.norms import layer_norm
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
-from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
 # ends with one all-reduce.
@@ -170,7 +169,6 @@ class ViT(nnx.Module):
         config = self.config
         x = self._embed(images)
 
-        @remat
         def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
             x = x + _attention(weights["attention"], x)
             x = constrain_sharding(x, "batch", None, None)

@@ -157,12 +157,14 @@ def _too_big(plan: Plan, config: RunConfig) -> _Finding:
 
 def _splits(plan: Plan, config: RunConfig) -> list[list[str]]:
     """Returns options that shard more of the state."""
-    current = strategy(config.strategy)
+    current, shards = strategy(config.strategy), _max_shards(plan.rows, plan.devices)
+    limit = ["--sharding.max-shards", str(shards)]
+    if plan.limits_shards and shards > (current.max_shards or shards):
+        return [limit]
     if plan.used_devices < 2 or current.shards_params or current.needs_rules:
         return []
     fully = ["--strategy", "fully_sharded"]
-    if (shards := _max_shards(plan.rows, plan.devices)) < plan.devices:
-        fully += ["--sharding.max-shards", str(shards)]
+    fully += limit if shards < plan.devices else []
     return [fully] if current.shards_optimizer else [["--strategy", "zero"], fully]
 
 

@@ -94,6 +94,8 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
         profile_steps=None,
         eval_at_checkpoints=False,
         evaluated_by="training",
+        sentinel_every=None,
+        sentinel_action="stop",
     )
     configure_backend(config)
     _check_devices(topology)

@@ -32,6 +32,7 @@ from spmdtrain.sharding.state_paths import field_of
 from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.step.flops import Flops, count_flops, model_flops
 from spmdtrain.step.state import TrainState
+from spmdtrain.step.step_options import describe_preset
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.train.experiment import Experiment, ExperimentFile
@@ -88,6 +89,8 @@ class Plan:
     """Links of the topology."""
     notes: list[str] = field(default_factory=list)
     """Limitations of the figures, as sentences for the user."""
+    limits_shards: bool = False
+    """Whether the strategy's limit on the number of shards applies."""
 
     @property
     def fits(self) -> bool | None:
@@ -178,6 +181,7 @@ def plan(
             summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
             memory = with_program(memory, summary, topology)
         attention = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
+        preset = describe_preset(config, trainer.placement, trainer.compiler_options)
         planned = [
             planned_collective(each, trainer.placement, topology) for each in summary.collectives
         ]
@@ -189,9 +193,10 @@ def plan(
             chips=topology.chips,
             used=used_chips(trainer, topology),
             devices=topology.devices,
-            placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
+            placement=trainer.placement.description,
             global_batch_size=config.resolved_batch_size,
             batch_shards=trainer.placement.batch_shards,
+            limits_shards=trainer.placement.limits_shards,
             unsharded_params=trainer.unsharded_params(),
             tokens=_tokens(batch),
             steps=config.total_steps(examples_per_epoch(train)),
@@ -217,7 +222,7 @@ def plan(
                     *(trainer, topology, flops, memory, summary, products, _total(trainer).host),
                     virtual=virtual,
                 ),
-                *([attention] if attention else []),
+                *(each for each in (attention, preset) if each),
                 *kernel_notes(kernels, useful),
             ],
         )
@@ -308,7 +313,8 @@ def _is_frozen(name: str, trainer: Trainer) -> bool:
 
 def _automatic(config: RunConfig) -> CollectiveOptions:
     options = config.collectives
-    return options if options.reduction else dataclasses.replace(options, reduction="automatic")
+    chosen = options.reduction or config.exact
+    return options if chosen else dataclasses.replace(options, reduction="automatic")
 
 
 def _traffic(

@@ -1,5 +1,6 @@
 """Shardings as text, and the check that arrays have the intended ones."""
 
+from collections.abc import Collection
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -71,3 +72,25 @@ def axes_of_entry(entry: Any) -> tuple[str, ...]:
 def axes_of_spec(spec: PartitionSpec) -> list[str]:
     """Returns the axes of a spec in order."""
     return [axis for entry in spec for axis in axes_of_entry(entry)]
+
+
+def split_dims(spec: PartitionSpec, ndim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Returns the dims that a spec splits, counted from the end, with the axes of each.
+
+    Args:
+      spec: The spec.
+      ndim: Number of dims of the array.
+    """
+    entries = ((dim - ndim, axes_of_entry(entry)) for dim, entry in enumerate(spec))
+    return tuple((dim, axes) for dim, axes in entries if axes)
+
+
+def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """Returns a spec without the axes that are not among `axes`."""
+    kept = [tuple(axis for axis in axes_of_entry(entry) if axis in axes) for entry in spec]
+    return PartitionSpec(*(entry or None for entry in kept))
+
+
+def division(size: int, parts: int) -> str:
+    """Returns a division with remainder as text: `50257 = 6282 * 8 + 1`."""
+    return f"{size} = {size // parts} * {parts} + {size % parts}"

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +14,16 @@ from jax.sharding import PartitionSpec, Sharding
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of
-from spmdtrain.sharding.describe import axes_of_entry, axes_of_spec
+from spmdtrain.sharding.describe import (
+    axes_of_entry,
+    axes_of_spec,
+    division,
+    keep_axes,
+    split_dims,
+)
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.param_gather import ParamGathers, current_gathers
+from spmdtrain.sharding.placement import Placement, computes_alone
 from spmdtrain.sharding.rules import REPLICATED, GatherPolicy, Rule
 from spmdtrain.sharding.state_paths import Shape, field_of, parameter_of
 from spmdtrain.strategies import AXES, STATE
@@ -48,6 +56,7 @@ class Layout:
       on_device: The sharding of each leaf in device memory, while a step computes.
       shardings: The sharding of each leaf between steps: that of `on_device`, or in host memory.
       replicates_params: Whether every device holds all parameters.
+      splits_tensors: Whether parameters are split over other axes than those of the batch.
 
     Raises:
       UserError: If a rule matches nothing, a name is not mapped, a dim does not divide, or a large
@@ -79,6 +88,7 @@ class Layout:
         self.shardings: Any = _with_paths(self._at_rest, state, self.on_device)
         used = {a for n, shape in self._shapes.items() for a in self._used(self._spec(n, shape)[0])}
         self.replicates_params = not used
+        self.splits_tensors = not used <= set(BATCH_AXES)
         self._gathers = bool(used & set(BATCH_AXES))
 
     def unsharded_params(self) -> list[str]:
@@ -141,12 +151,33 @@ class Layout:
         """Returns the parameters gathered for the model. Traced under `jit`.
 
         Those that are split over batch axes are gathered, because each device needs all of them for
-        its own examples. Splits over other axes are kept.
+        its own examples. Splits over other axes are kept. Under `use_gathers` they are explicit,
+        and where a device computes alone there is nothing to gather.
 
         Args:
           params: The parameters.
         """
-        return self._constrain(params, self._gathered) if self._gathers else params
+        if not self._gathers:
+            return params
+        if (gathers := current_gathers()) is not None:
+            return _with_paths(partial(self._gather_parts, gathers), params)
+        return (
+            params if computes_alone(self._placement) else self._constrain(params, self._gathered)
+        )
+
+    def batch_specs(self, params: PyTree, field: str) -> PyTree:
+        """Returns the specs of parameters over the batch axes, for `shard_map`.
+
+        Args:
+          params: The parameters, or a part of them.
+          field: "params", or "opt_state" for the specs of their gradients.
+        """
+        return _with_paths(lambda name, _: self._over_batch(f"params/{name}", field), params)
+
+    def gathered_per_layer(self) -> list[str]:
+        """Returns the names of the parameters that the model gathers one layer at a time."""
+        names = filter(self._is_per_layer, self._shapes)
+        return [name for name in names if any(self._over_batch(name, "params"))]
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Returns gradients constrained to the shardings of the optimizer's state.
@@ -198,14 +229,32 @@ class Layout:
             return None
         return self._placement.sharding(self._in_model(name, leaf.shape))
 
+    def _gather_parts(self, gathers: ParamGathers, name: str, part: jax.Array) -> jax.Array:
+        """Gathers a parameter explicitly from the devices' parts."""
+        name = f"params/{name}"
+        split = split_dims(self._over_batch(name, "params"), part.ndim)
+        if not split:
+            return part
+        stacked = self._is_per_layer(name) and all(dim > -part.ndim for dim, _ in split)
+        return gathers.gather(name, part, split, stacked=stacked)
+
+    def _is_per_layer(self, name: str) -> bool:
+        rule = self._spec(name, self._shapes[name])[1]
+        return rule is not None and rule.gather is GatherPolicy.PER_LAYER
+
+    def _over_batch(self, name: str, field: str) -> PartitionSpec:
+        """Returns the part of a parameter's spec in a field that is over axes of the batch."""
+        spec, _ = self._spec(name, self._shapes[name], field=field)
+        size = self._placement.size
+        return keep_axes(spec, [axis for axis in BATCH_AXES if size(axis) > 1])
+
     def _in_model(self, name: str, shape: Shape) -> PartitionSpec:
         spec, rule = self._spec(name, shape)
         if rule is not None and rule.gather is GatherPolicy.PER_LAYER:
             return spec
         if rule is not None and rule is self._annotated.get(name):
             return rule.spec  # the model was written for this spec
-        kept = [tuple(a for a in axes_of_entry(entry) if a not in BATCH_AXES) for entry in spec]
-        return PartitionSpec(*(axes or None for axes in kept))
+        return keep_axes(spec, [axis for axis in AXES if axis not in BATCH_AXES])
 
     def _gradient(self, name: str, leaf: Any) -> Sharding:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
@@ -350,7 +399,7 @@ class Layout:
                 raise UserError(
                     f"{name}: dim {dim} of shape {shape} does not divide over "
                     f"{' * '.join(f'{axis}={size_of(axis)}' for axis in names)} "
-                    f"({_division(size, parts)})"
+                    f"({division(size, parts)})"
                 )
 
     def _described(self, rule: Rule) -> str:
@@ -369,7 +418,7 @@ class Layout:
         if elements < self._options.min_size or held <= self._options.replicated_limit:
             return
         sizes = " and ".join(f"{axis}={self._placement.size(axis)}" for axis in axes)
-        dims = ", ".join(_division(n, self._placement.size(axes[0])) for n in leaf.shape)
+        dims = ", ".join(division(n, self._placement.size(axes[0])) for n in leaf.shape)
         why = f"no dim divides ({dims}). Make a dim divide, or give"
         if axes == ["tensor"]:
             why = "only rules split over that. Give"
@@ -402,8 +451,3 @@ class Layout:
 def _with_paths(function: Callable[..., Any], *trees: PyTree) -> PyTree:
     """Maps `function` of a leaf's path and its leaves over trees."""
     return jax.tree_util.tree_map_with_path(lambda p, *x: function(path_name(p), *x), *trees)
-
-
-def _division(size: int, parts: int) -> str:
-    """Returns a division with remainder as text: `50257 = 6282 * 8 + 1`."""
-    return f"{size} = {size // parts} * {parts} + {size % parts}"

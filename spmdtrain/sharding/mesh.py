@@ -140,7 +140,8 @@ def build_mesh(
     Args:
       spec: Sizes of axes and names of devices.
       of: The strategy, which provides default sizes.
-      max_shards: The largest size of an fsdp axis of size -1.
+      max_shards: The largest size of an fsdp axis of size -1. By default that of the strategy, if
+        `spec` gives neither fsdp nor data.
 
     Raises:
       UserError: If the product of the sizes is not the number of devices, or the strategy has no
@@ -154,11 +155,17 @@ def build_mesh(
     hosts = _hosts(devices) if sizes["replica"] != 1 else []
     if sizes["replica"] == -1:
         sizes["replica"] = len(hosts) if len(hosts) > 1 else min(2, len(devices))
-    if max_shards is not None and sizes["fsdp"] == -1:
+    if sizes["fsdp"] == -1:
         others = math.prod(size for size in sizes.values() if size != -1)
-        most = range(min(max_shards, len(devices)), 0, -1)
-        sizes["fsdp"] = next(n for n in most if len(devices) // others % n == 0)
-        sizes["data"] = -1 if spec.data is None else sizes["data"]
+        rest = max(1, len(devices) // others)
+        shards = _largest_divisor(rest, max_shards or rest)
+        if max_shards is None and of.max_shards and spec.fsdp is None and spec.data is None:
+            fewer = _largest_divisor(rest, of.max_shards)
+            # Of a number of devices with few divisors, the shards would be much larger.
+            shards = fewer if 2 * fewer > of.max_shards else shards
+        if shards < rest:
+            sizes["fsdp"] = shards
+            sizes["data"] = -1 if spec.data is None else sizes["data"]
     sizes = _resolve_rest(sizes, devices)
     _check_used(of, sizes, devices)
     shape = tuple(sizes.values())
@@ -172,6 +179,10 @@ def build_mesh(
     else:
         grid = _grid(shape, devices, spec)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
 def _single_device(spec: MeshSpec) -> list[jax.Device]:

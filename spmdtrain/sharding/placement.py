@@ -49,11 +49,13 @@ class Placement:
       strategy: The strategy.
       mesh: The mesh; None under the default strategy, whose arrays are on the default device.
       context_method: The method of attention over the axis "context"; None if shapes decide.
+      limits_shards: Whether the strategy's `max_shards` has limited the axis fsdp.
     """
 
     strategy: Strategy
     mesh: Mesh | None
     context_method: ContextMethod | None = None
+    limits_shards: bool = False
 
     @property
     def name(self) -> str:
@@ -99,6 +101,12 @@ class Placement:
         """The axes in use, for example "data=4 tensor=2"; "none" without a mesh."""
         return "none" if self.mesh is None else describe_mesh(self.mesh)
 
+    @property
+    def description(self) -> str:
+        """The strategy and the axes in use for the log."""
+        limit = f" (at most {self.strategy.max_shards} shards by default)"
+        return f"{self.name}, mesh {self.axes}{limit if self.limits_shards else ''}"
+
 
 def make_placement(config: RunConfig) -> Placement:
     """Returns the placement of a configuration on the devices.
@@ -113,7 +121,11 @@ def make_placement(config: RunConfig) -> Placement:
     of = strategy(config.strategy)
     if of.has_mesh:
         spec, shards = config.mesh, config.sharding.max_shards
-        return Placement(of, build_mesh(spec, of, max_shards=shards), config.context.method)
+        mesh = build_mesh(spec, of, max_shards=shards)
+        chooses = shards is None and spec.fsdp is None and spec.data is None
+        limits = chooses and of.max_shards is not None and mesh.shape["data"] > 1
+        method = config.context.method
+        return Placement(of, mesh, limits_shards=limits, context_method=method)
     if process_group.count() > 1:
         raise UserError(
             f"strategy default is for one process, and there are {process_group.count()}: mirrored "
@@ -172,6 +184,15 @@ def is_under_shard_map(placement: Placement) -> bool:
     """
     current: Placement | None = _current.value
     return placement.mesh is not None and current is not None and current.mesh is None
+
+
+def computes_alone(placement: Placement) -> bool:
+    """Returns whether the calling code computes with whole arrays as on a single device.
+
+    Args:
+      placement: The placement of the run.
+    """
+    return _queries.get() is not None or is_under_shard_map(placement)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.uneven_batch import why_not_in_training
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.exact_checks import check_exact_batch
 from spmdtrain.step.forward import INPUTS, Forward
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
@@ -54,10 +55,13 @@ class BatchChecks:
           mask: Its abstract mask if the batch is padded.
 
         Raises:
-          UserError: If padding rows could change the gradients, if microbatches would change the
-            values of the objective, or if the model computes nothing in the compute dtype.
+          UserError: If the batch does not divide over the virtual shards of `exact`, if padding
+            rows could change the gradients, if microbatches would change the values of the
+            objective, or if the model computes nothing in the compute dtype.
         """
         microbatches = self._config.microbatches
+        if (shards := self._config.exact) is not None:
+            check_exact_batch(shards, microbatches, jax.tree.leaves(batch)[0].shape[0])
         if self._forward.objective.batch_coupled and microbatches > 1:
             raise UserError(
                 f"microbatches is {microbatches}, and the objective is declared as batch_coupled: "

@@ -18,6 +18,7 @@ from spmdtrain.kernels.attention import check_context_used, describe_attention
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.layer_loop import describe_layers
+from spmdtrain.step.step_options import describe_preset
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 
 PyTree = Any
@@ -145,6 +146,8 @@ class Programs:
             found = find_collectives(compiled.as_text() or "", mesh)
             summary += f": {describe_found(found, mesh)}{choice}"
             summary += describe_choices(traced.jaxpr.jaxpr, self._placement)
+            preset = describe_preset(self._config, self._placement, self._steps.compiler_options)
+            summary += f"; {preset}" if preset else ""
 
         def retrace() -> Any:
             with use_placement(self._placement):

@@ -36,24 +36,28 @@ from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
+from spmdtrain.step.exact import ExactGradients, ExactUpdate, exact_evaluation
+from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
+from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.reduction_choice import (
     check_agrees,
+    default_reduction,
     describe_request,
-    flattens_by_default,
     requested_reduction,
     shard_map_blocker,
 )
-from spmdtrain.step.reductions import Reduction, flattened
+from spmdtrain.step.reductions import Reduction
+from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.step.state import TrainState
+from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import named_leaves, path_name
-from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
+from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any
 
@@ -107,10 +111,15 @@ class StepFunctions:
         extends = adapter if isinstance(adapter, ExtendsBase) else None
         frozen = (*config.freeze, *(extends.frozen if extends else ()))
         self.update = Update(optimizer, frozen, config.ema_decay)
+        self._order = None if config.exact is None else FixedOrder(placement, config.exact)
+        if self._order is not None:
+            self.update = ExactUpdate(**vars(self.update), order=self._order)
         self._context = ModelContext(placement, axis_rules)
+        init: Callable[..., TrainState] = self._init
         with use_placement(placement):  # models may call current_strategy()
-            self.abstract_state: TrainState = jax.eval_shape(
-                self._init, adapter.given, *map(jax.random.key, (0, 0))
+            # By `jax.jit`, which need not trace the same function a second time below.
+            self.abstract_state: TrainState = jax.jit(init).eval_shape(
+                adapter.given, *map(jax.random.key, (0, 0))
             )
         states = layer_paths(adapter, self.abstract_state.model_state)
         self.update.check(
@@ -151,7 +160,7 @@ class StepFunctions:
                 "batch_statistics is replica, and the optimizer evaluates the loss (value_fn), "
                 "which uses the statistics of the global batch: set batch_statistics to global"
             )
-        self._requested_reduction = requested_reduction(reduction, config, placement)
+        self._requested_reduction = requested_reduction(reduction, config, placement, self.layout)
         self._gradients = Gradients(
             self._forward.training_sums,
             config.microbatches,
@@ -159,21 +168,17 @@ class StepFunctions:
             self._requested_reduction,
             per_replica=per_replica,
         )
+        if config.exact is not None:
+            check_exact_optimizer(optimizer)
+            self._gradients = ExactGradients.of(self._gradients, config.exact)
         variables, replicated = self.shardings.variables, placement.replicated
-        own_options = collective_options.compiler_options(
-            config.collectives,
-            placement.devices[0].platform,
-            gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
-        )
-        self.compiler_options = merge_compiler_options(
-            config.compiler_options, own_options, replicated
-        )
+        self.compiler_options = step_options(config, placement)
 
         # The state is initialized directly into its shardings, and so are the arrays that a module
         # already holds: no device ever holds more than its share.
         self.given_shardings = self._given_shardings(replicated)
         self._jit_init = jax.jit(
-            self._init,
+            partial(init) if annotations else init,  # traced with the annotations
             in_shardings=(self.given_shardings, replicated, replicated),
             out_shardings=self.shardings,
             compiler_options=options_for_one_run(placement.devices[0].platform),
@@ -182,7 +187,9 @@ class StepFunctions:
         self._unrolls = False  # the steps of a dispatch
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
-        self.evaluate = self._compile(self._forward.evaluate, places)
+        evaluate: Callable[..., Any] = self._forward.evaluate
+        evaluate = exact_evaluation(evaluate, self._order) if self._order else evaluate
+        self.evaluate = self._compile(evaluate, places)
         # Replicated predictions, because every process returns all of them.
         self.predict = self._compile(self._forward.predictions, places)
         declared = None if media is None else Declared.of(locate_errors(media))
@@ -292,6 +299,7 @@ class StepFunctions:
                 unrolls=self._unrolls,
                 by_index=by_index,
                 log_every=self._config.log_every,
+                order=self._order,
                 jit=self._config.jit,
                 compiler_options=self.compiler_options,
             )
@@ -337,15 +345,18 @@ class StepFunctions:
         if steps > 1 and self._unrolls:
             note += f"; {steps} steps unrolled, because convolutions in a loop are slow on CPU"
         requested = self._requested_reduction is not None
-        if not requested and not flattens_by_default(self._config, self._placement, self.layout):
+        wanted = self._requested_reduction or default_reduction(
+            self._config, self._placement, self.layout
+        )
+        if wanted is None:
             return note
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
         with reference_kernels():
             blocker = shard_map_blocker(
-                self._gradients,
-                replicates_params=self.layout.replicates_params,
+                dataclasses.replace(self._gradients, reduction=wanted),
+                layout=self.layout,
                 params=trained,
                 frozen=frozen,
                 model_state=self.abstract_state.model_state,
@@ -362,8 +373,8 @@ class StepFunctions:
             return note + (
                 "; batch statistics of each replica" if self._gradients.per_replica else ""
             )
-        reduction = None if blocker else flattened
-        if self._gradients.reduction is not reduction:
+        reduction = None if blocker else wanted
+        if self._gradients.reduction != reduction:
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
         return note + (f"; reduced by XLA, because {blocker}" if blocker else "")
@@ -374,7 +385,12 @@ class StepFunctions:
         return self._forward.loss_is_of_tokens
 
     @property
-    def reduction(self) -> Reduction | None:
+    def gradients(self) -> Gradients:
+        """The computation of the gradients, reduced as `choose_reduction` has decided."""
+        return self._gradients
+
+    @property
+    def reduction(self) -> Reduction | ScatteredReduction | None:
         """The reduction of the gradients under `shard_map`; None if XLA reduces them."""
         return self._gradients.reduction
 

@@ -5,6 +5,7 @@ and divide once, by the weight of the whole batch. If the loss is a `Combination
 each of its terms over the whole batch is computed first, and divides the sum of that term.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,8 @@ from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import metrics
 from spmdtrain.step.model_state import averages_and_counts, difference, rejoined, with_difference
 from spmdtrain.step.outputs import Combination
-from spmdtrain.step.reductions import Reduction, flattened
+from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, scale_arrays
+from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.strategies import DEFAULT
 
 PyTree = Any
@@ -68,8 +70,23 @@ class Gradients:
     objective: Objective
     microbatches: int
     placement: Placement
-    reduction: Reduction | None = None
+    reduction: Reduction | ScatteredReduction | None = None
     per_replica: bool = False
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the batch that are computed apart under `shard_map`."""
+        return self.placement.batch_shards
+
+    @property
+    def gathers_params(self) -> bool:
+        """Whether each device gets whole parameters, however the strategy splits them."""
+        return False
+
+    @property
+    def own_draws(self) -> bool:
+        """Whether each part draws its own random numbers."""
+        return self.per_replica
 
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -86,7 +103,7 @@ class Gradients:
         if self.reduction is not None and self.placement.mesh is not None:
             return self._under_shard_map(self.reduction, params, frozen, model_state, batch, key)
         output = self.of_sum(params, frozen, model_state, batch, key)
-        return output._replace(gradients=_to_mean(output.gradients, output.metrics))
+        return output._replace(gradients=to_mean(output.gradients, output.metrics))
 
     def mean_loss(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -236,7 +253,7 @@ class Gradients:
 
     def _under_shard_map(
         self,
-        reduction: Reduction,
+        reduction: Reduction | ScatteredReduction,
         params: PyTree,
         frozen: PyTree,
         model_state: PyTree,
@@ -246,39 +263,53 @@ class Gradients:
         """Computes each device's share of the gradients; the reduction adds them up."""
         replicas = self.placement.batch_shards
         size = jax.tree.leaves(batch)[0].shape[0]
+        scattered = reduction if isinstance(reduction, ScatteredReduction) else None
 
         def local(
             params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
         ) -> GradientOutput:
             if self.per_replica and replicas > 1:
                 key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
-            with use_placement(ON_ONE_DEVICE):
+            gathers = scattered.gathers(size) if scattered else contextlib.nullcontext()
+            with use_placement(ON_ONE_DEVICE), gathers:
                 output = self.of_sum(params, frozen, model_state, batch, key, BATCH_AXES)
             # A sum over a large batch could overflow 16 bits in the reduction. It is divided by
             # the batch size, which is static, because the weight is known only after a reduction.
             is_of_mean = isinstance(output.metrics["loss"], Combination)
-            share = output.gradients if is_of_mean else _scaled(output.gradients, 1 / size)
             # The change instead of the state: leaves that no replica changes keep their bits.
             change = difference(output.model_state, model_state)
             averages, counts = averages_and_counts(change)
-            averages = _scaled(averages, 1 / replicas)
-            if reduction is flattened:  # metrics and running averages in the same collective
-                reduced, sums, averages = flattened((share, output.metrics, averages), BATCH_AXES)
-            else:
-                reduced = reduction(share, BATCH_AXES)
+            averages = scale_arrays(averages, 1 / replicas)
+            if isinstance(reduction, ScatteredReduction):
+                reduced = reduction.finish(output.gradients, size)
+                reduced = scale_arrays(reduced, size) if is_of_mean else reduced
                 sums, averages = jax.lax.psum((output.metrics, averages), BATCH_AXES)
+            else:
+                share = output.gradients if is_of_mean else scale_arrays(output.gradients, 1 / size)
+                if reduction is flattened:  # metrics and averages in the same collective
+                    given = share, output.metrics, averages
+                    reduced, sums, averages = flattened(given, BATCH_AXES)
+                else:
+                    reduced = reduction(share, BATCH_AXES)
+                    sums, averages = jax.lax.psum((output.metrics, averages), BATCH_AXES)
             change = rejoined(averages, jax.lax.pmax(counts, BATCH_AXES))
             after = with_difference(model_state, change, jnp.zeros((), jnp.float32))
-            return GradientOutput(_to_mean(reduced, sums, divided_by=size), sums, after)
+            return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        any_whole: Any = whole
+        specs: tuple[Any, Any, Any] = (whole, whole, whole)
+        if scattered:
+            specs_of = scattered.layout.batch_specs
+            of_gradients = specs_of(params, "opt_state")
+            specs = specs_of(params, "params"), specs_of(frozen, "params"), of_gradients
         # Without the check of varying axes, so that users can supply any reduction. Only local
         # code is differentiated.
         return jax.shard_map(
             local,
             mesh=self.placement.mesh,
-            in_specs=(whole, whole, whole, rows, whole),
-            out_specs=whole,
+            in_specs=(*specs[:2], whole, rows, whole),
+            out_specs=GradientOutput(specs[2], any_whole, any_whole),
             check_vma=False,
         )(params, frozen, model_state, batch, key)
 
@@ -310,27 +341,21 @@ def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTr
     )
 
 
-def _to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
-    """Scales gradients of the weighted sum / `divided_by` to the mean's; 0 if the weight is 0."""
+def to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
+    """Returns gradients of the weighted sum / `divided_by`, scaled to the mean; 0 without weight.
+
+    Args:
+      gradients: The gradients.
+      sums: The sums of the whole batch.
+      divided_by: The divisor of the gradients.
+    """
     loss = sums["loss"]
     if isinstance(loss, Combination):
         return gradients  # each term is divided already (see `metrics.differentiated`)
     weight = loss.weight
     scale = jnp.where(weight == 0, 0.0, divided_by / jnp.where(weight == 0, 1, weight))
-    return _scaled(gradients, scale)
-
-
-def _scaled(gradients: PyTree, by: jax.Array | float) -> PyTree:
-    return jax.tree.map(
-        lambda x: (x.astype(accumulation_dtype(x.dtype)) * by).astype(x.dtype), gradients
-    )
+    return scale_arrays(gradients, scale)
 
 
 def _zeros(like: Any) -> jax.Array:
     return jnp.zeros(like.shape, accumulation_dtype(like.dtype))
-
-
-def accumulation_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which values of `dtype` are added up: at least float32."""
-    narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize < 4
-    return jnp.float32 if narrow else dtype

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from spmdtrain.sharding.param_gather import as_shards, gather_shards, has_shards
+from spmdtrain.step.remat import remat, remat_gathers
 from spmdtrain.xla.jaxpr import equations
 
 PyTree = Any
@@ -33,7 +35,7 @@ def scan_layers(
     weights: PyTree,
     unroll: bool | None,
 ) -> jax.Array:
-    """Applies stacked layers one after the other.
+    """Applies stacked layers one after the other, each marked by `remat`.
 
     Args:
       layer: Maps (x, weights of a layer) to (x, None).
@@ -45,8 +47,14 @@ def scan_layers(
       The output of the last layer.
     """
     count = len(jax.tree.leaves(weights)[0])
+    weights = as_shards(weights)
+
+    def gathered(x: jax.Array, weights: PyTree) -> tuple[jax.Array, None]:
+        return layer(x, gather_shards(weights))
+
+    run = remat_gathers(gathered) if has_shards(weights) else remat(layer)
     with jax.named_scope(_SCOPE):
-        return jax.lax.scan(layer, x, weights, unroll=unrolls(count, unroll))[0]
+        return jax.lax.scan(run, x, weights, unroll=unrolls(count, unroll))[0]
 
 
 def describe_layers(jaxpr: Any) -> str:

@@ -9,6 +9,7 @@ from jax.sharding import Sharding
 
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.step.finite import may_branch, uses_products
+from spmdtrain.step.fixed_order import FixedOrder
 
 PyTree = Any
 NORMS = ("parameter_norm", "gradient_norm", "update_norm")
@@ -36,6 +37,7 @@ def step_norms(
     every: int,
     *,
     changes: Changes | None = None,
+    order: FixedOrder | None = None,
 ) -> jax.Array:
     """Returns the norms of `NORMS`, float32 (3,), or (1,) without gradients and updates.
 
@@ -48,7 +50,11 @@ def step_norms(
       step: The number of the step, counted from 1.
       every: The cadence of the log (see `has_norms`).
       changes: The gradients and the updates; None if they are not known.
+      order: The order of the sums; None if it may depend on the devices.
     """
+    if order is not None:
+        trees = (params, *(() if changes is None else changes()))
+        return jnp.stack([order.evaluate(lambda x: global_norm(x, None), tree) for tree in trees])
     places = layout.on_device.params
     places_of_changes = None if layout.splits_gradients else places
     needed = has_norms(step, every)

@@ -16,9 +16,12 @@ from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.param_gather import ParamGathers, use_gathers
 from spmdtrain.sharding.placement import Placement, record_strategy_queries, use_placement
+from spmdtrain.step.exact_checks import check_exact
 from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
-from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype
+from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype, pairwise
+from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations
 from spmdtrain.xla.padding import why_parts_differ
@@ -27,19 +30,24 @@ PyTree = Any
 
 
 def requested_reduction(
-    function: Reduction | None, config: RunConfig, placement: Placement
-) -> Reduction | None:
+    function: Reduction | None, config: RunConfig, placement: Placement, layout: Layout
+) -> Reduction | ScatteredReduction | None:
     """Returns the reduction that the user or the configuration requests; None if neither does.
 
     Args:
       function: The user's own reduction.
-      config: Its `collectives` and `batch_statistics` are read.
+      config: Its `collectives`, `batch_statistics` and `exact` are read.
       placement: The strategy and its mesh.
+      layout: The shardings of the state.
 
     Raises:
-      UserError: If `function` is not callable, or if two of these options contradict each other.
+      UserError: If `function` is not callable, if nothing is split that `reduce_scatter` could
+        scatter, or if two of these options contradict each other.
     """
     options = config.collectives
+    if config.exact is not None:
+        check_exact(config, placement, function)
+        return pairwise
     if function is not None and not callable(function):
         raise UserError(
             f"reduction is {function!r}: it must be a function of (gradients, axes); "
@@ -51,6 +59,14 @@ def requested_reduction(
                 f"collectives.reduction is {options.reduction}, and a reduction function is "
                 "given: use only one of them"
             )
+        if options.reduction == "reduce_scatter":
+            if not layout.splits_gradients:
+                raise UserError(
+                    "collectives.reduction is reduce_scatter, which is for the strategies that "
+                    f"split gradients (zero, fully_sharded), and the strategy is {placement.name}: "
+                    "use all_reduce"
+                )
+            return ScatteredReduction(layout, options.reduce_dtype)
         function = NAMED[options.reduction]
     if function is None and config.batch_statistics == "replica" and placement.batch_shards > 1:
         if options.reduction == "automatic":
@@ -62,11 +78,15 @@ def requested_reduction(
         function = flattened if on_cpu and options.reduce_dtype is None else all_reduce
     if options.reduce_dtype is None:
         return function
+    if function is None and layout.splits_gradients:
+        return ScatteredReduction(layout, options.reduce_dtype)
     return in_dtype(function or all_reduce, options.reduce_dtype)
 
 
 def describe_request(config: RunConfig) -> str:
     """Returns the setting that requests a reduction under `shard_map`, for an error message."""
+    if config.exact is not None:
+        return f"exact={config.exact}"
     if config.batch_statistics == "replica":
         return "batch_statistics=replica"
     if config.collectives.reduction is not None:
@@ -76,30 +96,33 @@ def describe_request(config: RunConfig) -> str:
     return "a reduction function"
 
 
-def flattens_by_default(config: RunConfig, placement: Placement, layout: Layout) -> bool:
-    """Returns whether the default reduction is one all-reduce of the flattened gradients.
+def default_reduction(
+    config: RunConfig, placement: Placement, layout: Layout
+) -> Reduction | ScatteredReduction | None:
+    """Returns the reduction that is faster than that of XLA; None if there is none.
 
-    On CPU it is faster, with several processes three times. On GPU and TPU, which have dedicated
-    links, XLA combines its own collectives. The caller checks that it computes the same gradients.
+    On CPU this is one all-reduce of the flattened gradients, with several processes three times as
+    fast. GPU and TPU have dedicated links, and XLA combines its own collectives there. But on TPU
+    it all-reduces gradients that it should reduce-scatter. The caller checks that the reduction
+    computes the same gradients.
 
     Args:
       config: Its `jit` and `collectives.reduction` are read.
       placement: The devices and the strategy.
       layout: The shardings of the state.
     """
-    strategy = placement.strategy
-    replicates = layout.replicates_params and not (
-        strategy.shards_params or strategy.shards_optimizer
-    )
-    on_cpu = placement.devices[0].platform == "cpu"
-    unspecified = config.collectives.reduction is None and config.jit
-    return unspecified and on_cpu and placement.batch_shards > 1 and replicates
+    if config.collectives.reduction is not None or not config.jit or placement.batch_shards == 1:
+        return None
+    platform = placement.devices[0].platform
+    if layout.splits_gradients:
+        return ScatteredReduction(layout) if platform == "tpu" else None
+    return flattened if platform == "cpu" and layout.replicates_params else None
 
 
 def shard_map_blocker(
     gradients: Gradients,
     *,
-    replicates_params: bool,
+    layout: Layout,
     params: PyTree,
     frozen: PyTree,
     model_state: PyTree,
@@ -114,7 +137,7 @@ def shard_map_blocker(
 
     Args:
       gradients: The computation of the gradients.
-      replicates_params: Whether every device holds all parameters.
+      layout: The shardings of the state.
       params: Abstract trained parameters.
       frozen: Abstract parameters that are not trained.
       model_state: Abstract model state.
@@ -123,12 +146,15 @@ def shard_map_blocker(
         without batch statistics.
       batch_coupled: Whether the objective is declared to combine the examples of its batch.
     """
-    if batch_coupled and gradients.placement.batch_shards > 1:
+    if batch_coupled and gradients.parts > 1:
         return "the objective is declared as batch_coupled"
-    if not replicates_params:
+    name = gradients.placement.name
+    scatters = isinstance(gradients.reduction, ScatteredReduction)
+    splits = layout.splits_tensors if scatters else not layout.replicates_params
+    if splits and not gradients.gathers_params:
         return (
-            f"the strategy {gradients.placement.name} splits the parameters; use mirrored, "
-            "zero, central_storage or hybrid, without rules"
+            f"the strategy {name} splits the parameters; use mirrored, zero, central_storage or "
+            "hybrid, without rules"
         )
     if gradients.placement.size("context") > 1:
         return "mesh.context splits the tokens of each example, whose gradients XLA reduces"
@@ -140,8 +166,11 @@ def shard_map_blocker(
         )
     single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
     key = jax.random.key(0)
-    with record_strategy_queries() as queries:
+    gathers = ParamGathers(None)
+    with record_strategy_queries() as queries, use_gathers(gathers):
         jaxpr = jax.make_jaxpr(single.of_sum)(params, frozen, model_state, batch, key)
+    if scatters and (whole := set(layout.gathered_per_layer()) - gathers.in_loop):
+        return f"the model does not pass {min(whole)} to scan_layers, so it would be gathered whole"
     if queries:
         return "the objective calls current_strategy(), which is unknown on a single device"
     if jaxpr.effects:
@@ -153,20 +182,20 @@ def shard_map_blocker(
     if constraints & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
         return "the objective constrains the sharding of arrays itself"
     _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    if is_used[-1] and not gradients.per_replica:  # the key is the last argument
+    if is_used[-1] and not gradients.own_draws:  # the key is the last argument
         return (
             "the model or the objective draws random numbers (dropout), which would differ "
             "between devices"
         )
-    if (shards := gradients.placement.batch_shards) == 1:
+    if (parts := gradients.parts) == 1:
         return None
     with use_placement(ON_ONE_DEVICE):
         why = why_parts_differ(
             lambda given, rows: values(given[0], given[1], given[2], rows),
             (params, frozen, model_state),
             batch,
-            shards,
-            own_draws=gradients.per_replica,
+            parts,
+            own_draws=gradients.own_draws,
         )
     if why:
         return (

@@ -45,6 +45,32 @@ def remat(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+def remat_gathers(function: F) -> F:
+    """Marks a layer like `remat`, and never keeps the weights that it gathers.
+
+    The backward pass gathers them again, with the option `none` too.
+
+    Args:
+      function: See `remat`.
+
+    Returns:
+      A function of the same arguments.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        policy = _policy.value
+        if policy == "none":
+            return jax.checkpoint(function, policy=_keep_all_but_gathers)(*args, **kwargs)
+        return _remat(function, policy)(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def _keep_all_but_gathers(primitive: Any, *args: Any, **params: Any) -> bool:
+    return primitive.name != "all_gather"
+
+
 def with_policy(objective: Callable[..., Any], policy: str, *args: Any) -> Any:
     """Calls an objective with rematerialization.
 

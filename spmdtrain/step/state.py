@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.step.gradients import accumulation_dtype
+from spmdtrain.step.reductions import accumulation_dtype
 
 PyTree = Any
 

@@ -16,6 +16,8 @@ from spmdtrain.step import metrics
 from spmdtrain.step.batch_loss import BatchLoss
 from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.finite import finite_flags
+from spmdtrain.step.fixed_order import FixedOrder
+from spmdtrain.step.fused_checks import FusedChecks, fused_evaluation, fuses_checks
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
 from spmdtrain.step.norms import recomputes_changes, step_norms
@@ -75,6 +77,7 @@ def make_train_step(
     unrolls: bool = False,
     by_index: bool = False,
     log_every: int = 1,
+    order: FixedOrder | None = None,
     jit: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
@@ -90,6 +93,7 @@ def make_train_step(
       unrolls: Whether several steps are straight-line code instead of a loop.
       by_index: Whether the batch is an `IndexedBatch`.
       log_every: The cadence of the log, for `step_norms`.
+      order: The order of the sums of norms; None if it may depend on the devices.
       jit: Whether to compile. If not, operations run one by one.
       compiler_options: Options for XLA.
     """
@@ -121,14 +125,21 @@ def make_train_step(
         batch = examples_of(batch)
         state = layout.to_device(state, lambda shardings: shardings)  # from host memory
         # Without `jit` the user's code has to see values, and `recomputable` would trace it.
-        recomputes = jit and recomputes_changes(state.params, layout)
-        evaluate = recomputable if recomputes else _evaluated
+        recomputes = jit and order is None and recomputes_changes(state.params, layout)
+        fuses = jit and order is None and fuses_checks(placement)
+        evaluate = recomputable if recomputes else fused_evaluation if fuses else _evaluated
         found, changes = evaluate(updated, state, batch)
         after, means = found.state, found.means
 
         # The finite flags of this loss and state. They are read before this state is saved.
-        finite = finite_flags(means["loss"], state, after, layout.shardings, is_last=is_last)
-        norms = step_norms(after.params, layout, after.step, log_every, changes=changes)
+        if isinstance(changes, FusedChecks):
+            finite = changes.flags(means["loss"], state, after, layout.shardings)
+            norms = changes.norms
+        else:
+            finite = finite_flags(means["loss"], state, after, layout.shardings, is_last=is_last)
+            norms = step_norms(
+                after.params, layout, after.step, log_every, changes=changes, order=order
+            )
         rate = step_rate(update.optimizer, state.opt_state, after.opt_state)
         return after, StepOutput(
             means, finite, sums=found.sums, rate=rate, norms=norms, combined=found.combined

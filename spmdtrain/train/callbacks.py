@@ -265,12 +265,15 @@ class CallbackRunner:
           step: The step that it belongs to.
           metrics: Its metrics; none by default.
         """
-        self.event, self.step = event, step
+        self.step = step
+        if not self.has(event):
+            return
+        self.event = event
         values = FrozenMetrics({}) if metrics is None else metrics
         try:
             for function in self._functions[event]:
                 function(CallbackContext(self._trainer, event, step, values))
         finally:
             self.event = None
-        if self.has(event):  # all processes call them, and process 0 decides
-            self.stop_requested = process_group.broadcast(self.stop_requested)
+        # All processes call them, and process 0 decides.
+        self.stop_requested = process_group.broadcast(self.stop_requested)

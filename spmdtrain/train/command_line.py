@@ -187,7 +187,12 @@ def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None
             raise UserError(f"{option} is not an option. Did you mean --{meant.replace('_', '-')}?")
 
 
-_LISTS = ("compiler_options", "freeze", "set")  # options that may be repeated, one value each
+_LISTS = (
+    "compiler_options",
+    "freeze",
+    "set",
+    "skip_steps",
+)  # options that may be repeated, one value each
 
 
 def _together(arguments: Sequence[str]) -> list[str]:

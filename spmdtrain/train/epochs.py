@@ -97,33 +97,41 @@ class Epochs:
         sums = {name: pair.tolist() for name, pair in zip(epoch.names, epoch.sums, strict=True)}
         return {"steps": epoch.steps, "seconds": epoch.seconds, "sums": sums}
 
+    def ends_with(self, step: int) -> bool:
+        """Returns whether an epoch ends with a step; steps are asked for in order."""
+        if step >= self._epoch.stop:
+            self._epoch = self._config.epoch_of(step, self._size)
+        return step == self._epoch.stop - 1
+
     def count(
         self,
-        step: int,
+        steps: Sequence[int],
         names: Sequence[str],
         sums: np.ndarray,
         rate: jax.Array | None,
         combined: Mapping[str, Combination] | None = None,
     ) -> None:
-        """Adds a step's metrics, and writes the means if an epoch ends with it.
+        """Adds the metrics of steps of one epoch, and writes the means if it ends with the last.
 
         Steps are counted in order. An epoch of which not all steps were counted is not written.
 
         Args:
-            step: Its number.
-            names: Names of its metrics.
-            sums: Their weighted sums and weights, (names, 2).
-            rate: Its learning rate, if that is among its outputs.
-            combined: Those of its metrics that are combined from the means of others.
+            steps: Their numbers.
+            names: Names of their metrics.
+            sums: Their weighted sums and weights, (steps, names, 2).
+            rate: The learning rate of the last, if that is among its outputs.
+            combined: Those of the metrics that are combined from the means of others.
         """
         epoch, config, size = self.sums, self._config, self._size
         if epoch.names != names:  # none yet, or the objective has changed since the save
             epoch = self.sums = EpochSums(0, epoch.seconds, names, np.zeros((len(names), 2)))
-        epoch.steps += 1
-        epoch.sums += sums
-        if step >= self._epoch.stop:
-            self._epoch = config.epoch_of(step, size)
-        if step < self._epoch.stop - 1:
+        epoch.steps += len(steps)
+        if len(steps) == 1:
+            epoch.sums += sums[0]
+        else:  # in the same order, so that the dispatch does not change last bits
+            epoch.sums = np.add.reduce(np.concatenate([epoch.sums[None], sums]), axis=0)
+        step = steps[-1]
+        if not self.ends_with(step):
             return
         self._count_seconds()
         wait = self._input_wait()

@@ -26,6 +26,7 @@ from spmdtrain.strategies import Strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.program_report import StepProgram
+from spmdtrain.train.sentinel import Sentinel
 from spmdtrain.train.session import RunSession
 
 if TYPE_CHECKING:  # the command line imports tyro
@@ -258,6 +259,9 @@ class MeshExecutor:
         several = config.steps_per_dispatch > 1
         self.max_in_flight = 2 if several else max_in_flight(placement)
         self._compiled: dict[int, StepCall] = {}  # by the number of steps of a dispatch
+        self._sentinel: Sentinel | None = None
+        if config.sentinel_every is not None:
+            self._sentinel = Sentinel(inputs.functions, placement, run, first)
         self._batches = train_batches(
             run.train_data,
             config.resolved_batch_size,
@@ -274,6 +278,7 @@ class MeshExecutor:
             step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
             progress=run.stream_progress,
+            skipped=config.skipped_batches,
         )
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
@@ -282,6 +287,8 @@ class MeshExecutor:
         if len(steps) not in self._compiled:
             self._compiled[len(steps)] = self._compile(len(steps), batch, state)
             self._run.logger.restart_timer(steps[0] - 1)
+        if self._sentinel is not None and self._sentinel.is_due(steps[-1]):
+            self._sentinel.check(steps[-1], state, batch)
         return self._compiled[len(steps)], batch
 
     def stop_dispatch(self, step: int) -> int:

@@ -38,7 +38,13 @@ HELP_GROUPS = (
     HelpGroup(
         "Data",
         ("data_dir", "shuffle", "data_threads", "data_workers"),
-        ("data_on_device", "on_bad_record", "max_bad_records", "stream_shards"),
+        (
+            "data_on_device",
+            "on_bad_record",
+            "max_bad_records",
+            "skip_steps",
+            "stream_shards",
+        ),
     ),
     HelpGroup(
         "Placement",
@@ -48,7 +54,10 @@ HELP_GROUPS = (
     HelpGroup(
         "Numerics and compilation",
         ("seed", "compute_dtype", "remat"),
-        ("batch_statistics", "jit", "compilation_cache", "compiler_options"),
+        (
+            *("exact", "batch_statistics", "jit"),
+            *("compilation_cache", "compiler_options", "xla_preset"),
+        ),
     ),
     HelpGroup(
         "Evaluation",
@@ -75,7 +84,12 @@ HELP_GROUPS = (
             "keep_every_hours",
         ),
     ),
-    HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("profile_steps",)),
+    HelpGroup(
+        "Faulty hardware",
+        (),
+        ("sentinel_every", "sentinel_action", "compare_copies_every"),
+    ),
+    HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("log_hash_every", "profile_steps")),
     HelpGroup(
         "Several processes",
         ("cluster",),

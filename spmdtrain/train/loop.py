@@ -24,6 +24,7 @@ from spmdtrain.sharding.resolution import resolve
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
+from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker
@@ -57,8 +58,7 @@ from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.train.terminal_of_run import terminal_of
-from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
+from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any
 _PURPOSES = (Purpose.INIT, Purpose.STEP)
@@ -104,15 +104,7 @@ class Loop(LoopTools, MediaLogger):
         self.terminal = terminal or terminal_of(config)
         self.step = 0
         """Number of steps of the whole run that `end_step` has recorded."""
-        placed = self.placement.strategy
-        ours = collective_options.compiler_options(
-            config.collectives,
-            self.placement.devices[0].platform,
-            gathers=placed.shards_params or placed.shards_optimizer,
-        )
-        self._compiler_options = merge_compiler_options(
-            self.config.compiler_options, ours, self.placement.replicated
-        )
+        self._compiler_options = step_options(self.config, self.placement)
         self._callbacks = CallbackRunner(self, {}, state_at_steps=True)  # until `start`
         self._clock = clock
         self._stack = contextlib.ExitStack()
@@ -259,6 +251,7 @@ class Loop(LoopTools, MediaLogger):
             threads=config.data_threads,
             workers=config.data_workers,
             progress=parts.run.stream_progress,
+            skipped=parts.run.config.skipped_batches,
         )
         # Also at the end of the loop, because a traceback may keep this generator alive.
         self._stack.callback(batches.close)

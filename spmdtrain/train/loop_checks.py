@@ -24,6 +24,7 @@ Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, 
 # What the Trainer's step does, and the step of a loop has to do itself.
 _TRAINER_ONLY: Mapping[str, Any] = {
     "microbatches": 1,
+    "exact": None,
     "uneven_batch": "refuse",
     "batch_statistics": "global",
     "compute_dtype": "float32",
@@ -39,6 +40,7 @@ _TRAINER_ONLY: Mapping[str, Any] = {
     "evaluated_by": "training",
     "eval_at_checkpoints": False,
     "profile_steps": None,
+    "sentinel_every": None,
 }
 
 PARTS = ("params", "opt_state", "averaged", "model_state")

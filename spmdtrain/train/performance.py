@@ -1,6 +1,7 @@
 """The file `performance.jsonl`: speed, utilization, memory and goodput during a run."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from spmdtrain.files.lines_file import LinesFile
@@ -30,10 +31,10 @@ class PerformanceLog:
         self._flops: float | None = None  # of one step
         self._is_written = False
 
-    def count_weight(self, weight: float) -> None:
-        """Counts the sum of the loss's weights in one step."""
-        self._weight += weight
-        self._steps += 1
+    def count_weights(self, weights: Sequence[float]) -> None:
+        """Counts the sum of the loss's weights in each of several steps."""
+        self._weight += sum(weights)
+        self._steps += len(weights)
 
     def describe(
         self, program: StepProgram, params: PyTree, places: PyTree | None, placement: Placement

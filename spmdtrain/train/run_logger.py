@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
+from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
+from spmdtrain.files.state_hashes import HASHES_FILE, StateHash
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.norms import NORMS
 from spmdtrain.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
@@ -61,6 +63,7 @@ class RunLogger:
         """The metrics written of epochs and evaluations, by split and step."""
         self._rate, self._input_wait = Rate(), InputWait()
         self.performance, self.times = PerformanceLog(files), TimeAccount(files)
+        self._hashes: LinesFile | None = None  # opened by the first hash
         self._devices: list[jax.Device] = []  # of this process
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None  # when the timer was restarted
@@ -83,6 +86,7 @@ class RunLogger:
                 mesh=placement.axes,
                 devices=placement.devices,
                 skipped_records=self._skipped_records,
+                experiment=file_of_config(self.config),
             )
             self.files.write_status(Status.RUNNING, step)
         self.trackers.start(step, config_as_json(self.config))  # now, during the compilation
@@ -120,8 +124,7 @@ class RunLogger:
         count = total if trained is None else _size(trained)
         frozen = f", {count:,} trained" if count != total else ""
         lines = [
-            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
-            f"mesh {placement.axes}",
+            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.description}",
             ", ".join(facts),
             f"{total:,} parameters{frozen}; {compiled}",
             *reasons,
@@ -204,9 +207,21 @@ class RunLogger:
         )
         return {name: value for name, value in metrics.items() if name not in hidden}
 
+    def log_hash(self, found: StateHash) -> None:
+        """Writes the hash of the state after a step."""
+        if self.files:
+            if self._hashes is None:
+                self._hashes = self.files.lines_file(HASHES_FILE)
+            self._hashes.append(found.to_json())
+
     def log_checkpoint(self, step: int) -> None:
         """Logs that the state after `step` is being saved."""
         self.times.log("checkpoint", step)
+
+    def log_fault(self, step: int, message: str) -> None:
+        """Logs that a device has computed other gradients than others in a step."""
+        self.terminal.warning(message)
+        self.times.log_fault(step, message)
 
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""

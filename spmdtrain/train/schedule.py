@@ -25,6 +25,9 @@ class Due:
         return any((self.save, self.evaluate, self.epoch_end, self.preempted, self.last))
 
 
+_NOTHING = Due(save=False, evaluate=False, epoch_end=False, preempted=False, last=False)
+
+
 class Schedule:
     """The cadence of a run: after which steps to evaluate and save, and which to dispatch together.
 
@@ -97,7 +100,11 @@ class Schedule:
         profiled = self._config.profile_range()
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
         saved = self._saves and self.saves_by_count(step)
-        return saved or around or self.ends_epoch(step) or self.should_evaluate(step, saved=saved)
+        hashed = self._config.hashes_at(step, self.total)
+        every = self._config.sentinel_every
+        checked = every is not None and (step % every == 0 or (step + 1) % every == 0)
+        due = saved or around or hashed or checked or self.ends_epoch(step)
+        return due or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
 
@@ -109,12 +116,12 @@ class Schedule:
           preempted: Whether a signal asks the run to stop; the same in all processes.
         """
         save = self.should_save(step)
+        evaluate, epoch_end = self.should_evaluate(step, saved=save), self.ends_epoch(step)
+        last = step == self.total
+        if not (save or evaluate or epoch_end or preempted or last):
+            return _NOTHING
         return Due(
-            save=save,
-            evaluate=self.should_evaluate(step, saved=save),
-            epoch_end=self.ends_epoch(step),
-            preempted=preempted,
-            last=step == self.total,
+            save=save, evaluate=evaluate, epoch_end=epoch_end, preempted=preempted, last=last
         )
 
     def is_due(self, step: int) -> bool:

@@ -1,13 +1,14 @@
 """The session of a run: its inputs, logs and checkpoints, and the boundary between steps."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdtrain.checkpoints.items import check_can_be_saved
-from spmdtrain.checkpoints.run_identity import Identity
+from spmdtrain.checkpoints.run_identity import Identity, all_skipped
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
@@ -149,6 +150,17 @@ class RunSession:
         """Raises `UserError` if a leaf of the state does not have the sharding of its rule."""
         if self.config.jit:  # without jit, arrays stay where they were computed
             check_placed(state, trained.shardings, when)
+
+    def keep_skipped(self, earlier: Identity) -> None:
+        """Keeps the batches that an earlier start of the run has left out, besides those given.
+
+        Args:
+          earlier: The identity of that start.
+        """
+        kept = all_skipped(earlier, self.identity)
+        self.config = self.logger.config = dataclasses.replace(self.config, skip_steps=kept)
+        config = {**self.identity.config, "skip_steps": list(kept)}
+        self.identity = dataclasses.replace(self.identity, config=config)
 
     # -- the boundary between steps ------------------------------------------------------------
 

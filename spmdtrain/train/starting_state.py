@@ -224,6 +224,7 @@ def _continued(
     run.stream_progress.record(saved.step, positions)
     run.epochs.restore(saved.epoch)
     run.callback_states.restore(saved.callbacks, log)
+    run.keep_skipped(saved.identity)
     for change in changes(saved.identity, run.identity):
         log(f"{label}: {change}")
     lora = saved.identity.lora

@@ -96,6 +96,11 @@ class TimeAccount:
             self._write({"time": self._clock(), "event": event, "step": step})
             self._write_phases(self._now())
 
+    def log_fault(self, step: int, reason: str) -> None:
+        """Writes that a device has computed other gradients than others in a step."""
+        if self._own:
+            self._write({"time": self._clock(), "event": "fault", "step": step, "reason": reason})
+
     def end(self, status: str, reason: str | None) -> None:
         """Writes how this start ended; further calls do nothing.
 

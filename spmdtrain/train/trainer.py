@@ -187,7 +187,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
 
         Raises:
           StateError: `NonFiniteError` if the loss or the state is NaN or infinite, `ReplicaError`
-            if copies of replicated data differ between processes.
+            if copies of replicated data differ between processes, `DeviceFaultError` if a device
+            computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
           SystemExit: In an evaluator task, after the training has ended.
           UserError: If an argument is wrong.
@@ -250,6 +251,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:
             later_fit.check_continues(run, self._identity, self.step)
+            run.keep_skipped(self._identity)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
             run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)

@@ -84,14 +84,19 @@ Value = str | int | bool | float
 
 
 def merge_compiler_options(
-    user: Sequence[str], ours: Mapping[str, Value], sharding: Sharding
+    user: Sequence[str],
+    ours: Mapping[str, Value],
+    sharding: Sharding,
+    preset: Mapping[str, Value] | None = None,
 ) -> dict[str, Value]:
-    """Returns the compiler options of the user and of the package.
+    """Returns the compiler options of the user, of other options of the run, and of a preset.
 
     Args:
         user: Options of the user as NAME=VALUE.
-        ours: Options of the package.
+        ours: Options that follow from other options of the run.
         sharding: Its devices are those to compile for.
+        preset: Options that the others replace. Those that XLA does not know, because its version
+            is another one, are omitted.
 
     Raises:
         UserError: If an option is given twice, or XLA rejects it for these devices, which the
@@ -105,13 +110,22 @@ def merge_compiler_options(
                 f"compiler_options {name} is given twice or set by another option: remove one"
             )
         options[name] = _typed(value)
-    if user:
-        trivial = jax.jit(lambda: jnp.zeros(()), out_shardings=sharding, compiler_options=options)
-        try:
-            trivial.lower().compile()
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            raise UserError(f"compiler_options {' '.join(user)}: {error}") from error
-    return options
+    if user and (error := _refusal(options, sharding)) is not None:
+        raise UserError(f"compiler_options {' '.join(user)}: {error}") from error
+    extra = {name: value for name, value in (preset or {}).items() if name not in options}
+    if extra and _refusal(extra, sharding) is not None:
+        extra = {k: v for k, v in extra.items() if _refusal({k: v}, sharding) is None}
+    return extra | options
+
+
+def _refusal(options: Mapping[str, Value], sharding: Sharding) -> Exception | None:
+    """Returns the error with which XLA rejects options for the devices of a sharding, or None."""
+    trivial = jax.jit(lambda: jnp.zeros(()), out_shardings=sharding, compiler_options=dict(options))
+    try:
+        trivial.lower().compile()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return error
+    return None
 
 
 def options_for_one_run(platform: str) -> dict[str, Value] | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from spmdtrain.xla.jaxpr import inner_jaxprs
 
@@ -23,10 +24,11 @@ reshape rsqrt select_n sign sin sqrt square squeeze sub tanh xor
 _ELEMENTWISE = frozenset(_NAMES.split())
 """Primitives that are computed again: XLA fuses them into one pass over their operands."""
 _CALLS = frozenset(("jit", "pjit"))
+_PLACES = frozenset(("sharding_constraint",))
 
 
 def recomputable(
-    function: Callable[..., tuple[PyTree, PyTree]], *args: PyTree
+    function: Callable[..., tuple[PyTree, PyTree]], *args: PyTree, beside: bool = False
 ) -> tuple[PyTree, Callable[[], PyTree]]:
     """Evaluates a function that returns two results, the second for use in a branch.
 
@@ -37,6 +39,10 @@ def recomputable(
     Args:
       function: A traceable function that returns (first, second).
       *args: Its arguments, pytrees of arrays.
+      beside: Whether the second result is computed again beside the first one instead of after it:
+        not from the first result, and from scalars that XLA takes for others, so that it does not
+        reuse what it computes for the first. It then fuses sums of both into one pass over their
+        operands.
 
     Returns:
       The first result, and a function that computes the second one; call it in the branch.
@@ -47,11 +53,11 @@ def recomputable(
     size = len(jax.tree.leaves(shapes[0]))
     first, second = jaxpr.outvars[:size], jaxpr.outvars[size:]
     # Equations by the variables that they define, without those whose values are in memory anyway.
-    known = {x for x in first if not _is_literal(x)}
+    known = set() if beside else {x for x in first if not _is_literal(x)}
     again = {
         x: equation
         for equation in jaxpr.eqns
-        if _is_elementwise(equation)
+        if _is_elementwise(equation) or (beside and equation.primitive.name in _PLACES)
         for x in equation.outvars
         if x not in known
     }
@@ -76,7 +82,10 @@ def recomputable(
     values = jax.core.eval_jaxpr(whole, closed.consts, *jax.tree.leaves(args))
 
     def recompute() -> PyTree:
-        found = jax.core.eval_jaxpr(inner, (), *values[size:])
+        operands = values[size:]
+        if beside:
+            operands = [x if jnp.ndim(x) else jax.lax.optimization_barrier(x) for x in operands]
+        found = jax.core.eval_jaxpr(inner, (), *operands)
         return jax.tree.unflatten(structures[1], found)
 
     return jax.tree.unflatten(structures[0], values[:size]), recompute

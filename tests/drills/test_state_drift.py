@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from processes import BOUND, codes, drill, job, quiet, show
 
 from spmdtrain.checkpoints import checksums, replica_check
+from spmdtrain.checkpoints.state_sums import StateSums
 from spmdtrain.testing import run_processes
 
 P = PartitionSpec
@@ -122,7 +123,8 @@ def train_step(state, batch, key):
 optimizer = optax.adam(1e-3)
 x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 options = {"strategy": "mirrored", "steps": 12, "global_batch_size": 8, "workdir": sys.argv[1]}
-with Loop(**options, checkpoint_every_steps=3) as loop:
+every = int(sys.argv[3]) or None
+with Loop(**options, checkpoint_every_steps=3, compare_copies_every=every) as loop:
     state = loop.start(init, train=x)
     step = loop.compile_step(train_step)
     for batch in loop.batches():
@@ -134,12 +136,16 @@ with Loop(**options, checkpoint_every_steps=3) as loop:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(("at", "found", "saved"), [(1, 1, []), (4, 6, [3])])
-def test_a_loop_finds_it_as_well(tmp_path: Path, at: int, found: int, saved: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("at", "every", "found", "saved"), [(1, 0, 1, []), (4, 0, 6, [3]), (7, 4, 8, [3, 6])]
+)
+def test_a_loop_finds_it_as_well(
+    tmp_path: Path, at: int, every: int, found: int, saved: list[int]
+) -> None:
     script, workdir = tmp_path / "script.py", tmp_path / "run"
     script.write_text(CORRUPTED + LOOP)
     ended = run_processes(
-        [sys.executable, str(script), str(workdir), str(at)],
+        [sys.executable, str(script), str(workdir), str(at), str(every)],
         processes=2,
         timeout=BOUND,
         check=False,
@@ -184,7 +190,7 @@ def test_only_processes_that_hold_the_same_part_are_compared() -> None:
 
 @pytest.mark.parametrize("spec", [P(), P("a")], ids=["replicated", "split"])
 def test_the_first_step_is_compared_as_it_was_before_its_arrays_were_donated(
-    monkeypatch: pytest.MonkeyPatch, spec: PartitionSpec
+    spec: PartitionSpec,
 ) -> None:
     mesh = jax.make_mesh((8,), ("a",))
     values = np.random.default_rng(0).normal(size=(4096, 16)).astype(np.float32)
@@ -193,14 +199,10 @@ def test_the_first_step_is_compared_as_it_was_before_its_arrays_were_donated(
         "small": jnp.copy(jax.device_put(values[:8], NamedSharding(mesh, P()))),
         "on host": jax.device_put(values, NamedSharding(mesh, P(), memory_kind="pinned_host")),
     }
-    compared: dict[str, Any] = {}
-    monkeypatch.setattr(
-        replica_check, "check_equal", lambda started, step: compared.update(started)
-    )
-    first = replica_check.FirstStep(state, 1)
+    first = StateSums(state, in_host_memory=False)
     jax.jit(lambda x: jax.tree.map(lambda x: x * 0 - 7, x), donate_argnums=0)(state)
     assert state["large"].is_deleted() and state["small"].is_deleted()
-    first.check()
+    compared = first.parts()
     expected = checksums.sums({"large": values, "small": values[:8]})
     assert checksums.format_sums(checksums.read_parts(compared)) == expected
     assert {part.holders for parts in compared.values() for part in parts} == {(0,)}

@@ -16,7 +16,7 @@ from helpers import DIGITS, REPOSITORY, environment, metrics, together
 from spmdtrain import __version__
 
 BOUND = 100  # seconds
-NAMES = ("run", "launch", "plan", "sweep", "report", "cluster", "checkpoints")
+NAMES = ("run", "launch", "plan", "sweep", "report", "cluster", "checkpoints", "replay")
 
 # In place of JAX, in the working directory.
 NO_JAX = "raise ImportError('this command must not import jax')"

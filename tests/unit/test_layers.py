@@ -32,7 +32,7 @@ FOLDERS = (
         "data",
     ),
     *("step", "weights", "checkpoints", "trackers", "train", "parameter_server", "page", "plan"),
-    *("report", "sweep", "testing", "run"),
+    *("replay", "report", "sweep", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
 EXPORTING = {"models", "testing"}  # for users' experiments and tests; others' `__init__` is empty

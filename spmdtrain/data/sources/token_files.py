@@ -171,6 +171,16 @@ class TokenFile:
             weights[row, : len(tokens) - 1] = 1
         return {"tokens": rows, "weights": weights}
 
+    def describe(self, index: int) -> str:
+        """Returns the file of a window and its first token there.
+
+        Args:
+          index: The number of the window.
+        """
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[file - 1]) if file else 0
+        return f"{self._tokens.files[file]}: token {(index - first) * self.stride:,}"
+
 
 class TokenDocuments:
     """The documents in files of tokens, as a source for `Packed`.

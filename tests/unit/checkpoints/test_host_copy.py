@@ -13,12 +13,13 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.checkpoints.checksums import host_sum, sums
-from spmdtrain.checkpoints.host_copy import HostCopy, copy_to_host
+from spmdtrain.checkpoints.host_copy import HostCopy, as_jax_arrays, copy_to_host
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves
 from spmdtrain.checkpoints.save import Checkpoints
+from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
@@ -29,8 +30,8 @@ SPECS = {"replicated": P(), "split": P(("a", "b")), "both": P(None, "a")}
 
 
 def state_of(spec: PartitionSpec) -> TrainState:
-    """A state of three arrays of 64 kB of which only the devices hold a copy."""
-    values = np.random.default_rng(0).normal(size=(3, 128, 128)).astype(np.float32)
+    """A state of three arrays of 1 MB of which only the devices hold a copy."""
+    values = np.random.default_rng(0).normal(size=(3, 512, 512)).astype(np.float32)
     kernels = [jnp.copy(jax.device_put(x, NamedSharding(MESH, spec))) for x in values]
     everywhere = NamedSharding(MESH, P())
     step, key = jax.device_put((jnp.int32(1), jax.random.key(0)), everywhere)
@@ -92,13 +93,49 @@ def shards_of(tree: Any) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize(("spec", "parts"), [(P(), 1), (P("b"), 4), (P(("a", "b")), 8)])
-def test_a_copy_holds_each_part_once(spec: PartitionSpec, parts: int) -> None:
-    x = jax.device_put(jnp.ones((16, 8)), NamedSharding(MESH, spec))
+@pytest.mark.parametrize("rows", [16, 2**18])
+def test_a_copy_holds_each_part_once(spec: PartitionSpec, parts: int, rows: int) -> None:
+    x = jax.device_put(jnp.ones((rows, 8)), NamedSharding(MESH, spec))
     copy = copy_to_host({"x": x})["x"]
-    assert isinstance(copy, HostCopy) and len(copy.addressable_shards) == parts
-    assert sum(shard.data.nbytes for shard in copy.addressable_shards) == x.nbytes == copy.nbytes
-    own = {shard.unsafe_buffer_pointer() for shard in shards_of(x)}
-    assert own.isdisjoint(shard.data.unsafe_buffer_pointer() for shard in copy.addressable_shards)
+    assert isinstance(copy, HostCopy) and len(copy.addressable_shards) == 8
+    for shards in (copy.addressable_shards, as_jax_arrays(copy).addressable_shards):
+        distinct = {np.asarray(shard.data).ctypes.data: shard for shard in shards}
+        assert len(distinct) == parts
+        assert sum(shard.data.nbytes for shard in distinct.values()) == x.nbytes == copy.nbytes
+        assert distinct.keys().isdisjoint(shard.unsafe_buffer_pointer() for shard in shards_of(x))
+
+
+@pytest.mark.parametrize("has_cpu", [True, False], ids=["with-cpu", "without-cpu"])
+def test_a_save_from_accelerators_has_the_sums_of_the_devices(
+    has_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accelerator is imitated: the arrays are on CPU, so they are not overwritten."""
+    for module in ("save", "host_copy"):
+        monkeypatch.setattr(f"spmdtrain.checkpoints.{module}.is_on_cpu", lambda _: False)
+    monkeypatch.setattr("spmdtrain.checkpoints.save.can_copy", lambda _: has_cpu)
+    monkeypatch.delattr("spmdtrain.checkpoints.host_copy.host_sum")
+    state, folder = state_of(P(None, "a")), epath.Path(tmp_path / "checkpoints")
+    with contextlib.closing(Checkpoints(folder, Retention())) as checkpoints:
+        checkpoints.save(state, 1, identity_of(state), None)
+    manifest = Manifest.read(folder / "1")
+    assert manifest.sums == sums(vars(state))
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    loaded = as_numpy(load_state(folder / "1", manifest, state, shardings))
+    assert {name: x.tobytes() for name, x in loaded.items()} == {
+        name: x.tobytes() for name, x in as_numpy(state).items()
+    }
+
+
+def test_an_empty_folder_is_listed_without_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start is not delayed; a folder with a checkpoint that is just renamed is listed again."""
+    folder, pauses = tmp_path / "checkpoints", list[float]()
+    folder.mkdir()
+    monkeypatch.setattr("time.sleep", pauses.append)
+    assert list(list_checkpoints(str(tmp_path)).steps) == [] == pauses
+    (folder / "5.orbax-checkpoint-tmp").mkdir()
+    assert list(list_checkpoints(str(tmp_path)).steps) == [] and len(pauses) == 3
 
 
 def test_a_failure_of_the_thread_is_raised_by_the_next_save(

@@ -1,13 +1,15 @@
 """The times of a run, from hand-made events of several starts."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from etils import epath
 
-from spmdtrain.files.lines_file import LinesFile
+from spmdtrain.files import no_follow
+from spmdtrain.files.lines_file import LineAppender, LinesFile
 from spmdtrain.files.run_events import EVENTS_FILE, last_step, read_events, run_times
 
 # Killed between steps 20 and 30, down for 50 s, resumed from step 10: 10 steps are repeated.
@@ -71,3 +73,36 @@ def test_an_incomplete_last_line_is_removed_by_the_next_one(tmp_path: Path) -> N
         file.write('{"a": ')  # a kill within a write
     LinesFile(tmp_path, "lines.jsonl", folder).append({"a": 2})
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
+
+
+@pytest.mark.parametrize("change", ["renamed", "removed"])
+def test_a_file_that_another_program_moves_is_created_again(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = LineAppender(tmp_path, path.name, 0)
+    lines.append(b"1\n")
+    lines.append(b"2\n")  # the file stays open
+    assert path.read_bytes() == b"1\n2\n"
+    path.replace(tmp_path / "old.jsonl") if change == "renamed" else path.unlink()
+    lines.append(b"3\n")
+    lines.close()
+    assert path.read_bytes() == b"3\n"
+
+
+def test_lines_in_quick_succession_open_the_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, now, open_file = [], [0.0], no_follow.open_file
+
+    def counting_open(*arguments: Any) -> int:
+        opened.append(now[0])
+        return open_file(*arguments)
+
+    monkeypatch.setattr(no_follow, "open_file", counting_open)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lines = LineAppender(tmp_path, "lines.jsonl", 0)
+    for now[0] in (10.0, 10.5, 11.0, 11.5, 20.0, 30.0, 30.1):
+        lines.append(b"line\n")
+    # Closed after the first line of each burst, and open until the burst has ended.
+    assert opened == [10.0, 10.5, 30.0, 30.1]
+    assert (tmp_path / "lines.jsonl").read_bytes() == b"line\n" * 7
+    lines.close()

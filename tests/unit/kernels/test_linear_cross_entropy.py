@@ -32,8 +32,8 @@ ARRAYS: dict[str, Any] = {
     "head": GENERATOR.normal(size=(HEAD, WIDTH)).astype(np.float32),
     "bias": GENERATOR.normal(size=HEAD).astype(np.float32),
 }
-TARGETS = GENERATOR.integers(0, VOCABULARY, (ROWS, TOKENS))
-WEIGHTS = GENERATOR.uniform(size=(ROWS, TOKENS)).astype(np.float32)
+TARGETS: Any = GENERATOR.integers(0, VOCABULARY, (ROWS, TOKENS))
+WEIGHTS: Any = GENERATOR.uniform(size=(ROWS, TOKENS)).astype(np.float32)
 OPTIONS: dict[str, Any] = {"vocabulary": VOCABULARY, "z_loss": 1e-2, "soft_cap": 5.0}
 
 

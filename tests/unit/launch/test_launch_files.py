@@ -220,7 +220,7 @@ def test_the_yaml_fits_its_schema(path: Path) -> None:
         (JOBSET, "v1alpha2", "v1alpha1", ".apiVersion: 'jobset.x-k8s.io/v1alpha1' is not one of"),
         (JOBSET, "FailJobSet", "FailSet", ".spec.failurePolicy.rules[0].action: 'FailSet'"),
         (JOBSET, "wrong_or", "wrong-or", ".rules[0].name: 'wrong-or_not_finite' does not match"),
-        (JOBSET, "values: [2, 3]", "values: [0]", ".values[0]: 0 is less than the minimum of 1"),
+        (JOBSET, "values: [2, 3, 4]", "values: [0]", ".values[0]: 0 is less than the minimum of 1"),
         (JOBSET, 'status: "True"', "status: True", ".status: True is not of type 'string'"),
         (JOBSET, "parallelism: 4", "paralellism: 4", "('paralellism' was unexpected)"),
         (JOBSET, "name: digits", "name: Digits", ".metadata.name: 'Digits' does not match"),

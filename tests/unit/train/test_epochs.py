@@ -1,6 +1,7 @@
 """Epochs: weighted means of the training metrics, the history of a fit, and its callbacks."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -171,9 +172,9 @@ def test_the_end_of_an_epoch_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) 
         dispatched.append(steps[-1])
         add(reader, steps, output)
 
-    def counting_count(epochs: Epochs, step: int, *rest: Any) -> None:
-        fetched[step] = dispatched[-1]
-        count(epochs, step, *rest)
+    def counting_count(epochs: Epochs, steps: Any, *rest: Any) -> None:
+        fetched[steps[-1]] = dispatched[-1]
+        count(epochs, steps, *rest)
 
     monkeypatch.setattr(MetricsReader, "add", counting_add)
     monkeypatch.setattr(Epochs, "count", counting_count)
@@ -182,3 +183,19 @@ def test_the_end_of_an_epoch_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) 
     assert len(fetched) == ENDS[-1]
     ahead = fetched[1] - 1
     assert ahead > 0 and fetched == {s: min(s + ahead, ENDS[-1]) for s in fetched}
+
+
+def test_sums_have_the_same_bits_if_steps_are_counted_together() -> None:
+    sums = (_RANDOM.normal(size=(6, 2, 2)) * 10.0 ** _RANDOM.integers(-6, 6, (6, 2, 2))).astype("f")
+    logger: Any = SimpleNamespace(seconds=0.0, input_wait=None)
+
+    def counted(*parts: range) -> dict[str, Any]:
+        epochs = Epochs(RunConfig(global_batch_size=BATCH, epochs=1), SIZE, logger, None)
+        for steps in parts:
+            rows = slice(steps.start - 1, steps.stop - 1)
+            epochs.count(steps, ["loss", "off"], sums[rows], None)
+        return epochs.to_json()
+
+    alone = counted(*(range(n, n + 1) for n in range(1, 7)))
+    assert alone["steps"] == 6
+    assert alone == counted(range(1, 7)) == counted(range(1, 2), range(2, 7))

@@ -57,6 +57,17 @@ def test_without_a_workdir_nothing_is_written(
     assert result.test == result.validation and result.test["loss"] > 0
 
 
+def test_the_initialization_of_the_model_is_traced_once() -> None:
+    traces = []
+
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        traces.append(rngs)
+        return nnx.Linear(4, 1, rngs=rngs)
+
+    trainer(model=model).fit((X, Y), steps=1)
+    assert len(traces) == 1
+
+
 def test_fit_takes_a_batch_size_per_device() -> None:
     devices = MeshSpec(devices=(0, 1, 2, 3))
     fitted = trainer(mesh=devices)

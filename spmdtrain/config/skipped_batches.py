@@ -1,0 +1,100 @@
+"""Batches that a run leaves out, and the batch of each step."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmdtrain.errors import LARGEST_INTEGER, UserError, foreign
+
+_RANGE = re.compile(r"(\d{1,19}):(\d{1,19})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SkippedBatches:
+    """The batches that `skip_steps` leaves out.
+
+    Batches are numbered from 0, whether they are left out or not, so a number always names the same
+    examples. The steps of a run use the batches that are left, in order.
+
+    Attributes:
+      ranges: Ranges of numbers of batches, ascending; between two of them there is a batch that is
+        not left out.
+    """
+
+    ranges: tuple[range, ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> "SkippedBatches":
+        """Returns the batches of texts `A:B`, which mean the batches A to B - 1.
+
+        Args:
+          texts: The option `skip_steps`. Ranges may overlap.
+
+        Raises:
+          UserError: If a text is not `A:B` with A < B.
+        """
+        merged: list[range] = []
+        for each in sorted(map(_parse_range, texts), key=lambda x: x.start):
+            if merged and each.start <= merged[-1].stop:
+                merged[-1] = range(merged[-1].start, max(merged[-1].stop, each.stop))
+            else:
+                merged.append(each)
+        return cls(tuple(merged))
+
+    def __contains__(self, batch: int) -> bool:
+        return any(batch in each for each in self.ranges)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The ranges as in the option `skip_steps`."""
+        return tuple(f"{each.start}:{each.stop}" for each in self.ranges)
+
+    def batch_of(self, steps: int) -> int:
+        """Returns the number of the batch that the next step uses.
+
+        Args:
+          steps: Number of steps made before it.
+        """
+        batch = steps
+        for each in self.ranges:
+            if each.start > batch:
+                break
+            batch += len(each)
+        return batch
+
+    def position(self, steps: int) -> int:
+        """Returns the number of the batch after the last one that was used.
+
+        Args:
+          steps: Number of steps made.
+        """
+        return self.batch_of(steps - 1) + 1 if steps else 0
+
+    def first_not_in(self, other: "SkippedBatches") -> int | None:
+        """Returns the first batch that is left out here, and not by `other`; None if there is none.
+
+        Args:
+          other: Other batches.
+        """
+        for each in self.ranges:
+            batch = each.start
+            for known in other.ranges:
+                if batch in known:
+                    batch = known.stop
+            if batch in each:
+                return batch
+        return None
+
+
+NOTHING_SKIPPED = SkippedBatches()
+
+
+def _parse_range(text: object) -> range:
+    match = _RANGE.fullmatch(text) if isinstance(text, str) else None
+    start, stop = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not start < stop < LARGEST_INTEGER:
+        raise UserError(
+            f"skip_steps is {foreign(repr(text), 100)}: write A:B with A < B, which leaves out the "
+            "batches A to B - 1, counted from 0"
+        )
+    return range(start, stop)

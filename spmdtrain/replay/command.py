@@ -1,0 +1,206 @@
+"""Makes a step of a run again, compares two runs, or prints the examples of a step.
+
+`python -m spmdtrain.replay RUN --step 5120 [--devices 4]`
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from spmdtrain.checkpoints.run_identity import changed_options
+from spmdtrain.distributed import initialize
+from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed
+from spmdtrain.replay import tables
+from spmdtrain.replay.comparison import array_differences, compare_steps
+from spmdtrain.replay.examples import print_examples
+from spmdtrain.replay.recorded_run import RecordedRun, read_run
+from spmdtrain.replay.rerun import rerun
+from spmdtrain.terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    run: tyro.conf.Positional[str]
+    """The workdir of the run: a folder or gs:// URL. It is only read."""
+    step: int | None = None
+    """The step to make again, as in the log: step K uses the batch K - 1, unless batches are left
+    out."""
+    devices: int | None = None
+    """Number of devices. None means the run's own mesh."""
+    against: str | None = None
+    """The workdir of another run: find the first step at which the two differ."""
+    examples: bool = False
+    """Print the examples of the step instead of making it."""
+    per_layer: bool = False
+    """Show a row for each layer in the table of differences, also for equal ones."""
+    parameters: bool = False
+    """Show a row for each array of the state, also for equal ones."""
+    config: str | None = None
+    """The experiment's file. None means the one that the run has recorded."""
+    keep: str | None = None
+    """Keep the files of the replay in this new folder. None means a temporary one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+      arguments: The command line without the program; by default that of the process.
+
+    Returns:
+      The exit code.
+    """
+    with exit_if_output_is_closed():
+        options = tyro.cli(
+            Options, args=arguments, prog="python -m spmdtrain.replay", description=__doc__
+        )
+        return exit_code_of(lambda: execute(options, Terminal()))
+
+
+def execute(options: Options, terminal: Terminal) -> int:
+    """Executes the parsed command.
+
+    Args:
+      options: The options.
+      terminal: Receives the tables.
+
+    Returns:
+      The exit code: 0 if what was compared is equal, 5 (`DIFFERENT`) if it differs.
+
+    Raises:
+      UserError: If options contradict each other, or a run does not have what they need.
+      StorageError: If a file cannot be read or written.
+    """
+    if options.step is not None and options.step < 1:
+        raise UserError(f"--step is {options.step}: steps are counted from 1")
+    if options.against is not None:
+        for name in ("devices", "examples", "config", "keep"):
+            if getattr(options, name):
+                raise UserError(f"--against compares two runs as they are: leave out --{name}")
+        return _compare(options, terminal)
+    if options.step is None:
+        raise UserError("--step or --against is needed: a step to make again, or another run")
+    initialize.set_single_process()
+    run = read_run(options.run)
+    if options.step > run.last_step:
+        raise UserError(
+            f"--step is {options.step}, and {options.run} is known to have made "
+            f"{run.last_step} steps"
+        )
+    if options.examples:
+        print_examples(run, options.step, options.config, terminal)
+        return ExitCode.DONE
+    return _replay(options, options.step, run, terminal)
+
+
+def _compare(options: Options, terminal: Terminal) -> int:
+    """Finds the first step at which two runs differ."""
+    assert options.against is not None
+    first, second = read_run(options.run), read_run(options.against)
+    steps = None if options.step is None else [options.step]
+    found = compare_steps(first, second, steps)
+    if not found:
+        where = "no step" if options.step is None else f"nothing of step {options.step}"
+        raise UserError(
+            f"{where} is recorded by both {options.run} and {options.against}: give "
+            "--log-hash-every N to both runs"
+        )
+    for change in changed_options(first.config, second.config):
+        terminal.line(f"other configuration: {change}")
+    different = next((each for each in found if not each.is_equal), None)
+    hashed = [each.step for each in found if each.hashes is not None]
+    terminal.line(
+        f"{len(found)} common steps from {found[0].step} to {found[-1].step}, {len(hashed)} of "
+        "them with hashes of the state"
+    )
+    if different is None:
+        terminal.line("equal, bit for bit")
+        return ExitCode.DONE
+    equal = [each.step for each in found if each.step < different.step]
+    since = f"the last equal one is {equal[-1]}" if equal else "no earlier one is recorded"
+    terminal.line(f"the first step that differs is {different.step}; {since}")
+    terminal.console.print(tables.metrics_table(different, (options.run, options.against)))
+    with_arrays = next((x for x in found if x.different_arrays), None)
+    if with_arrays is not None:
+        _print_arrays(options, with_arrays.step, first, second, terminal)
+    return ExitCode.DIFFERENT
+
+
+def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -> int:
+    """Makes a step again and compares it with what the run has recorded."""
+    if step not in run.steps:
+        known = sorted(run.steps, key=lambda other: abs(other - step))[:1]
+        near = f"; the nearest step that is recorded is {known[0]}" if known else ""
+        raise UserError(
+            f"{run.workdir} has recorded nothing of step {step}{near}. --log-every and "
+            "--log-hash-every of the run decide what is recorded"
+        )
+    with _folder(options.keep) as folder:
+        with terminal.waiting(f"replaying up to step {step}"):
+            made = rerun(run, step, options.devices, options.config, folder, terminal)
+        began = f"checkpoint {made.first}" if made.first else "the initial state"
+        terminal.line(f"steps {made.first + 1} to {step} again, from {began}: {made.placement}")
+        for line in (others := tables.other_conditions(run, made, step)):
+            terminal.line(line)
+        again = read_run(made.folder)
+        found = compare_steps(run, again, range(made.first + 1, step + 1))
+        asked = found[-1]
+        terminal.console.print(tables.metrics_table(asked, ("logged", "replayed")))
+        different = [each for each in found if not each.is_equal]
+        if not different:
+            terminal.line(f"step {step} is equal, bit for bit")
+            return ExitCode.DONE
+        if different[0].step < step:
+            terminal.line(f"the first step that differs is {different[0].step}")
+        if others and asked.is_within_tolerance:
+            terminal.line(
+                f"step {step} is equal to a relative difference of 1e-5, as expected under other "
+                "conditions"
+            )
+            code = ExitCode.DONE
+        else:
+            terminal.line(f"step {step} differs")
+            code = ExitCode.DIFFERENT
+        with_arrays = next((x for x in different if x.different_arrays), None)
+        # Within the tolerance, nearly all arrays differ by rounding.
+        shows = code is ExitCode.DIFFERENT or options.per_layer or options.parameters
+        if with_arrays is not None and shows:
+            _print_arrays(options, with_arrays.step, run, again, terminal)
+        return code
+
+
+def _print_arrays(
+    options: Options, step: int, first: RecordedRun, second: RecordedRun, terminal: Terminal
+) -> None:
+    """Prints the arrays of the state that differ after a step."""
+    (compared,) = compare_steps(first, second, [step])
+    names = compared.different_arrays
+    far = array_differences(first, second, step, names)
+    terminal.line(
+        f"after step {step}, {len(names)} of {len(compared.arrays)} arrays of the state differ"
+    )
+    if options.per_layer:
+        terminal.console.print(tables.layers_table(compared, far))
+    else:
+        terminal.console.print(tables.arrays_table(compared, far, every=options.parameters))
+        if (more := len(names) - tables.SHOWN) > 0 and not options.parameters:
+            terminal.line(f"and {more} more (--parameters shows all, --per-layer a row per layer)")
+
+
+@contextlib.contextmanager
+def _folder(keep: str | None) -> Iterator[Path]:
+    """Yields an empty folder, which is removed in the end unless it is to be kept."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="spmdtrain-replay-") as folder:
+            yield Path(folder)
+        return
+    folder_to_keep = Path(keep)
+    if folder_to_keep.exists() and (not folder_to_keep.is_dir() or any(folder_to_keep.iterdir())):
+        raise UserError(f"--keep {keep} exists and is not an empty folder: give another one")
+    yield folder_to_keep

@@ -1,0 +1,162 @@
+"""The steps of a run as its workdir records them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.checkpoints.read_arrays import storage_errors
+from spmdtrain.checkpoints.source import Source, list_checkpoints
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.files.run_events import last_step, read_events
+from spmdtrain.files.run_files import Split, Writer, written_metrics
+from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
+from spmdtrain.files.storage import failures, folder_of, one_line
+from spmdtrain.files.validation import Malformed, check, parse_object, read_bytes
+
+_NOTHING: Mapping[str, float] = {}
+_NO_SUMS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The record of a step.
+
+    Attributes:
+      metrics: The metrics of its line of training; the loss alone if only a hash was logged.
+      sums: The checksum of each array of the state after it by path, in the order of the state.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
+    sums: Mapping[str, str] = field(default_factory=lambda: _NO_SUMS)
+
+    @property
+    def hash(self) -> str | None:
+        """The hash of the state after the step; None if it is not known."""
+        return hash_of_sums(self.sums) if self.sums else None
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The record of a run in its workdir.
+
+    Attributes:
+      workdir: The folder or URL.
+      config: Its configuration, JSON values; {} if `config.json` is missing.
+      experiment: The experiment's file; None if it is not known.
+      versions: Versions of libraries by name.
+      device_kind: The kind of its devices; empty if it is not known.
+      devices: Numbers of devices by the step from which a start began.
+      steps: The steps by number, ascending.
+      checkpoints: Its checkpoints.
+      last_step: The last step that it is known to have made.
+    """
+
+    workdir: str
+    config: Mapping[str, Any]
+    experiment: str | None
+    versions: Mapping[str, str]
+    device_kind: str
+    devices: Mapping[int, int]
+    steps: Mapping[int, RecordedStep]
+    checkpoints: Source
+    last_step: int
+
+    def devices_of(self, step: int) -> int | None:
+        """Returns the number of devices that made a step; None if it is not known."""
+        starts = [first for first in self.devices if first < step]
+        return self.devices[max(starts)] if starts else None
+
+
+def read_run(workdir: str) -> RecordedRun:
+    """Returns what the workdir of a run records.
+
+    Args:
+      workdir: The folder or URL.
+
+    Raises:
+      UserError: If it is not the workdir of a run.
+      StorageError: If a file cannot be read.
+    """
+    content = _read_config(workdir)
+    metrics = written_metrics(workdir, Writer.TRAINING, Split.TRAIN)
+    hashes, events, checkpoints = (
+        read_hashes(workdir),
+        read_events(workdir),
+        list_checkpoints(workdir),
+    )
+    if not (content or metrics or checkpoints.steps):
+        raise UserError(
+            f"{workdir} is not the workdir of a run: it has no config.json, metrics.jsonl and "
+            "checkpoints"
+        )
+    sums = {step: found for step in checkpoints.steps if (found := _saved_sums(checkpoints, step))}
+    sums |= {step: each.sums for step, each in hashes.items()}
+    losses = {s: {"loss": x.loss} for s, x in hashes.items() if x.loss is not None}
+    known: dict[int, Mapping[str, float]] = {**losses, **metrics}
+    # A later start replaces what earlier ones have recorded of the same steps.
+    devices: dict[int, int] = {}
+    for event in events:
+        if event["event"] == "start" and "devices" in event:
+            first = event.get("step", 0)
+            devices = {step: n for step, n in devices.items() if step < first}
+            devices[first] = event["devices"]
+    steps = {s: RecordedStep(known.get(s, {}), sums.get(s, {})) for s in sorted({*known, *sums})}
+    return RecordedRun(
+        workdir=workdir,
+        config=content.get("config", {}),
+        experiment=content.get("experiment"),
+        versions=content.get("versions", {}),
+        device_kind=content.get("device_kind", ""),
+        devices=devices,
+        steps=steps,
+        checkpoints=checkpoints,
+        last_step=max([last_step(events), *steps]) if steps else last_step(events),
+    )
+
+
+def manifest_at(source: Source, step: int) -> Manifest | None:
+    """Returns the manifest of the checkpoint of a step; None if there is none that is valid.
+
+    Args:
+      source: The checkpoints.
+      step: The step.
+    """
+    if step not in source.steps:
+        return None
+    folder = source.path(step)
+    try:
+        with storage_errors(folder):
+            return Manifest.read(folder)
+    except CheckpointCorruptedError:
+        return None
+
+
+def _saved_sums(source: Source, step: int) -> Mapping[str, str]:
+    """Returns the checksums in the manifest of a checkpoint, if it has the whole state."""
+    manifest = manifest_at(source, step)
+    if manifest is None or manifest.identity.lora.source:  # the base model is not part of it
+        return {}
+    return manifest.sums
+
+
+_CONFIG_FILE = {"config": dict[str, Any], "versions": dict[str, str]} | dict.fromkeys(
+    ("experiment", "device_kind"), str
+)
+
+
+def _read_config(workdir: str) -> dict[str, Any]:
+    """Returns the content of `config.json`; {} if there is no such file."""
+    path = folder_of(workdir) / "config.json"
+    try:
+        content = parse_object(read_bytes(path))
+        for name, kind in _CONFIG_FILE.items():
+            if name in content:
+                check(content[name], kind, name)
+    except FileNotFoundError:
+        return {}
+    except Malformed as error:
+        raise UserError(f"{path}: not the configuration of a run: {error}") from error
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+    return content

@@ -1,0 +1,165 @@
+"""Steps of a run, made again from a checkpoint into a folder of their own."""
+
+import dataclasses
+from pathlib import Path
+
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
+from spmdtrain.config.option_groups import CollectiveOptions, MeshSpec
+from spmdtrain.config.run_config import RunConfig
+from spmdtrain.errors import UserError
+from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
+from spmdtrain.replay.restored_config import restore_config
+from spmdtrain.sharding.placement import configure_backend, make_placement
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.experiment import ExperimentFile
+from spmdtrain.train.loop import Loop
+from spmdtrain.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Rerun:
+    """A part of a run that was made again.
+
+    Attributes:
+      folder: The workdir with its log, its hashes and the state after the last step.
+      first: The step of the checkpoint from which it began; 0 without one.
+      placement: Its devices and mesh, in words.
+      devices: Number of its devices.
+    """
+
+    folder: str
+    first: int
+    placement: str
+    devices: int
+
+
+def rerun(
+    run: RecordedRun,
+    step: int,
+    devices: int | None,
+    file: str | None,
+    folder: Path,
+    terminal: Terminal,
+) -> Rerun:
+    """Makes a step again, and those between it and the newest valid checkpoint before it.
+
+    The new run is a fork of the old one, with its configuration, in a folder of its own. The old
+    one is only read.
+
+    Args:
+      run: The run.
+      step: The step.
+      devices: Number of devices; None for all that the run's configuration asks for.
+      file: The experiment's file; None for that which the run has recorded.
+      folder: An empty or absent folder, which holds the workdir of each attempt.
+      terminal: Receives a line for each checkpoint that is corrupted.
+
+    Returns:
+      The new run.
+
+    Raises:
+      UserError: If the run cannot be continued here, or no checkpoint is valid.
+    """
+    experiment, config = restore_config(run, file)
+    if strategy(config.strategy).by_servers:
+        raise UserError(
+            f"strategy is {config.strategy}: its steps depend on the order in which workers send "
+            "gradients, so they cannot be made again"
+        )
+    config = _on_devices(config, devices, terminal)
+    before = [saved for saved in run.checkpoints.steps if saved < step]
+    for first in reversed(before or [0]):
+        workdir = str(folder / f"from-{first}")
+        replayed = _forked(run, config, first if before else None, workdir, step)
+        try:
+            return _run(experiment, config, replayed, first, step)
+        except CheckpointCorruptedError as error:
+            terminal.warning(f"{error}; trying the one before")
+    raise UserError(f"no checkpoint of {run.workdir} before step {step} is valid")
+
+
+def _on_devices(config: RunConfig, devices: int | None, terminal: Terminal) -> RunConfig:
+    """Returns the configuration on other devices; strategy and mesh are kept if they fit."""
+    if devices is None:
+        configure_backend(config)
+        return config
+    if devices < 1:
+        raise UserError(f"--devices is {devices}: it must be 1 or more")
+    config = dataclasses.replace(config, cpu_devices=devices)
+    configure_backend(config)
+    first = tuple(range(devices))
+    if strategy(config.strategy).has_mesh:
+        mesh = dataclasses.replace(config.mesh, devices=first)
+        chosen = dataclasses.replace(config, mesh=mesh)
+        try:
+            make_placement(chosen)
+            return chosen
+        except UserError as error:
+            terminal.warning(f"mirrored, because the run's own placement does not fit: {error}")
+    elif devices == 1:
+        return config
+    return dataclasses.replace(
+        config,
+        strategy="mirrored",
+        mesh=MeshSpec(devices=first),
+        collectives=CollectiveOptions(),
+        sharding=dataclasses.replace(config.sharding, max_shards=None, offload=None),
+    )
+
+
+def _forked(
+    run: RecordedRun, config: RunConfig, first: int | None, workdir: str, step: int
+) -> RunConfig:
+    """Returns the configuration of a fork, which logs and saves what will be compared."""
+    fork_from, init_from = config.fork_from, config.init_from
+    if first is not None:
+        manifest = manifest_at(run.checkpoints, first)
+        keeps_base = manifest is not None and bool(manifest.identity.lora.source)
+        fork_from, init_from = f"{run.workdir}@{first}", init_from if keeps_base else None
+    return dataclasses.replace(
+        config,
+        workdir=workdir,
+        fork_from=fork_from,
+        init_from=init_from,
+        init_from_strict=config.init_from_strict if init_from else "all",
+        checkpoint=config.checkpoint if init_from else "latest",
+        resume="never",
+        trackers=(),
+        log_hash_every=config.log_hash_every or step,
+        profile_steps=None,
+        eval_at_checkpoints=False,
+        evaluated_by="training",
+        best_metric="loss",
+        checkpoint_at_start=False,
+        keep_latest=1,
+        keep_best=0,
+        keep_every_steps=None,
+        keep_every_hours=None,
+    )
+
+
+def _run(
+    file: ExperimentFile, built_for: RunConfig, config: RunConfig, first: int, step: int
+) -> Rerun:
+    """Trains up to a step, with objects built for the length of the whole run."""
+    quiet = Terminal(quiet=True)
+    # Schedules depend on the total, which the fork must not change.
+    whole = dataclasses.replace(built_for, workdir=config.workdir)
+    if file.has_own_loop:
+        short = dataclasses.replace(config, epochs=None, steps=step)
+        with Loop(short, terminal=quiet) as loop:
+            file.module.train(whole, loop)
+            placement = loop.placement
+    else:
+        experiment = file.build(whole)
+        trainer = Trainer.from_experiment(experiment, config, terminal=quiet, trackers=[])
+        # An evaluation may change the state, by a callback, and ends a dispatch of several steps.
+        evaluates = bool(experiment.callbacks) or config.steps_per_dispatch > 1
+        validation = experiment.validation if evaluates else None
+        trainer.fit(experiment.train, validation=validation, steps=step)
+        placement = trainer.placement
+    devices = placement.devices
+    words = f"{len(devices)} x {devices[0].device_kind}, {placement.name}, mesh {placement.axes}"
+    assert config.workdir is not None
+    return Rerun(config.workdir, first, words, len(devices))

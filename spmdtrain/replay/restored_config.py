@@ -1,0 +1,115 @@
+"""The experiment and the configuration of a run, from its `config.json`."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.errors import UserError, foreign
+from spmdtrain.replay.recorded_run import RecordedRun
+from spmdtrain.train.command_line import Command, parse_command_line
+from spmdtrain.train.experiment import ExperimentFile, load_experiment
+
+# Fields of the place of a run, which a replay sets itself, and those that are resolved already.
+_OWN = {
+    *("workdir", "cpu_devices", "resume", "checkpoint"),
+    *("learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"),
+}
+_EXCLUSIVE = (("epochs", "steps"), ("global_batch_size", "batch_size_per_device"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The options of the run command that a configuration needs."""
+
+    config: str
+    preset: str | None = None
+
+
+def restore_config(run: RecordedRun, file: str | None) -> tuple[ExperimentFile, RunConfig]:
+    """Returns the experiment of a run and its resolved configuration.
+
+    Args:
+      run: The run.
+      file: The experiment's file; None for that which the run has recorded.
+
+    Raises:
+      UserError: If the file or the configuration is not known, or they do not belong together.
+    """
+    path = file or run.experiment
+    if path is None or not run.config:
+        raise UserError(
+            f"{run.workdir} does not record its experiment, because its config.json is missing, is "
+            "of an older version, or its run was not started by the run command: give the "
+            "experiment's file: --config FILE"
+            if path is None
+            else f"{run.workdir} has no config.json, so its configuration is not known"
+        )
+    if not Path(path).is_file():
+        raise UserError(
+            f"{foreign(path)}, the experiment of {run.workdir}, does not exist: give the place of "
+            "the file: --config FILE"
+        )
+    experiment = load_experiment(path, frozenset())
+    default = experiment.preset(None)
+    arguments = list(_arguments(run.config, default, path))
+    command: Command = parse_command_line(["--config", path, *arguments], _Options, "replay")
+    config = dataclasses.replace(
+        command.config,
+        workdir=run.workdir,
+        cpu_devices=run.config.get("cpu_devices"),
+        learning_rate_scaling="none",
+        learning_rate_base_batch_size=None,
+        learning_rate_table={},
+    )
+    return command.experiment, config
+
+
+def _arguments(
+    saved: Mapping[str, Any], default: Any, path: str, prefix: str = ""
+) -> Iterator[str]:
+    """Yields the arguments of the run command that make a configuration from the defaults."""
+    before = config_as_json(default)
+    hints = typing.get_type_hints(type(default))
+    exclusive = {name: other for pair in _EXCLUSIVE for name, other in (pair, pair[::-1])}
+    for name, value in saved.items():
+        if not prefix and name in _OWN:
+            continue
+        if name not in before:
+            raise UserError(
+                f"the run was trained with {foreign(prefix + name)}={foreign(value)}, and the "
+                f"configuration of {path} has no such field: give the file of that time: --config "
+                "FILE"
+            )
+        if value == before[name]:
+            continue
+        if value is None and not prefix and saved.get(exclusive.get(name, "")) is not None:
+            continue  # the other one of the pair clears it
+        own = getattr(default, name)
+        if dataclasses.is_dataclass(own) and isinstance(value, dict):
+            yield from _arguments(value, own, path, f"{prefix}{name}.")
+            continue
+        flag = f"--{prefix}{name}".replace("_", "-")
+        if hints[name] is bool:
+            group, _, last = f"{prefix}{name}".replace("_", "-").rpartition(".")
+            inside = f"{group}." if group else ""
+            yield f"--{inside}{last}" if value else f"--{inside}no-{last}"
+        elif isinstance(value, (list, dict)):
+            yield from (flag, *map(str, _flat(value)))
+        else:
+            yield f"{flag}={value}"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yields the values in nested lists and objects, in order."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _flat(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value

@@ -1,0 +1,228 @@
+"""Gradients with the same bits on any number of devices.
+
+The batch is split into virtual shards of contiguous rows, whose number does not depend on the
+devices. Each device computes its virtual shards one after the other in a loop, whose body has the
+same shapes everywhere, and so the same kernels. The sums over virtual shards are added up in the
+order of one binary tree: its lower levels in nested loops on each device, the others over devices.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmdtrain.adapters.base import Variables
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import use_placement
+from spmdtrain.step.declared_arguments import eval_key
+from spmdtrain.step.exact_checks import check_exact_sums
+from spmdtrain.step.extra_arguments import ExtraArguments
+from spmdtrain.step.fixed_order import FixedOrder, in_loop_of_one_turn
+from spmdtrain.step.gradients import (
+    ON_ONE_DEVICE,
+    GradientOutput,
+    Gradients,
+    to_mean,
+)
+from spmdtrain.step.metrics import EvaluationSums
+from spmdtrain.step.optimizer import Update, Updated
+from spmdtrain.step.outputs import PredictedRows
+from spmdtrain.step.reductions import accumulation_dtype, pairwise
+
+PyTree = Any
+Evaluate = Callable[[Variables, PyTree, jax.Array, jax.Array], EvaluationSums]
+"""(variables, batch, mask, draw) -> sums: see `Forward.evaluate`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactGradients(Gradients):
+    """`Gradients` whose results do not depend on the number of devices.
+
+    Attributes:
+      shards: Number of virtual shards: a power of two, at least twice the devices.
+    """
+
+    shards: int
+
+    @classmethod
+    def of(cls, gradients: Gradients, shards: int) -> "ExactGradients":
+        """Returns the exact variant of a computation of gradients.
+
+        Args:
+          gradients: The computation; its reduction is `pairwise`.
+          shards: Number of virtual shards.
+        """
+        return cls(**vars(gradients), shards=shards)
+
+    @property
+    def parts(self) -> int:
+        return self.shards
+
+    @property
+    def gathers_params(self) -> bool:
+        return True
+
+    @property
+    def own_draws(self) -> bool:
+        return True
+
+    def __call__(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> GradientOutput:
+        """Returns the gradients of the weighted mean loss of a global batch.
+
+        Args:
+          params: Trained parameters.
+          frozen: The other parameters.
+          model_state: The model state before the batch.
+          batch: The global batch, arrays of leading dim B, a multiple of the virtual shards.
+          key: The step's random key; each virtual shard draws from its own.
+        """
+        turns = self.shards // self.placement.batch_shards
+
+        def local(
+            params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+        ) -> GradientOutput:
+            shards = jax.tree.map(lambda x: x.reshape(turns, -1, *x.shape[1:]), batch)
+            first = jax.lax.axis_index(BATCH_AXES) * turns
+
+            def of_turn(turn: jax.Array) -> tuple[PyTree, PyTree]:
+                rows = jax.tree.map(lambda x: x[turn], shards)
+                shard_key = jax.random.fold_in(key, first + turn)
+                output = self.of_sum(params, frozen, model_state, rows, shard_key)
+                check_exact_sums(output.metrics)
+                wide = jax.tree.map(
+                    lambda x: x.astype(accumulation_dtype(x.dtype)), output.gradients
+                )
+                return (wide, output.metrics), None
+
+            with use_placement(ON_ONE_DEVICE):
+                sums, _ = tree_loop(of_turn, turns)
+            gradients, metrics = pairwise(sums, BATCH_AXES)
+            gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, params)
+            return GradientOutput(to_mean(gradients, metrics), metrics, model_state)
+
+        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        return jax.shard_map(
+            local,
+            mesh=self.placement.mesh,
+            in_specs=(whole, whole, whole, rows, whole),
+            out_specs=whole,
+            check_vma=False,
+        )(params, frozen, model_state, batch, key)
+
+
+def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:
+    """Returns an evaluation of a batch whose sums do not depend on the number of devices.
+
+    A batch that does not divide over the virtual shards is evaluated as without them.
+
+    Args:
+      evaluate: Evaluates a batch or a part of it.
+      order: The virtual shards and the placement.
+    """
+    turns = order.shards // order.placement.batch_shards
+
+    def local(
+        variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
+    ) -> EvaluationSums:
+        shards = jax.tree.map(lambda x: x.reshape(turns, -1, *x.shape[1:]), (batch, mask))
+        first = jax.lax.axis_index(BATCH_AXES) * turns
+
+        def of_turn(turn: jax.Array) -> tuple[PyTree, PyTree]:
+            rows, of_rows = jax.tree.map(lambda x: x[turn], shards)
+            own = jax.random.key_data(jax.random.fold_in(eval_key(draw), first + turn))
+            found = evaluate(variables, rows, of_rows, own)
+            values = {n: x for n, x in found.items() if isinstance(x, PredictedRows)}
+            return {n: x for n, x in found.items() if n not in values}, values
+
+        with use_placement(ON_ONE_DEVICE):
+            sums, values = tree_loop(of_turn, turns)
+        sums = pairwise(sums, BATCH_AXES)
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), values)
+        return sums | jax.lax.all_gather(rows, BATCH_AXES, tiled=True)
+
+    def run(
+        variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
+    ) -> EvaluationSums:
+        if mask.shape[0] % order.shards:
+            return evaluate(variables, batch, mask, draw)
+        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        found: EvaluationSums = jax.shard_map(
+            local,
+            mesh=order.placement.mesh,
+            in_specs=(whole, rows, rows, whole),
+            out_specs=whole,
+            check_vma=False,
+        )(variables, batch, mask, draw)
+        return found
+
+    return run
+
+
+def tree_loop(
+    function: Callable[[jax.Array], tuple[PyTree, PyTree]], turns: int
+) -> tuple[PyTree, PyTree]:
+    """Evaluates a function for each turn, and adds up its first results as a binary tree.
+
+    The loops are nested, with two turns each, so that one sum for each level is in memory instead
+    of one for each turn.
+
+    Args:
+      function: Maps the number of a turn to (summands, values).
+      turns: Number of turns, a power of two.
+
+    Returns:
+      The sums, and the values with a leading dim of `turns`.
+    """
+
+    def level(turns: int) -> Callable[[jax.Array], tuple[PyTree, PyTree]]:
+        if turns == 1:
+            return function
+        half = level(turns // 2)
+
+        def add(total: PyTree, first: jax.Array) -> tuple[PyTree, PyTree]:
+            sums, values = half(first)
+            return jax.tree.map(jnp.add, total, sums), values
+
+        def both(first: jax.Array) -> tuple[PyTree, PyTree]:
+            shapes, _ = jax.eval_shape(half, first)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return jax.lax.scan(add, zeros, first + jnp.arange(2) * (turns // 2))
+
+        return both
+
+    sums, values = level(turns)(jnp.zeros((), jnp.int32))
+    levels = turns.bit_length() - 1
+    return sums, jax.tree.map(lambda x: x.reshape(turns, *x.shape[levels:]), values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactUpdate(Update):
+    """An `Update` whose results do not depend on how the state is split over devices.
+
+    Attributes:
+      order: The order of its sums, of a global norm for example.
+    """
+
+    order: FixedOrder
+
+    def __call__(
+        self, params: PyTree, opt_state: PyTree, gradients: PyTree, extra: ExtraArguments
+    ) -> Updated:
+        def apply(given: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+            of_loop = dataclasses.replace(extra, grad=given[2])
+            new = super(ExactUpdate, self).__call__(*given, of_loop)
+            return new.params, new.opt_state, new.updates
+
+        def in_order(given: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+            found: tuple[PyTree, PyTree, PyTree] = self.order.evaluate(apply, given)
+            return found
+
+        # Updates leave the loop in the place of the gradients. If these stayed the same, XLA would
+        # move what depends on them alone out of the loop.
+        return Updated(*in_loop_of_one_turn(in_order, (params, opt_state, gradients), extra.value))

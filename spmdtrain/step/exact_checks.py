@@ -1,0 +1,91 @@
+"""Checks of what cannot have the same bits on any number of devices."""
+
+from typing import Any
+
+import optax
+
+from spmdtrain.config.run_config import RunConfig
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.extra_arguments import extra_names
+from spmdtrain.step.metrics import BatchSums, combined_weights
+
+
+def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None:
+    """Checks that a run can have the same bits on any number of devices.
+
+    Args:
+      config: The run's options; `exact` is given.
+      placement: The strategy and its mesh.
+      reduction: The user's reduction of gradients; None without.
+
+    Raises:
+      UserError: If it cannot; names the option.
+    """
+    shards, devices = config.exact, placement.batch_shards
+    assert shards is not None
+    if placement.mesh is None:
+        raise UserError(
+            _message(f"strategy {placement.name} has no mesh", "use one_device for a single device")
+        )
+    if (tensor := placement.size("tensor")) > 1 or placement.strategy.needs_rules:
+        raise UserError(
+            _message(
+                f"strategy {placement.name} splits matrix products over tensor={tensor}, which "
+                "adds up their parts in another order",
+                "use mirrored, zero, fully_sharded or hybrid",
+            )
+        )
+    if reduction is not None:
+        raise UserError(
+            _message("a reduction function is given, with an order of its own", "leave it out")
+        )
+    if shards < 2 * devices or shards % devices:
+        raise UserError(
+            f"exact is {shards} on {devices} devices: each needs at least two of the virtual "
+            f"shards, and all the same number. Give a power of two from {2 * devices} on, and the "
+            "same one wherever the bits should be the same; the number of devices must be a power "
+            "of two"
+        )
+
+
+def check_exact_batch(shards: int, microbatches: int, size: int) -> None:
+    """Checks that a global batch divides over the virtual shards.
+
+    Args:
+      shards: Number of virtual shards.
+      microbatches: Number of parts of each.
+      size: Number of rows of the batch.
+
+    Raises:
+      UserError: If it does not.
+    """
+    parts = shards * microbatches
+    if size % parts:
+        of_microbatches = f" times {microbatches} microbatches" * (microbatches > 1)
+        raise UserError(
+            f"exact is {shards} and global_batch_size is {size}, which does not divide over "
+            f"{shards} virtual shards{of_microbatches}: give a multiple of {parts}"
+        )
+
+
+def check_exact_sums(sums: BatchSums) -> None:
+    """Raises `UserError` if the loss of the objective has several weights."""
+    if combined_weights(sums):
+        raise UserError(
+            _message("the loss is a Combination of means with several weights", "return one loss")
+        )
+
+
+def check_exact_optimizer(optimizer: optax.GradientTransformation) -> None:
+    """Raises `UserError` if an optimizer evaluates the loss itself."""
+    if evaluates := sorted({"value_fn", "obj_fn", "grad_fn"} & set(extra_names(optimizer))):
+        raise UserError(
+            _message(
+                f"the optimizer evaluates the loss ({', '.join(evaluates)})", "choose another one"
+            )
+        )
+
+
+def _message(why: str, fix: str) -> str:
+    return f"exact: {why}, so the bits would depend on the number of devices: {fix}"

@@ -1,0 +1,169 @@
+"""Evaluation of an optimizer so that its bits do not depend on how the state is split."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.reductions import tree_sum
+from spmdtrain.xla.jaxpr import inner_jaxprs
+
+PyTree = Any
+
+_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
+_NAMES = """
+cholesky conv_general_dilated cumlogsumexp cumprod cumsum dot_general eig eigh householder_product
+lu pallas_call qr ragged_dot_general reduce reduce_prod reduce_window reduce_window_sum scatter-add
+scatter-mul scatter_add scatter_mul shard_map svd triangular_solve tridiagonal_solve
+"""
+_REFUSED = frozenset(_NAMES.split())
+"""Primitives that add up in an order which may depend on how their operands are split."""
+_SMALL = 2**16  # elements up to which every device adds up all of an array
+
+
+@dataclass(frozen=True)
+class FixedOrder:
+    """Sums over all elements of an array, in an order that does not depend on the devices.
+
+    An array is cut into slices, whose number does not depend on the devices. They are added up one
+    after the other in a loop, and the sums of the slices as a binary tree.
+
+    Attributes:
+      placement: The strategy and its mesh.
+      shards: Number of slices of a large array: a power of two, at least twice the devices.
+    """
+
+    placement: Placement
+    shards: int
+
+    def evaluate(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """Returns `function(*args)`, with each sum over all elements of an array in this order.
+
+        Args:
+          function: A traceable function.
+          *args: Pytrees of arrays.
+
+        Raises:
+          UserError: If it computes anything else whose order may depend on the devices.
+        """
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        values = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), self.total)
+        return jax.tree.unflatten(jax.tree.structure(shapes), values)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Returns the sum of all elements, a scalar; each device adds up its own slices."""
+        # Split over the largest dim that divides, as strategies split it.
+        dims = [dim for dim, size in enumerate(x.shape) if size and size % self.shards == 0]
+        if x.size >= _SMALL and dims:
+            return self._of_split(x, max(dims, key=lambda dim: x.shape[dim]))
+        x = jax.lax.with_sharding_constraint(x, self.placement.replicated)
+        slices = self.shards if x.size >= _SMALL else 2
+        return _of_slices(jnp.pad(x.ravel(), (0, -x.size % slices)).reshape(slices, -1))
+
+    def _of_split(self, x: jax.Array, dim: int) -> jax.Array:
+        turns = self.shards // self.placement.batch_shards
+
+        def local(x: jax.Array) -> jax.Array:
+            parts = x.reshape(*x.shape[:dim], turns, -1, *x.shape[dim + 1 :])
+            sums = jax.lax.map(jnp.sum, jnp.moveaxis(parts, dim, 0))
+            return jax.lax.all_gather(sums, BATCH_AXES, tiled=True)
+
+        split = PartitionSpec(*[None] * dim, BATCH_AXES)
+        sums = jax.shard_map(
+            local,
+            mesh=self.placement.mesh,
+            in_specs=split,
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(x)
+        return tree_sum(sums)
+
+
+def _of_slices(slices: jax.Array) -> jax.Array:
+    """Returns the sum of slices (count, ...); a loop keeps XLA from fusing it with other code."""
+    return tree_sum(jax.lax.map(jnp.sum, slices))
+
+
+def in_loop_of_one_turn(
+    function: Callable[[PyTree], PyTree], values: PyTree, after: jax.Array
+) -> PyTree:
+    """Returns `function(values)`, compiled apart from the code around it.
+
+    XLA fuses the code of a loop with none outside of it. Otherwise the last operations before the
+    function, and so its bits, would depend on the number of devices: on one device XLA would fuse
+    the function with the gradients. XLA cannot remove the loop, because it does not know the number
+    of its turns.
+
+    Args:
+      function: Returns values of the same shapes, each of which differs from the given one.
+      values: A pytree of arrays.
+      after: A number that exists only after all collectives before the loop.
+    """
+    turns = 2 - (jnp.isfinite(after).astype(jnp.int32) >= 0)  # 1, which XLA does not know
+
+    def body(given: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
+        return given[0] + 1, function(given[1])
+
+    first = (jnp.zeros((), jnp.int32), values)
+    return jax.lax.while_loop(lambda given: given[0] < turns, body, first)[1]
+
+
+def _evaluate(
+    jaxpr: Any, consts: Any, args: Any, total: Callable[[jax.Array], jax.Array]
+) -> list[Any]:
+    """Evaluates a jaxpr with `total` in place of sums over all dims."""
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else known[atom]
+
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, list(inner_jaxprs(equation))
+        if name in _CALLS and inner:
+            closed = next(x for x in equation.params.values() if hasattr(x, "consts"))
+            results = _evaluate(closed.jaxpr, closed.consts, map(read, equation.invars), total)
+        elif name == "reduce_sum" and _is_total(equation):
+            results = [total(read(equation.invars[0]))]
+        else:
+            _check(equation)
+            given = list(dict.fromkeys(x for x in equation.invars if not hasattr(x, "val")))
+            alone = jaxpr.replace(
+                constvars=[], invars=given, outvars=equation.outvars, eqns=[equation], effects=set()
+            )
+            results = jax.core.eval_jaxpr(alone, (), *map(read, given))
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _is_total(equation: Any) -> bool:
+    """Returns whether a sum is over all dims of several floating-point numbers."""
+    x = equation.invars[0].aval
+    is_whole = len(equation.params["axes"]) == x.ndim
+    return bool(is_whole and x.size > 1 and jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _check(equation: Any) -> None:
+    """Raises `UserError` for an operation whose order may depend on the devices."""
+    if equation.primitive.name == "reduce_sum":
+        x = equation.invars[0].aval
+        if x.size > 1 and jnp.issubdtype(x.dtype, jnp.inexact):
+            raise _refusal("adds up some dims of an array")
+    if equation.primitive.name in _REFUSED:
+        raise _refusal(f"computes {equation.primitive.name}")
+    for part in inner_jaxprs(equation):
+        for each in part.eqns:
+            _check(each)
+
+
+def _refusal(what: str) -> UserError:
+    return UserError(
+        f"exact: the optimizer {what}, whose order depends on how the state is split over devices. "
+        "Elementwise optimizers (sgd, adam, adamw, lion) and clipping by global norm are exact"
+    )

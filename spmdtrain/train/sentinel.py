@@ -1,0 +1,167 @@
+"""The sentinel: finds devices that compute wrong gradients without an error."""
+
+import socket
+from typing import Any
+
+from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
+from spmdtrain.distributed import process_group, progress
+from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.errors import DeviceFaultError, UserError
+from spmdtrain.files.found_faults import FoundFault
+from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.state import TrainState
+from spmdtrain.train.sentinel_program import GradientSums
+from spmdtrain.train.sentinel_verdict import FaultKind, Verdict
+from spmdtrain.train.session import RunSession
+
+PyTree = Any
+_KEPT = 20  # faults in the status
+
+
+class Sentinel:
+    """Checks every `sentinel_every` steps that the devices compute the same bits as each other.
+
+    Before such a step it computes the gradients of each device's shard of the batch twice, the
+    second time with each shard on the next device, and compares their checksums. If they differ, a
+    third run on a third device decides which of them is wrong. The state does not change.
+
+    All processes call it at the same steps; process 0 decides for all.
+
+    Args:
+      functions: The functions of the step.
+      placement: The strategy and its mesh.
+      run: The run, which logs faults and has its checkpoints.
+      first: The step from which this start continues.
+
+    Raises:
+      UserError: If the devices do not allow it (see `GradientSums`), or there are no checkpoints
+        to go back to.
+    """
+
+    def __init__(
+        self, functions: StepFunctions, placement: Placement, run: RunSession, first: int
+    ) -> None:
+        if run.config.sentinel_action == "rollback" and run.checkpoints is None:
+            raise UserError("sentinel_action is rollback, which needs a workdir with checkpoints")
+        self._sums = GradientSums(functions, placement)
+        self._run, self._has_run = run, False
+        self._hosts = process_group.gather(socket.gethostname())
+        files = run.logger.files
+        status = files.sentinel if files is not None else None
+        passed: int = process_group.broadcast(0 if status is None else status["passed"])
+        self._passed = min(passed, first)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to check before a step."""
+        every = self._run.config.sentinel_every
+        return every is not None and step % every == 0
+
+    def check(self, step: int, state: TrainState, batch: PyTree) -> None:
+        """Checks the devices with the batch of a step.
+
+        Args:
+          step: The number of the step.
+          state: The state before it.
+          batch: Its batch.
+
+        Raises:
+          DeviceFaultError: If devices differ and `sentinel_action` is stop or rollback.
+        """
+        with phase(Phase.STEP):
+            verdict = self._sums.compare(state, batch)
+        if not self._has_run:  # it was compiled
+            self._run.logger.restart_timer(step - 1)
+            self._has_run = True
+        files = self._run.logger.files
+        if verdict is None:
+            self._passed = step
+            if files is not None:
+                files.sentinel = {"passed": step, "faults": self._faults()}
+            return
+        fault = self._describe(step, verdict)
+        message = f"step {step}: {_sentence(fault, verdict, self._sums.count)}"
+        self._run.logger.log_fault(step, message)
+        if files is not None:
+            faults = [*self._faults(), fault][-_KEPT:]
+            files.sentinel = {"passed": self._passed, "faults": faults}
+        action = self._run.config.sentinel_action
+        if action == "warn":
+            return
+        if action == "rollback":
+            message += self._go_back(fault)
+        raise DeviceFaultError(message)
+
+    def _faults(self) -> list[FoundFault]:
+        files = self._run.logger.files
+        return [] if files is None or files.sentinel is None else files.sentinel["faults"]
+
+    def _describe(self, step: int, verdict: Verdict) -> FoundFault:
+        devices = {number: self._sums.devices[number] for number in verdict.devices}
+        ranks = sorted({device.process_index for device in devices.values()})
+        return {
+            "step": step,
+            "kind": verdict.kind,
+            "devices": [f"device {number} ({device})" for number, device in devices.items()],
+            "processes": [process_group.names()[rank] for rank in ranks],
+            "hosts": [self._hosts[rank] for rank in ranks],
+            "parameter": self._sums.names[verdict.parameter],
+        }
+
+    def _go_back(self, fault: FoundFault) -> str:
+        """Sets aside the checkpoints since the last check that passed.
+
+        Returns:
+          What was done, for the message.
+        """
+        run, last = self._run, self._passed
+        assert run.config.workdir is not None and run.checkpoints is not None
+        run.wait_for_save()
+        source = broadcast_source(list_checkpoints(run.config.workdir))
+        suspect = [step for step in source.steps if step > last]
+        if suspect and len(suspect) == len(source.steps):
+            return (
+                f"; all checkpoints are newer than step {last}, the last one whose check passed, "
+                "so none is known to be good and nothing was set aside"
+            )
+        if suspect:
+            names = run.checkpoints.quarantine(suspect, "suspect")
+            kept = max(source.steps[: -len(suspect)])
+            text = f"; checkpoints set aside: {', '.join(names)}; the newest left is {kept}"
+        else:
+            text = f"; no checkpoint is newer than step {last}, the last one whose check passed"
+        is_known = fault["kind"] != FaultKind.UNCLEAR and len(fault["processes"]) == 1
+        if is_known and process_group.count() > 1 and process_group.is_chief():
+            progress.request_without(fault["processes"][0])
+        return text
+
+
+def _sentence(fault: FoundFault, verdict: Verdict, count: int) -> str:
+    """Returns a fault as text."""
+    where = _where(fault)
+    first = f"first in {fault['parameter']}"
+    if verdict.kind is FaultKind.UNCLEAR:
+        return (
+            f"{len(verdict.devices)} of {count} devices ({where}) do not reproduce each other's "
+            f"gradients, {first}: the program is not deterministic (on GPU, set "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true), or several devices are faulty"
+        )
+    if len(verdict.devices) > 1 and not verdict.runs:
+        return (
+            f"a lasting fault: {where} compute different gradients from the same examples, and a "
+            f"third device that could decide which is wrong is missing ({first})"
+        )
+    times = " and ".join(f"{n} of 3" for n in verdict.runs)
+    return (
+        f"a {verdict.kind} fault: {where} computed other gradients than two other devices from "
+        f"the same examples in {times} runs ({first})"
+        if count > 2
+        else f"a {verdict.kind} fault: {where} computed gradients that it did not compute again "
+        f"from the same examples ({first})"
+    )
+
+
+def _where(fault: FoundFault) -> str:
+    """Returns the devices, processes and hosts of a fault as text."""
+    devices = " and ".join(fault["devices"])
+    return f"{devices} of {' and '.join(fault['processes'])} on {', '.join(fault['hosts'])}"

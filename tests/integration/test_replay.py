@@ -1,0 +1,101 @@
+"""The command `python -m spmdtrain.replay`: a step again, two runs, and the examples of a step."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import DIGITS, contents, environment
+
+from spmdtrain.data.sampling import TrainBatches
+from spmdtrain.replay.command import main as replay
+from spmdtrain.run import main as train
+from spmdtrain.train.experiment import load_experiment
+
+OPTIONS = ("--hidden", 16, "--log-hash-every", 5, "--checkpoint-every-steps", 10)
+SAVED = ("--keep-latest", 9, "--trackers")
+
+
+def finished(workdir: Path, *options: object) -> Path:
+    given = ("--config", DIGITS, "--workdir", workdir, *OPTIONS, *options, *SAVED)
+    assert train([*map(str, given)]) == 0
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(tmp_path_factory.mktemp("replay") / "run", "--steps", 30)
+
+
+def test_a_step_is_made_again_on_the_same_devices_and_on_others(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(run)
+    command = [sys.executable, "-m", "spmdtrain.replay", str(run), "--step", "15"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (
+        "steps 11 to 15 again, from checkpoint 10: 8 x cpu, mirrored, mesh data=8" in ended.stdout
+    )
+    assert re.search(r"state hash │ (\w{16}) │ \1 │ +equal", ended.stdout)
+    assert "step 15 is equal, bit for bit" in ended.stdout
+
+    assert replay([str(run), "--step", "20", "--devices", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "other devices: the run made step 20 on 8" in shown
+    assert "step 20 is equal to a relative difference of 1e-5, as expected" in shown
+    assert re.search(r"gradient_norm +│ .*│ +(equal|\d\.\de-(0[6-9]|1\d)) │", shown)
+    assert contents(run) == before  # the run is only read
+
+
+def test_a_step_that_differs_from_the_log_names_the_first_step_and_the_parameter(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "run"
+    other.mkdir()
+    (other / "checkpoints").symlink_to(run / "checkpoints")
+    for name in ("config.json", "metrics.jsonl", "events.jsonl"):
+        (other / name).write_bytes((run / name).read_bytes())
+    lines = [json.loads(line) for line in (run / "hashes.jsonl").read_text().splitlines()]
+    lines[2]["arrays"]["params/layers/1/kernel"] = "00000000"  # of step 15
+    (other / "hashes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay([str(other), "--step", "20"]) == 5
+    shown = capsys.readouterr().out
+    assert "the first step that differs is 15" in shown
+    assert "after step 15, 1 of 15 arrays of the state differ" in shown
+    assert re.search(r"│ params/layers/1/kernel +│ differs │", shown)
+    assert replay([str(other), "--step", "12"]) == 2
+    assert "has recorded nothing of step 12; the nearest step" in capsys.readouterr().err
+
+
+def test_two_runs_are_compared_up_to_the_first_step_that_differs(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fork = finished(
+        *(tmp_path / "fork", "--steps", 30, "--fork-from", f"{run}@10"),
+        *("--checkpoint-every-steps", 5, "--skip-steps", "17:19"),
+    )
+    capsys.readouterr()
+    assert replay([str(run), "--against", str(fork), "--per-layer"]) == 5
+    shown = capsys.readouterr().out
+    assert "other configuration: skip_steps: [] -> ['17:19']" in shown
+    assert "the first step that differs is 20; the last equal one is 15" in shown
+    # Both have a checkpoint of step 20.
+    assert re.search(r"│ params/layers/0 +│ 2 of 2 differ │ +\d.\d+e-0\d │", shown)
+    assert re.search(r"│ key +│ equal +│", shown)
+    assert replay([str(run), "--against", str(fork), "--step", "15"]) == 0
+
+    assert replay([str(fork), "--step", "20", "--examples"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 20 used batch 21; --skip-steps 21:22" in shown
+    module = load_experiment(str(DIGITS), frozenset()).module
+    data, _, _ = module.load_digits()
+    indices, _ = TrainBatches(data, 64, 0, True, 30, np.arange(64)).examples(21)
+    found = re.findall(r"│ \d+ +│ ([\d,]+) +│ example (\d+) of ArrayDataset +│.*label (\d)", shown)
+    assert [(int(i.replace(",", "")), int(j)) for i, j, _ in found] == [
+        (i, data.indices[i]) for i in indices.tolist()
+    ]
+    assert [int(label) for *_, label in found] == data.rows(indices)["label"].tolist()

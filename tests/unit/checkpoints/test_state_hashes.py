@@ -1,0 +1,101 @@
+"""Hashes of the state: independent of the topology, logged beside the training, read again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdtrain import FunctionModel, Trainer, UserError
+from spmdtrain.checkpoints.checksums import format_sums, read_parts
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.checkpoints.source import list_checkpoints
+from spmdtrain.checkpoints.state_sums import StateSums
+from spmdtrain.files.state_hashes import StateHash, hash_of_sums, read_hashes
+from spmdtrain.step.state import TrainState
+from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
+
+P = PartitionSpec
+
+
+def state_of(values: np.ndarray, devices: int, spec: PartitionSpec) -> TrainState:
+    mesh = jax.make_mesh((devices,), ("a",), devices=jax.devices()[:devices])
+    split, whole = NamedSharding(mesh, spec), NamedSharding(mesh, P())
+    params = {"kernel": jax.device_put(values, split), "bias": jax.device_put(values[0], whole)}
+    step, key = jax.device_put((np.int32(3), np.array([1, 2], np.uint32)), whole)
+    return TrainState(step, params, (params,), {}, {}, key)
+
+
+def test_a_state_has_one_hash_on_any_topology_and_another_one_if_a_bit_differs() -> None:
+    values = np.random.default_rng(0).normal(size=(4096, 8)).astype(np.float32)
+    flipped = values.copy()
+    flipped.view(np.uint32)[17, 3] ^= 1
+
+    def sums(values: np.ndarray, devices: int, spec: PartitionSpec) -> dict[str, str]:
+        found = StateSums(state_of(values, devices, spec), in_host_memory=True).parts()
+        return format_sums(read_parts(found))
+
+    one = sums(values, 1, P())
+    assert list(one) == list(named_leaves(state_of(values, 1, P())))  # in the order of the state
+    assert sums(values, 8, P()) == sums(values, 8, P("a")) == sums(values, 4, P(None, "a")) == one
+    other = sums(flipped, 8, P("a"))
+    names = {name for name in one if one[name] != other[name]}
+    assert names == {"params/kernel", "opt_state/0/kernel"}
+    assert hash_of_sums(other) != hash_of_sums(one) == hash_of_sums(dict(reversed(one.items())))
+
+
+def trainer(workdir: Path, **options: Any) -> Trainer:
+    return Trainer(
+        model=FunctionModel(lambda key: {"w": jax.random.normal(key, (256, 128))}),
+        objective=lambda model, batch: {"loss": (batch["x"] @ model["w"]).mean(-1) ** 2},
+        optimizer=optax.adam(0.1),
+        workdir=str(workdir),
+        global_batch_size=16,
+        trackers=(),
+        terminal=Terminal(quiet=True),
+        **options,
+    )
+
+
+def test_a_run_logs_the_hashes_of_its_checkpoints_and_trains_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    data = {"x": np.random.default_rng(0).normal(size=(48, 256)).astype(np.float32)}
+    plain, hashed = trainer(tmp_path / "plain"), trainer(tmp_path / "hashed", log_hash_every=2)
+    plain.fit(data, steps=5)
+    hashed.fit(data, steps=5)
+    pairs = zip(*(jax.tree.leaves(each.state) for each in (plain, hashed)), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    assert not (tmp_path / "plain" / "hashes.jsonl").exists()
+    found = read_hashes(str(tmp_path / "hashed"))
+    assert list(found) == [2, 4, 5]  # each second one, and the last
+    source = list_checkpoints(str(tmp_path / "plain"))
+    assert found[5].hash == hash_of_sums(Manifest.read(source.path(5)).sums)
+    # Steps that one dispatch makes end where a hash is due.
+    several = trainer(tmp_path / "several", log_hash_every=2, steps_per_dispatch=2)
+    several.fit(data, steps=5)
+    again = read_hashes(str(tmp_path / "several"))
+    assert list(again) == [2, 4, 5]
+    assert again[4].loss == pytest.approx(found[4].loss, rel=1e-5)
+    with pytest.raises(UserError, match="log_hash_every is 0: it must be above 0"):
+        trainer(tmp_path, log_hash_every=0)
+
+
+def test_a_line_replaces_those_of_later_steps_which_an_earlier_start_has_written(
+    tmp_path: Path,
+) -> None:
+    lines = [StateHash(step, {"step": f"{step:08x}"}, 0.5) for step in (5, 10, 15)]
+    lines.append(StateHash(10, {"step": "ffffffff"}))
+    content = "".join(json.dumps(line.to_json()) + "\n" for line in lines)
+    (tmp_path / "hashes.jsonl").write_text(content + 'no line\n{"step": 11')
+    found = read_hashes(str(tmp_path))
+    assert {step: (each.sums["step"], each.loss) for step, each in found.items()} == {
+        5: ("00000005", 0.5),
+        10: ("ffffffff", None),
+    }
+    assert read_hashes(str(tmp_path / "nothing")) == {}

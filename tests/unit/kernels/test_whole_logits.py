@@ -1,0 +1,74 @@
+"""The gradients of whole logits in 16 bits against those of the reference, which JAX derives."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdtrain import MeshSpec, RunConfig, TokenLosses, linear_cross_entropy
+from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.sharding.placement import make_placement, use_placement
+
+ROWS, TOKENS, WIDTH, HEAD, VOCABULARY = 8, 5, 16, 40, 37
+KEYS = jax.random.split(jax.random.key(0), 5)
+ARRAYS = {
+    "hidden": jax.random.normal(KEYS[0], (ROWS, TOKENS, WIDTH), jnp.bfloat16),
+    "head": jax.random.normal(KEYS[1], (HEAD, WIDTH), jnp.bfloat16),
+    "bias": jax.random.normal(KEYS[2], (HEAD,), jnp.bfloat16),
+}
+TARGETS = jax.random.randint(KEYS[3], (ROWS, TOKENS), 0, VOCABULARY)
+WEIGHTS = jax.random.uniform(KEYS[4], (ROWS, TOKENS)).at[0].set(0)  # a row of padding
+
+
+def total(arrays: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, TokenLosses]:
+    found = linear_cross_entropy(
+        arrays["hidden"], arrays["head"], TARGETS, bias=arrays.get("bias"), **options
+    )
+    return (found.loss * WEIGHTS).sum(), found
+
+
+def computed(arrays: dict[str, jax.Array], **options: Any) -> Any:
+    def run(arrays: dict[str, jax.Array]) -> Any:
+        return jax.value_and_grad(lambda x: total(x, **options), has_aux=True)(arrays)
+
+    (_, losses), gradients = jax.jit(run)(arrays)
+    return losses, gradients
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("hidden", "head"), {"vocabulary": VOCABULARY}),
+        (
+            ("hidden", "head", "bias"),
+            {"vocabulary": VOCABULARY, "z_loss": 1e-2, "soft_cap": 5.0},
+        ),
+    ],
+)
+def test_values_are_equal_and_gradients_round_to_16_bits(
+    names: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    arrays = {name: ARRAYS[name] for name in names}
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    with reference_kernels():
+        expected, gradients = computed(wide, **options)
+    placement = make_placement(
+        RunConfig(strategy="tensor_parallel", mesh=MeshSpec(data=2, tensor=4))
+    )
+    for place in (None, placement):
+        if place is None:
+            losses, found = computed(arrays, **options)
+        else:
+            with use_placement(place):
+                losses, found = computed(arrays, **options)
+        np.testing.assert_allclose(losses.loss, expected.loss, rtol=1e-5)
+        np.testing.assert_array_equal(losses.correct, expected.correct)
+        for name in names:
+            assert found[name].dtype == jnp.bfloat16
+            scale = float(jnp.abs(gradients[name]).max())
+            np.testing.assert_allclose(
+                found[name].astype(jnp.float32), gradients[name], rtol=0.02, atol=0.01 * scale
+            )
+    np.testing.assert_array_equal(found["hidden"][0].astype(jnp.float32), 0)

@@ -1,0 +1,39 @@
+"""Projections to heads for TPUs, and the squared ReLU: values and gradients are the usual ones."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdtrain.models import head_projection
+from spmdtrain.models.activations import squared_relu
+from spmdtrain.models.head_projection import project_qkv
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (2, 5, 16))
+KERNEL = jax.random.normal(KEYS[1], (16, 3, 4, 8))
+BIAS = jax.random.normal(KEYS[2], (3, 4, 8))
+TARGET = jax.random.normal(KEYS[3], (3, 2, 5, 4, 8))
+
+
+def products(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    return (jnp.stack(project_qkv(x, kernel, bias)) * TARGET).sum()
+
+
+def test_heads_first_changes_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (X, KERNEL, BIAS)
+    expected = project_qkv(*given), jax.grad(products, argnums=(0, 1, 2))(*given)
+    device = SimpleNamespace(platform="tpu")
+    monkeypatch.setattr(head_projection, "current_device", lambda: device)
+    found = project_qkv(*given), jax.grad(products, argnums=(0, 1, 2))(*given)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_the_squared_relu_has_the_values_of_jax() -> None:
+    x = jnp.array([-2.0, -0.0, 0.0, 0.5, 3.0])
+    plain = jax.vmap(jax.grad(lambda x: jnp.square(jax.nn.relu(x))))(x)
+    np.testing.assert_array_equal(jax.vmap(jax.grad(squared_relu))(x), plain)
+    np.testing.assert_array_equal(squared_relu(x), jnp.square(jax.nn.relu(x)))

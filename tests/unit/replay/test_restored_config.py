@@ -1,0 +1,81 @@
+"""The configuration of a run from its `config.json`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdtrain import UserError
+from spmdtrain.config.run_config import config_as_json
+from spmdtrain.replay.recorded_run import read_run
+from spmdtrain.replay.restored_config import restore_config
+from spmdtrain.train.experiment import load_experiment
+
+EXPERIMENT = '''
+"""An experiment with options of all kinds."""
+from dataclasses import dataclass
+from typing import Literal
+from spmdtrain import RunConfig
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    epochs: int | None = 4
+    global_batch_size: int | None = 64
+    hidden: tuple[int, ...] = (8, 8)
+    names: tuple[str, ...] = ("a",)
+    flag: bool = True
+    unroll: bool | None = None
+    rate: float = 0.1
+    kind: Literal["x", "y"] = "x"
+    text: str = ""
+    limit: int | None = 3
+    pairs: tuple[tuple[int, int], ...] = ()
+
+def build(config):
+    raise NotImplementedError
+'''
+
+
+def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
+    file = tmp_path / "kinds.py"
+    file.write_text(EXPERIMENT)
+    default = load_experiment(str(file), frozenset()).preset(None)
+    of_experiment: dict[str, Any] = {
+        **{"epochs": None, "steps": 30, "hidden": (), "names": ("b c", "d"), "flag": False},
+        **{"unroll": False, "rate": -1e-7, "kind": "y", "text": "--no value", "limit": None},
+        **{"pairs": ((1, 2), (3, 4)), "freeze": ("kernel$",), "skip_steps": ("5:7", "9:12")},
+    }
+    used = dataclasses.replace(
+        default,
+        workdir="elsewhere",
+        **of_experiment,
+        mesh=dataclasses.replace(default.mesh, data=-1, devices=("0", "1")),
+        jit=False,
+        cpu_devices=3,
+        learning_rate=3e-3,
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    content: Any = {"config": config_as_json(used), "experiment": str(file)}
+    (run / "config.json").write_text(json.dumps(content))
+    _, found = restore_config(read_run(str(run)), None)
+    # Of another class, because the file was loaded again.
+    assert vars(found) == vars(used) | {"workdir": str(run)}
+
+    content["config"]["gone"] = 1
+    (run / "config.json").write_text(json.dumps(content))
+    with pytest.raises(
+        UserError, match=r"trained with gone=1, and the configuration of .*kinds.py"
+    ):
+        restore_config(read_run(str(run)), None)
+    file.rename(tmp_path / "moved.py")
+    with pytest.raises(UserError, match=r"kinds\.py.* does not exist: .*--config FILE"):
+        restore_config(read_run(str(run)), None)
+    del content["experiment"]
+    (run / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="does not record its experiment"):
+        restore_config(read_run(str(run)), None)
+    with pytest.raises(UserError, match="not the workdir of a run"):
+        read_run(str(tmp_path))

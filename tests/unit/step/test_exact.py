@@ -1,0 +1,230 @@
+"""`exact`: the same bits on any number of devices and with any split of the state."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import environment
+from plan_helpers import needs_libtpu
+from step_helpers import on
+
+from spmdtrain import Combination, PredictionMetric, ShardingOptions, Trainer, UserError
+from spmdtrain.models import MLP, Transformer, TransformerConfig, mlp_rules
+from spmdtrain.plan import aot, topologies
+from spmdtrain.sharding.mesh import abstract_devices
+from spmdtrain.step.exact import tree_loop
+from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
+
+SHARDS, ROWS = 16, 32
+Options = Mapping[str, Any]
+PLACEMENTS: Mapping[str, Options] = {
+    "one device": {"mesh": on(1)},
+    "two devices": {"mesh": on(2)},
+    "eight devices": {},
+    "zero": {"strategy": "zero", "mesh": on(4)},
+    "fully_sharded": {"strategy": "fully_sharded"},
+}
+
+
+def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": optax.softmax_cross_entropy_with_integer_labels(model(x), y)}
+
+
+def make(**options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "model": partial(MLP, 64, (256, 256), 10, dropout=0.1),
+        "objective": objective,
+        "optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+        "steps": 4,
+        "global_batch_size": ROWS,
+        "exact": SHARDS,
+        "sharding": ShardingOptions(min_size=256),
+        "terminal": Terminal(quiet=True),
+    }
+    return Trainer(**defaults | options)
+
+
+def digest(**options: Any) -> str:
+    """The SHA-256 of the state after a run."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(4 * ROWS, 64)).astype(np.float32)
+    of = make(**options)
+    of.fit((x, generator.integers(0, 10, len(x)).astype(np.int32)))
+    return state_digest(of)
+
+
+def state_digest(of: Trainer) -> str:
+    assert of.state is not None
+    leaves = sorted(named_leaves(of.state).items())
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for _, x in leaves)).hexdigest()
+
+
+@pytest.mark.slow
+def test_dropout_clipping_and_adam_have_one_hash_and_without_exact_several() -> None:
+    few = "one device", "eight devices", "fully_sharded"
+    assert len({digest(**PLACEMENTS[name]) for name in few}) == 1
+    assert digest(exact=None) != digest(exact=None, mesh=on(1))
+
+
+@pytest.mark.slow
+def test_an_evaluation_has_the_bits_of_one_device_on_eight() -> None:
+    """With values by row, padding rows and a sum that needs more digits than f32 has."""
+
+    def measured(model: Any, batch: Any) -> dict[str, Any]:
+        x, _ = batch
+        value = model(x).mean(1) * 1e3
+        return {
+            "loss": value,
+            "rows": PredictionMetric(lambda x: float(x @ np.arange(40.0)), value),
+        }
+
+    x = np.random.default_rng(1).normal(size=(40, 64)).astype(np.float32)
+    data = (x, np.zeros(40, np.int32))
+    one, eight = (make(objective=measured, mesh=on(n)).evaluate(data) for n in (1, 8))
+    assert one == eight and one["rows"] != 0.0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_two_hundred_steps_have_one_hash(microbatches: int) -> None:
+    options = {"steps": 200, "microbatches": microbatches}
+    assert len({digest(**options, **each) for each in PLACEMENTS.values()}) == 1
+
+
+def transformer_digest(**options: Any) -> str:
+    """The same of a small transformer, with clipping by global norm and AdamW."""
+    config = TransformerConfig(
+        vocabulary=64, rows=64, layers=2, width=128, heads=4, hidden=512, context=32
+    )
+    tokens = np.random.default_rng(0).integers(0, 64, (4 * ROWS, 33)).astype(np.int32)
+
+    def of_tokens(model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": model.token_losses(batch[:, :-1], batch[:, 1:]).loss}
+
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
+    given = {"model": partial(Transformer, config), "objective": of_tokens, "optimizer": optimizer}
+    of = make(**given | {"steps": 200} | options)
+    of.fit(tokens)
+    return state_digest(of)
+
+
+@pytest.mark.nightly
+def test_a_transformer_has_one_hash_after_two_hundred_steps() -> None:
+    """Attention divides by sums, which XLA simplifies in another way on one device."""
+    assert len({transformer_digest(**options) for options in PLACEMENTS.values()}) == 1
+
+
+def test_the_order_of_a_sum_does_not_depend_on_how_many_turns_a_device_has() -> None:
+    """The terms cancel, so that another order has another sum."""
+    terms = jnp.array([1e8, 1.0, -1e8, 1.0, 3e7, 0.5, -3e7, 0.5], jnp.float32)
+    total, turns = jax.jit(lambda: tree_loop(lambda turn: (terms[turn], turn), 8))()
+    halves = [jax.jit(lambda i=i: tree_loop(lambda t: (terms[4 * i + t], t), 4))() for i in (0, 1)]
+    assert total == halves[0][0] + halves[1][0] == 0.0
+    assert sum(np.asarray(terms), np.float32(0)) == 0.5 and list(turns) == list(range(8))
+
+
+# -- for TPUs that are not there -------------------------------------------------------------------
+
+
+def print_kernels_for_tpus() -> None:
+    """Prints the kernels with floating-point results in the loop over virtual shards, by chips."""
+    for shape in ("1x1", "2x2", "2x4"):
+        with abstract_devices(aot.devices_of(topologies.parse(f"v5e:{shape}"))):
+            of = make(optimizer=optax.adam(1e-2), compilation_cache="off")
+            rows = jax.ShapeDtypeStruct((ROWS, 64), np.float32)
+            text = of.compile_step((rows, jax.ShapeDtypeStruct((ROWS,), np.int32))).as_text()
+        print(json.dumps(floating_kernels(text or "")))
+
+
+def floating_kernels(text: str) -> list[str]:
+    """The instructions with floating-point results of the longest body of a loop, sorted."""
+    computations = dict(re.findall(r"^%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+    body = max((computations[x] for x in re.findall(r"body=%?([\w.\-]+)", text)), key=len)
+    found = re.findall(r"= \(?((?:f32|bf16)\[[\d,]*\])\S* (fusion|reduce|copy|convolution)\(", body)
+    return sorted(" ".join(each) for each in found)
+
+
+@needs_libtpu
+@pytest.mark.nightly
+def test_the_loop_for_1_4_and_8_tpus_has_the_same_kernels_and_shapes() -> None:
+    # In a process of its own, because programs for absent devices cannot be read from the cache.
+    code = f"import {__name__}; {__name__}.print_kernels_for_tpus()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(8) | aot.environment(topologies.parse("v5e:2x4")) | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    one, four, eight = map(json.loads, ended.stdout.splitlines()[-3:])
+    assert one == four == eight and len(one) > 50
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def coupled(model: Any, batch: Any) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": (model(x).mean(1) - y) ** 2 * y.mean()}
+
+
+def combined(model: Any, batch: Any) -> dict[str, Any]:
+    x, _ = batch
+    return {"loss": Combination({"a": 1.0}), "a": model(x).mean(1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exact": 12}, "exact is 12: the number of virtual shards must be a power of two"),
+        ({"exact": 8}, "exact is 8 on 8 devices: each needs at least two"),
+        ({"strategy": "parameter_server"}, "exact is 16 and strategy is parameter_server"),
+        (
+            {"strategy": "tensor_parallel", "rules": mlp_rules(3)},
+            "splits matrix products over tensor=2",
+        ),
+        ({"strategy": "default"}, "strategy default has no mesh"),
+        ({"steps_per_dispatch": 2}, "exact is 16 and steps_per_dispatch is 2"),
+        ({"uneven_batch": "pad"}, "exact is 16 and uneven_batch is pad"),
+        ({"reduction": jax.lax.psum}, "a reduction function is given"),
+        ({"optimizer": optax.lbfgs()}, "the optimizer evaluates the loss"),
+    ],
+)
+def test_an_option_that_cannot_be_exact_is_refused_by_name(options: Options, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 4}, "microbatches: give a multiple of 64"),
+        ({"objective": coupled}, "exact=16 .* may depend on other examples"),
+        ({"objective": combined}, "the loss is a Combination"),
+        ({"optimizer": optax.adafactor(1e-2)}, "the optimizer adds up some dims"),
+    ],
+)
+def test_a_step_that_cannot_be_exact_is_refused_when_it_is_traced(
+    options: Options, message: str
+) -> None:
+    of = make(**options)
+    batch = (np.zeros((ROWS, 64), np.float32), np.zeros(ROWS, np.int32))
+    with pytest.raises(UserError, match=message):
+        of.functions.choose_reduction(batch)
+        of.functions.train_program().trace(of.functions.abstract_state, batch)

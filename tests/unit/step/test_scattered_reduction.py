@@ -1,0 +1,140 @@
+"""Explicitly reduce-scattered gradients: the numbers of one device, and the collectives."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from step_helpers import SHOWS_GRADIENTS, check_equal, one_step, trainer
+
+from spmdtrain import FunctionModel, GatherPolicy, MeshSpec, Rule, Trainer, UserError
+from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.models import TRANSFORMER_RULES, Transformer, TransformerConfig
+from spmdtrain.sharding.placement import current_strategy, use_placement
+from spmdtrain.step.scattered_reduction import ScatteredReduction
+from spmdtrain.testing.compiled_step import compiled_step
+from spmdtrain.tree import named_leaves
+
+SHAPE = TransformerConfig(
+    vocabulary=20, rows=24, layers=2, width=16, heads=2, hidden=32, context=8, unroll=False
+)
+SCATTER = CollectiveOptions(reduction="reduce_scatter")
+CLIPPED = optax.chain(optax.clip_by_global_norm(1e-2), SHOWS_GRADIENTS)
+SMALL = 400  # bytes: more than the norms' scales and scalars, less than a matrix
+
+
+def batch() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(3)
+    weights = generator.choice([0, 0.25, 1, 3], size=(16, 8)).astype(np.float32)
+    weights[-5:] = 0  # as padding rows have
+    return {"tokens": generator.integers(0, 20, (16, 9)).astype(np.int32), "weights": weights}
+
+
+def objective(model: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    return {"loss": (model.token_losses(inputs, targets).loss, batch["weights"])}
+
+
+def transformer(strategy: str = "fully_sharded", **options: Any) -> Trainer:
+    defaults = {
+        "model": partial(Transformer, SHAPE),
+        "objective": objective,
+        "optimizer": CLIPPED,
+        "global_batch_size": 16,
+        "rules": TRANSFORMER_RULES,
+        "sharding": ShardingOptions(min_size=100),
+        "strategy": strategy,
+        "collectives": SCATTER,
+    }
+    return trainer(**defaults | options)
+
+
+def numbers(of: Trainer) -> dict[str, np.ndarray]:
+    """The clipped gradients and the loss of the batch at the initial parameters."""
+    after, output = one_step(of, batch())
+    shown = named_leaves(after.opt_state[1].trace) | output.metrics
+    return {name: np.asarray(x) for name, x in shown.items()}
+
+
+@cache
+def expected() -> dict[str, np.ndarray]:
+    plain = CollectiveOptions()
+    return numbers(
+        transformer("one_device", collectives=plain, mesh=MeshSpec(devices=(0,)), rules=())
+    )
+
+
+def test_the_numbers_are_those_of_one_device_and_no_gradient_is_all_reduced() -> None:
+    of = transformer(microbatches=2)
+    check_equal(numbers(of), expected())
+    program = compiled_step(of, batch())
+    # Four matrices of the layers and the tied embedding, once each, and nothing of their size.
+    program.assert_count(5, "reduce-scatter", axes="fsdp")
+    program.assert_no("all-reduce", larger_than=SMALL)
+    # The weights of one layer at a time are gathered, in its backward pass again.
+    gathers = [x for x in program.collectives if x.kind == "all-gather"]
+    assert max(x.bytes for x in gathers) == 4 * SHAPE.width * 3 * SHAPE.width
+    assert len(gathers) == 2 * 4 + 1
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "zero": {"strategy": "zero"},
+    "two axes": {"mesh": MeshSpec(data=2, fsdp=4), "remat": "attention"},
+    "groups": {"strategy": "hybrid+fully_sharded", "mesh": MeshSpec(replica=2)},
+    "half precision": {"collectives": CollectiveOptions(reduce_dtype="float16")},
+    "unrolled": {"model": partial(Transformer, replace(SHAPE, unroll=True)), "remat": "full"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_other_placements_give_the_same_numbers(place: str) -> None:
+    of = transformer(**PLACES[place])
+    found = numbers(of)
+    assert isinstance(of.functions.reduction, ScatteredReduction)
+    if place == "half precision":
+        for name, value in expected().items():
+            np.testing.assert_allclose(found[name], value, atol=2e-3 * np.abs(value).max())
+    else:
+        check_equal(found, expected(), place)
+    program = compiled_step(of, batch())
+    assert sum(x.kind == "reduce-scatter" for x in program.collectives) >= 5
+    if "two axes" != place != "groups":  # there, the parts are all-reduced over the other axis
+        program.assert_no("all-reduce", larger_than=SMALL)
+
+
+def test_what_cannot_be_scattered_is_refused() -> None:
+    with pytest.raises(UserError, match="which is for the strategies that split gradients"):
+        transformer("mirrored")
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {"blocks": jax.random.normal(key, (3, 8, 8))}
+
+    def apply(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        # A loop of its own: XLA would gather one layer at a time, an explicit gather all of them.
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0]
+
+    own_loop = trainer(
+        model=FunctionModel(init, apply),
+        objective=lambda model, batch: {"loss": model(batch["x"]) ** 2},
+        rules=[Rule("blocks", PartitionSpec(None, None, None), GatherPolicy.PER_LAYER)],
+        strategy="fully_sharded",
+        sharding=ShardingOptions(min_size=1),
+        collectives=SCATTER,
+    )
+    rows = {"x": np.ones((64, 8), np.float32)}
+    with pytest.raises(UserError, match="does not pass params/blocks to scan_layers"):
+        own_loop.functions.choose_reduction(rows)
+
+    def asks(model: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
+        return {"loss": objective(model, batch)["loss"][0] * current_strategy().batch_shards}
+
+    asking = transformer(objective=asks)
+    refused = pytest.raises(UserError, match=r"reduction=reduce_scatter .*current_strategy")
+    with use_placement(asking.placement), refused:
+        asking.functions.choose_reduction(batch())

@@ -1,0 +1,310 @@
+"""The sentinel: every injected fault is found, and its device is named."""
+
+import functools
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gradient_faults import NONE, SIGN, examples, fault, model, objective, with_fault
+from helpers import saved_steps, status
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdtrain import (
+    CallbackContext,
+    DeviceFaultError,
+    MeshSpec,
+    RunConfig,
+    ShardingOptions,
+    Trainer,
+    TrainState,
+    UserError,
+    read_manifest,
+)
+from spmdtrain.checkpoints import checksums
+from spmdtrain.files.run_events import read_events
+from spmdtrain.sharding.placement import use_placement
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.sentinel_program import GradientSums
+from spmdtrain.train.sentinel_verdict import FaultKind, Verdict, find_faulty
+
+X, Y = examples()
+
+
+def trainer(**options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "model": model(),
+        "objective": objective,
+        "optimizer": optax.adam(1e-3),
+        "freeze": ("^fault",),
+        "global_batch_size": 16,
+        "terminal": Terminal(quiet=True),
+    }
+    return Trainer(**defaults | options)
+
+
+class Checked:
+    """The devices of a trainer, with a fault in some of the runs of a check."""
+
+    def __init__(self, **options: Any) -> None:
+        self.trainer = trainer(**options)
+        self.state = self.trainer.functions.init(0)
+        of, runs = NONE, range(0)
+
+        class Sums(GradientSums):
+            run = 0
+
+            def __call__(self, state: TrainState, *given: Any) -> np.ndarray:
+                self.run += 1
+                return super().__call__(with_fault(state, of if self.run in runs else NONE), *given)
+
+        sums = Sums(self.trainer.functions, self.trainer.placement)
+
+        def compare(fault: np.ndarray, in_runs: range, first: int) -> Verdict | None:
+            nonlocal of, runs
+            of, runs, sums.run = fault, in_runs, 0
+            with use_placement(self.trainer.placement):
+                rows = slice(first, first + 16)
+                batch = jax.device_put((X[rows], Y[rows]), self.trainer.placement.batch)
+                return sums.compare(self.state, batch)
+
+        self._compare = compare
+
+    def verdict(
+        self, of: np.ndarray = NONE, runs: range = range(1, 4), first: int = 0
+    ) -> Verdict | None:
+        """What a check with 16 examples from `first` on finds, with a fault in these runs."""
+        return self._compare(of, runs, first)
+
+    def old_value(self, leaf: int, element: int) -> float:
+        """An element of the gradients of earlier examples, which a device may leave there."""
+        params = {k: v for k, v in jax.device_get(self.state.params).items() if k != "fault"}
+
+        def loss(weights: dict[str, jax.Array]) -> jax.Array:
+            return ((jnp.tanh(X[-2:] @ weights["first"]) @ weights["second"] - Y[-2:]) ** 2).sum()
+
+        flat = jax.tree.leaves(jax.grad(loss)(params))[leaf].ravel()
+        return float(flat[element % flat.size])
+
+
+@functools.cache
+def checked(*, strategy: str = "mirrored", devices: int = 8) -> Checked:
+    mesh = MeshSpec(devices=tuple(range(devices)))
+    return Checked(strategy=strategy, mesh=mesh, sharding=ShardingOptions(min_size=1))
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A fault, and the runs of a check in which it happens."""
+
+    device: int
+    leaf: int
+    element: int
+    bit: int  # -1: a stale value
+    is_lasting: bool
+    run: int  # of a transient fault
+
+
+FAULTS = st.builds(
+    Injected,
+    device=st.integers(0, 7),
+    leaf=st.integers(0, 1),
+    element=st.integers(0, 95),
+    bit=st.one_of(st.integers(0, 22), st.just(SIGN), st.just(-1)),
+    is_lasting=st.booleans(),
+    run=st.integers(1, 2),
+)
+
+
+def check_found(injected: Injected) -> None:
+    devices = checked()
+    place = {"leaf": injected.leaf, "element": injected.element}
+    stale = devices.old_value(**place) if injected.bit < 0 else 0.0
+    of = fault(injected.device, **place, bit=injected.bit, stale=stale)
+    runs = range(1, 4) if injected.is_lasting else range(injected.run, injected.run + 1)
+    found = devices.verdict(of, runs)
+    kind, times = (FaultKind.LASTING, 3) if injected.is_lasting else (FaultKind.TRANSIENT, 1)
+    assert found == Verdict(kind, [injected.device], [times], injected.leaf)
+
+
+@given(FAULTS)
+@settings(max_examples=15)
+def test_a_fault_is_found_and_its_device_is_named(injected: Injected) -> None:
+    check_found(injected)
+
+
+@pytest.mark.nightly
+@given(FAULTS)
+@settings(max_examples=200)
+def test_200_faults_are_found_and_their_devices_are_named(injected: Injected) -> None:
+    check_found(injected)
+
+
+@pytest.mark.parametrize("strategy", ["fully_sharded", "zero"])
+def test_devices_are_compared_under_other_strategies(strategy: str) -> None:
+    devices = checked(strategy=strategy)
+    assert devices.verdict() is None
+    assert devices.verdict(fault(5, leaf=1, element=3, bit=0)) == Verdict(
+        FaultKind.LASTING, [5], [3], 1
+    )
+
+
+def test_of_two_devices_a_transient_fault_is_named_and_a_lasting_one_may_be_in_either() -> None:
+    devices, flip = checked(devices=2), fault(1, leaf=0, element=7, bit=3)
+    assert devices.verdict() is None
+    transient = Verdict(FaultKind.TRANSIENT, [1], [1], 0)
+    assert devices.verdict(flip, range(1, 2)) == devices.verdict(flip, range(2, 3)) == transient
+    assert devices.verdict(flip) == Verdict(FaultKind.LASTING, [0, 1], [], 0)
+
+
+def test_a_device_with_another_copy_of_the_parameters_is_named() -> None:
+    of = trainer()
+    state = of.functions.init(0)
+    whole, odd = state.params["first"], of.placement.devices[2]
+    copies = []
+    for shard in whole.addressable_shards:
+        copy = np.array(shard.data)
+        copy[0, 0] += 0.25 * (shard.device == odd)
+        copies.append(jax.device_put(copy, shard.device))
+    state.params["first"] = jax.make_array_from_single_device_arrays(
+        whole.shape, whole.sharding, copies
+    )
+    with use_placement(of.placement):
+        batch = jax.device_put((X[:16], Y[:16]), of.placement.batch)
+        found = GradientSums(of.functions, of.placement).compare(state, batch)
+    assert found == Verdict(FaultKind.LASTING, [2], [3], 0)
+
+
+def test_a_program_that_is_not_deterministic_accuses_no_device() -> None:
+    draw = np.random.default_rng(0)
+    runs = [draw.integers(0, 2**32, size=(8, 2), dtype=np.uint32) for _ in range(3)]
+    assert find_faulty(runs).kind is FaultKind.UNCLEAR
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def failing_from(step: int, of: np.ndarray) -> dict[str, Any]:
+    """A callback: after a step, the model has the fault."""
+
+    def inject(event: CallbackContext) -> None:
+        if event.step == step:
+            event.trainer.state = with_fault(event.trainer.state, of)
+
+    return {"step": inject}
+
+
+FLIP = fault(6, leaf=1, element=2, bit=4)
+
+
+def test_a_run_stops_at_the_next_check_and_writes_what_was_found(tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    failing = trainer(
+        callbacks=failing_from(5, FLIP), sentinel_every=4, workdir=str(workdir), steps=20
+    )
+    with pytest.raises(DeviceFaultError, match=r"^step 8: a lasting fault: device 6 \("):
+        failing.fit((X, Y))
+    found = status(workdir)
+    assert (found["status"], found["sentinel"]["passed"]) == ("failed", 4)
+    (recorded,) = found["sentinel"]["faults"]
+    host, kind = socket.gethostname(), "lasting"
+    assert recorded == {
+        "step": 8,
+        "kind": kind,
+        "devices": [f"device 6 ({jax.devices()[6]})"],
+        "processes": ["this process"],
+        "hosts": [host],
+        "parameter": "second",
+    }
+    (event,) = [event for event in read_events(str(workdir)) if event["event"] == "fault"]
+    assert event["step"] == 8 and "device 6" in event["reason"]
+
+
+@pytest.mark.slow
+def test_a_rollback_sets_aside_what_was_saved_since_the_last_check_that_passed(
+    tmp_path: Path,
+) -> None:
+    workdir = tmp_path / "run"
+    options = {"sentinel_every": 4, "sentinel_action": "rollback", "checkpoint_every_steps": 2}
+    options |= {"workdir": str(workdir), "steps": 10, "keep_latest": 5}
+    failing = trainer(callbacks=failing_from(5, FLIP), **options)
+    with pytest.raises(DeviceFaultError, match=r"6\.suspect; the newest left is 4"):
+        failing.fit((X, Y))
+    assert saved_steps(workdir) == [2, 4]
+    trainer(**options).fit((X, Y))
+    assert status(workdir)["sentinel"]["passed"] == 8
+    clean = trainer(steps=10)
+    clean.fit((X, Y))
+    assert clean.state is not None
+    saved = read_manifest(workdir / "checkpoints" / "10").sums
+    for name, total in checksums.sums({"params": clean.state.params}).items():
+        assert saved[name] == total, name
+
+
+def test_a_warning_ends_nothing_and_a_check_does_not_change_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal = Terminal(results_only=True)
+    options = {"steps": 6, "callbacks": failing_from(1, FLIP), "terminal": terminal}
+    plain = trainer(**options)
+    checked = trainer(**options, sentinel_every=2, sentinel_action="warn")
+    plain.fit((X, Y))
+    checked.fit((X, Y))
+    assert capsys.readouterr().err.count(": a lasting fault: device 6 (") == 3
+    for one, other in zip(*map(jax.tree.leaves, (plain.state, checked.state)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_steps_of_one_dispatch_and_examples_on_the_devices_are_checked(tmp_path: Path) -> None:
+    options = {"steps_per_dispatch": 3, "data_on_device": True, "microbatches": 2}
+    workdir = str(tmp_path / "run")
+    trainer(steps=11, sentinel_every=5, workdir=workdir, **options).fit((X, Y))
+    assert status(tmp_path / "run")["sentinel"] == {"passed": 10, "faults": []}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "tensor_parallel"}, "strategy tensor_parallel is not supported"),
+        ({"strategy": "default"}, "strategy default is not supported"),
+        ({"strategy": "parameter_server"}, "strategy parameter_server is not supported"),
+        ({"jit": False}, "jit is False"),
+        ({"sentinel_every": None, "sentinel_action": "warn"}, "give both"),
+        ({"sentinel_every": 0}, "must be above 0"),
+    ],
+)
+def test_options_that_it_cannot_work_with_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        RunConfig(**{"sentinel_every": 4} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": MeshSpec(devices=(0,))}, "no second device"),
+        ({"sentinel_action": "rollback"}, "needs a workdir"),
+    ],
+)
+def test_a_fit_that_it_cannot_check_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(**options, sentinel_every=1, steps=1).fit((X, Y))
+
+
+def test_an_objective_that_places_arrays_itself_is_refused() -> None:
+    def placing(model: Any, batch: Any) -> dict[str, jax.Array]:
+        x, y = batch
+        place = placed.placement.batch if placed.placement.batch_shards else None
+        return objective(model, (jax.lax.with_sharding_constraint(x, place), y))
+
+    placed = trainer(objective=placing, sentinel_every=1, steps=1)
+    with pytest.raises(UserError, match="constrains the sharding"):
+        placed.fit((X, Y))
