@@ -56,7 +56,7 @@ class Config(RunConfig):
     """Width of the residual stream."""
     heads: int = 12
     """Attention heads, which share the width."""
-    context: int = 1024
+    length: int = 1024
     """Number of positions, and of tokens of an example."""
     dropout: float = 0.1
     """Fraction of the values dropped in training."""
@@ -84,7 +84,7 @@ PRESETS = {
         layers=2,
         width=64,
         heads=4,
-        context=32,
+        length=32,
         warmup_steps=2,
     ),
 }
@@ -165,7 +165,7 @@ def shape(config: Config) -> TransformerConfig:
         width=config.width,
         heads=config.heads,
         hidden=4 * config.width,
-        context=config.context,
+        context=config.length,
         positions="learned",
         blocks="gpt2",
         dropout=config.dropout,
@@ -177,7 +177,7 @@ def build(config: Config) -> Experiment:
         raise UserError("gpt2 needs --data-dir, the folder that holds train.bin and val.bin")
     folder = epath.Path(config.data_dir).expanduser()
     train, validation = (
-        TokenFile(folder / f"{name}.bin", config.context) for name in ("train", "val")
+        TokenFile(folder / f"{name}.bin", config.length) for name in ("train", "val")
     )
     model: Any = partial(Transformer, shape(config))
     if config.lora_rank:

@@ -66,7 +66,7 @@ class Config(RunConfig):
     """Key-value heads, each shared by several query heads."""
     mlp_width: int = 432
     """Width inside each MLP."""
-    context: int = 96
+    length: int = 96
     """Tokens of an example, and the most tokens that a prediction depends on."""
     rope_base: float = 10_000.0
     """Base of the speeds of the rotary positions."""
@@ -100,7 +100,7 @@ def published(layers: int, width: int, heads: int, mlp_width: int, factor: float
         heads=heads,
         kv_heads=8,
         mlp_width=mlp_width,
-        context=8192,
+        length=8192,
         rope_base=500_000.0,
         rope_factor=factor,
         tied=width < 4096,
@@ -155,7 +155,7 @@ def shape(config: Config) -> LlamaConfig:
         heads=config.heads,
         kv_heads=config.kv_heads,
         hidden=config.mlp_width,
-        context=config.context,
+        context=config.length,
         rope_base=config.rope_base,
         rope_scaling=None if factor is None else Llama3RopeScaling(factor=factor),
         tied=config.tied,
@@ -170,10 +170,10 @@ def load(config: Config) -> tuple[Any, Any]:
     folder = epath.Path(config.data_dir).expanduser()
     if (folder / "input.txt").is_file():
         text = np.frombuffer((folder / "input.txt").read_bytes(), np.uint8)
-        return split(text.astype(np.int32), config.context)
+        return split(text.astype(np.int32), config.length)
     if (folder / "train.bin").is_file():
         train, validation = (folder / f"{name}.bin" for name in ("train", "val"))
-        return TokenFile(train, config.context), TokenFile(validation, config.context)
+        return TokenFile(train, config.length), TokenFile(validation, config.length)
     raise UserError(
         f"{config.data_dir}: holds neither input.txt, which {URL} offers, nor train.bin"
     )

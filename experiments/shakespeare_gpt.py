@@ -59,7 +59,7 @@ class Config(RunConfig):
     """Attention heads, which share the width."""
     mlp_width: int | None = None
     """Width inside each MLP; by default four times the width."""
-    context: int = 96
+    length: int = 96
     """Tokens of an example, and the most tokens that a prediction depends on."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Position embedding: rotated queries and keys, or a learned vector for each position."""
@@ -104,7 +104,7 @@ _GPT2 = Config(
     layers=12,
     width=768,
     heads=12,
-    context=1024,
+    length=1024,
     positions="learned",
     warmup_steps=500,
     final_learning_rate=0.1,
@@ -121,7 +121,7 @@ PRESETS = {
         eval_every_steps=60,
         layers=2,
         width=64,
-        context=32,
+        length=32,
         warmup_steps=6,
         sample_length=40,
     ),
@@ -135,7 +135,7 @@ PRESETS = {
         layers=24,
         width=2048,
         heads=16,
-        context=2048,
+        length=2048,
         positions="rotary",
         remat="attention",
         global_batch_size=None,
@@ -301,7 +301,7 @@ def shape(config: Config, vocabulary: int) -> TransformerConfig:
         width=config.width,
         heads=config.heads,
         hidden=config.mlp_width or 4 * config.width,
-        context=config.context,
+        context=config.length,
         positions=config.positions,
         dropout=config.dropout,
         tied=config.tied,
@@ -361,7 +361,7 @@ def writer(
 def build(config: Config) -> Experiment:
     check_ranges(config)
     vocabulary, text = load_text(config)
-    train, validation = split(text, config.context)
+    train, validation = split(text, config.length)
     return Experiment(
         model=partial(Transformer, shape(config, len(vocabulary))),
         objective=objective,

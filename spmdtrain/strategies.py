@@ -109,8 +109,8 @@ def strategy(name: str) -> Strategy:
 def mesh_sizes(of: Strategy, given: Mapping[str, int | None]) -> dict[str, int]:
     """Returns axis name to size, in mesh order: the given size, or the strategy's default.
 
-    At most one of data, fsdp, context and tensor is -1 (the remaining devices), unless the user gives -1
-    twice. A replica of -1 means one group for each host or slice (see `mesh.build_mesh`).
+    At most one of data, fsdp, context and tensor is -1 (the remaining devices), unless the user
+    gives -1 twice. A replica of -1 means one group for each host or slice (see `mesh.build_mesh`).
 
     Args:
       of: The strategy.

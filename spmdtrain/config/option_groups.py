@@ -12,7 +12,6 @@ from spmdtrain.config.checks import (
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import AXES
 
-
 ContextMethod = Literal["ring", "gather", "ulysses"]
 
 

@@ -94,7 +94,9 @@ def attention(
 
             def whole(*arrays: jax.Array, segments: jax.Array | None) -> jax.Array:
                 options: Any = {"causal": causal, "window": window, "scale": scale}
-                return attention(*arrays, segments=segments, implementation=implementation, **options)
+                return attention(
+                    *arrays, segments=segments, implementation=implementation, **options
+                )
 
             with jax.named_scope(f"{ATTENTION}_{method}"):
                 return context_attention(

@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
     segments: jax.Array | None
 
 
-class Mixed(NamedTuple):
+class MixedValues(NamedTuple):
     """Values mixed by the softmax over some of the keys.
 
     Attributes:
@@ -50,21 +50,19 @@ class Mixed(NamedTuple):
     total: jax.Array
 
 
-def nothing(query: jax.Array) -> Mixed:
+def nothing(query: jax.Array) -> MixedValues:
     """Returns what queries (B, T, heads, head width) mix of no keys."""
     values = jnp.zeros(query.shape, jnp.float32)
-    return Mixed(values, jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
+    return MixedValues(values, jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
 
 
-def merge(one: Mixed, other: Mixed) -> Mixed:
+def merge_mixed(one: MixedValues, other: MixedValues) -> MixedValues:
     """Returns what queries mix of the keys of both, which are disjoint."""
     total = jnp.logaddexp(one.total, other.total)
     finite = jnp.where(total == -jnp.inf, 0.0, total)  # without a key in both
     shares = (jnp.exp(part.total - finite)[..., None] for part in (one, other))
-    first, second = (
-        share * part.values for share, part in zip(shares, (one, other), strict=True)
-    )
-    return Mixed(first + second, total)
+    first, second = (share * part.values for share, part in zip(shares, (one, other), strict=True))
+    return MixedValues(first + second, total)
 
 
 def attend(
@@ -76,7 +74,7 @@ def attend(
     pattern: Pattern,
     *,
     every: bool,
-) -> Mixed:
+) -> MixedValues:
     """Returns what the queries mix of these keys' values.
 
     Args:
@@ -89,7 +87,7 @@ def attend(
       every: Whether positions exclude no pair, so that no mask is computed for them.
     """
 
-    def block(part: tuple[jax.Array, Tokens]) -> Mixed:
+    def block(part: tuple[jax.Array, Tokens]) -> MixedValues:
         query, of = part
         products = _products(query, key, of, to, pattern, every)
         most = products.max(-1, keepdims=True)
@@ -98,7 +96,7 @@ def attend(
         some = jnp.where(total == 0, 1.0, total)
         mixed = _product("bkgts,bskh->btkgh", (weights / some).astype(value.dtype), value)
         logarithm = jnp.where(total == 0, -jnp.inf, most + jnp.log(some))[..., 0]
-        return Mixed(
+        return MixedValues(
             mixed.reshape(query.shape), jnp.moveaxis(logarithm, 3, 1).reshape(query.shape[:3])
         )
 
@@ -159,13 +157,13 @@ def attend_backward(
     return _joined(blocks), d_key, d_value
 
 
-def _by_blocks(block: Any, parts: Any) -> Mixed:
+def _by_blocks(block: Any, parts: Any) -> MixedValues:
     length = parts[0].shape[1]
     if length % _QUERY_BLOCK or length == _QUERY_BLOCK:
-        mixed: Mixed = block(parts)
+        mixed: MixedValues = block(parts)
         return mixed
     blocks = jax.lax.map(block, _divided(parts))
-    return Mixed(_joined(blocks.values), _joined(blocks.total))
+    return MixedValues(_joined(blocks.values), _joined(blocks.total))
 
 
 def _divided(parts: Any) -> Any:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmdtrain.kernels.attention_blocks import (
-    Mixed,
+    MixedValues,
     Pattern,
     Tokens,
     attend,
     attend_backward,
-    merge,
+    merge_mixed,
     nothing,
 )
 
@@ -199,11 +199,11 @@ def _mix_forward(
 
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, ring: Ring
-) -> Mixed:
+) -> MixedValues:
     device = jax.lax.axis_index(ring.axis)
     queries = _Queries(query, _places(query.shape[1], segments, ring, device))
 
-    def turn(number: jax.Array | int, mixed: Mixed, keys: _Keys, own: bool) -> Mixed:
+    def turn(number: jax.Array | int, mixed: MixedValues, keys: _Keys, own: bool) -> MixedValues:
         chunk = (device - ring.first - number) % ring.size
         to = _places(query.shape[1], keys.segments, ring, chunk)
         return _attend_in_turn(mixed, queries, keys, to, ring, own=own, earlier=chunk < device)
@@ -213,19 +213,17 @@ def _forward(
     mixed = turn(0, nothing(query), keys, own=ring.first == 0)
     if ring.turns > 2:
 
-        def body(carry: tuple[Mixed, _Keys], number: jax.Array) -> tuple[Any, None]:
+        def body(carry: tuple[MixedValues, _Keys], number: jax.Array) -> tuple[Any, None]:
             mixed, keys = carry
             arriving = _send(keys, ring)  # while the products are computed
             return (turn(number, mixed, keys, own=False), arriving), None
 
-        (mixed, arriving), _ = jax.lax.scan(
-            body, (mixed, arriving), jnp.arange(1, ring.turns - 1)
-        )
+        (mixed, arriving), _ = jax.lax.scan(body, (mixed, arriving), jnp.arange(1, ring.turns - 1))
     return mixed if ring.turns == 1 else turn(ring.turns - 1, mixed, arriving, own=False)
 
 
 def _attend_in_turn(
-    mixed: Mixed,
+    mixed: MixedValues,
     queries: _Queries,
     keys: _Keys,
     to: Tokens,
@@ -233,7 +231,7 @@ def _attend_in_turn(
     *,
     own: bool,
     earlier: jax.Array,
-) -> Mixed:
+) -> MixedValues:
     """Returns what the queries mix with the keys of this turn too.
 
     Args:
@@ -246,27 +244,27 @@ def _attend_in_turn(
       earlier: Whether the keys are of a device with a lower number.
     """
 
-    def part(queries: _Queries, keys: _Keys, to: Tokens, every: bool) -> Mixed:
+    def part(queries: _Queries, keys: _Keys, to: Tokens, every: bool) -> MixedValues:
         pattern = ring.pattern
         return attend(queries.query, keys.key, keys.value, queries.of, to, pattern, every=every)
 
     if not ring.balanced:
         every = not ring.pattern.causal and ring.pattern.window is None
-        return merge(mixed, part(queries, keys, to, every))
+        return merge_mixed(mixed, part(queries, keys, to, every))
     low, high = (_half(queries, half) for half in (0, 1))
     low_keys, high_keys = (_half((keys, to), half) for half in (0, 1))
     low_mixed, high_mixed = (_half(mixed, half) for half in (0, 1))
-    high_mixed = merge(high_mixed, part(high, *low_keys, every=True))
+    high_mixed = merge_mixed(high_mixed, part(high, *low_keys, every=True))
     if own:
-        low_mixed = merge(low_mixed, part(low, *low_keys, every=False))
-        high_mixed = merge(high_mixed, part(high, *high_keys, every=False))
+        low_mixed = merge_mixed(low_mixed, part(low, *low_keys, every=False))
+        high_mixed = merge_mixed(high_mixed, part(high, *high_keys, every=False))
     else:
         # One of two pairs of chunks attends entirely, and the other not at all.
         chosen = _choose(earlier, (low, low_keys), (high, high_keys))
         found = part(chosen[0], *chosen[1], every=True)
         none = nothing(found.values)
-        low_mixed = merge(low_mixed, _choose(earlier, found, none))
-        high_mixed = merge(high_mixed, _choose(earlier, none, found))
+        low_mixed = merge_mixed(low_mixed, _choose(earlier, found, none))
+        high_mixed = merge_mixed(high_mixed, _choose(earlier, none, found))
     return _join(low_mixed, high_mixed)
 
 

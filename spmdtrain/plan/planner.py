@@ -15,7 +15,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.attention import check_context_used, describe_attention
+from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
 from spmdtrain.plan.kernels import PlannedKernel, planned_kernels

@@ -357,16 +357,14 @@ class Layout:
     # -- errors --------------------------------------------------------------------------------
 
     def _check_axes_used(self) -> None:
-        """Checks that the rules use every axis that only they use; otherwise work is repeated.
-
-        Attention uses "context" (see `check_context_used`).
-        """
+        """Checks that the rules use every axis that only they use; otherwise work is repeated."""
         placement = self._placement
         rules = [*self._rules, *self._annotated.values()]
         named = {axis for rule in rules for axis in axes_of_spec(rule.spec)}
-        for axis in AXES:
+        used = {*named, *BATCH_AXES, "context"}  # attention uses the last: `check_context_used`
+        for axis in [axis for axis in AXES if axis not in used]:
             needed = axis == "tensor" and placement.strategy.needs_rules
-            if axis in (*BATCH_AXES, "context") or axis in named or not (needed or placement.size(axis) > 1):
+            if not needed and placement.size(axis) == 1:
                 continue
             raise UserError(
                 f"mesh axis {axis}={placement.size(axis)} is not used: under strategy "

@@ -160,7 +160,7 @@ def test_the_command_trains_exports_and_starts_from_the_export(file: Path, tmp_p
     line += ["--global-batch-size", 8]
     if file == LLAMA:
         (tmp_path / "input.txt").write_text("All that glisters is not gold.\n" * 100)
-        line += ["--data-dir", tmp_path, "--context", 16, "--mlp-width", 64]
+        line += ["--data-dir", tmp_path, "--length", 16, "--mlp-width", 64]
     found = run(file, *line, "--workdir", tmp_path / "run", devices=8)
     assert found.returncode == 0, found.stderr
     target = tmp_path / "model.safetensors"

@@ -107,15 +107,19 @@ def test_a_model_with_split_tokens_has_the_losses_of_whole_ones(
     np.testing.assert_allclose(found, losses((8, 1, 1), None), rtol=1e-5)
 
 
-def test_what_cannot_be_split_is_refused() -> None:
-    x = np.ones((1, 12, 3, 8), "f")
-    with use_placement(placement((1, 4, 1), None)):
-        with pytest.raises(UserError, match=r"12 tokens .* mesh.context=4: .* multiple of 8"):
-            attention(x, x, x, causal=True)
-    x = np.ones((1, 16, 3, 8), "f")
-    with use_placement(placement((1, 4, 1), "ulysses")):
-        with pytest.raises(UserError, match="3 heads on each device .* use ring"):
-            attention(x, x, x, causal=True)
+@pytest.mark.parametrize(
+    ("method", "tokens", "message"),
+    [
+        (None, 12, r"12 tokens .* mesh.context=4: .* multiple of 8"),
+        ("ulysses", 16, r"3 heads on each device .* use ring"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    method: ContextMethod | None, tokens: int, message: str
+) -> None:
+    x = np.ones((1, tokens, 3, 8), "f")
+    with use_placement(placement((1, 4, 1), method)), pytest.raises(UserError, match=message):
+        attention(x, x, x, causal=True)
 
 
 def test_a_model_that_does_not_split_its_tokens_is_refused() -> None:

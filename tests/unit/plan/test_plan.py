@@ -273,7 +273,7 @@ def test_on_a_tpu() -> None:
 @needs_libtpu
 @pytest.mark.slow
 def test_what_the_compiler_refuses_has_its_figure(text: Path) -> None:
-    options = ("--width", 4096, "--heads", 32, "--layers", 5, "--context", 2048, "--unroll", False)
+    options = ("--width", 4096, "--heads", 32, "--layers", 5, "--length", 2048, "--unroll", False)
     where = ("--topology", "v5e:1x1", "--global-batch-size", 16, "--data-dir", text)
     ended = plan(GPT, *options, *where)
     assert ended.returncode == 1, ended.stderr
