@@ -167,7 +167,7 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Keys and values on their way around the ring."""
+    """Keys and values that go around the ring."""
 
     key: jax.Array
     value: jax.Array

@@ -363,11 +363,11 @@ class Layout:
         named = {axis for rule in rules for axis in axes_of_spec(rule.spec)}
         used = {*named, *BATCH_AXES, "context"}  # attention uses the last: `check_context_used`
         for axis in [axis for axis in AXES if axis not in used]:
-            needed = axis == "tensor" and placement.strategy.needs_rules
-            if not needed and placement.size(axis) == 1:
+            size, needed = placement.size(axis), placement.strategy.needs_rules
+            if size == 1 and not needed:
                 continue
             raise UserError(
-                f"mesh axis {axis}={placement.size(axis)} is not used: under strategy "
+                f"mesh axis {axis}={size} is not used: under strategy "
                 f"{placement.name} only sharding rules split over {axis}, and none of the "
                 f"{len(self._rules)} rules{self._or_annotations} names it, so its devices would "
                 f"repeat each other's work. Give rules that name {axis}"
