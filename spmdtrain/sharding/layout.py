@@ -359,19 +359,18 @@ class Layout:
     def _check_axes_used(self) -> None:
         """Checks that the rules use every axis that only they use; otherwise work is repeated."""
         placement = self._placement
-        rules = [*self._rules, *self._annotated.values()]
-        named = {axis for rule in rules for axis in axes_of_spec(rule.spec)}
+        named = {a for r in (*self._rules, *self._annotated.values()) for a in axes_of_spec(r.spec)}
         used = {*named, *BATCH_AXES, "context"}  # attention uses the last: `check_context_used`
         for axis in [axis for axis in AXES if axis not in used]:
             size, needed = placement.size(axis), placement.strategy.needs_rules
             if size == 1 and not needed:
                 continue
+            instead = "choose another strategy" if needed else f"remove mesh.{axis}"
             raise UserError(
-                f"mesh axis {axis}={size} is not used: under strategy "
-                f"{placement.name} only sharding rules split over {axis}, and none of the "
-                f"{len(self._rules)} rules{self._or_annotations} names it, so its devices would "
-                f"repeat each other's work. Give rules that name {axis}"
-                + (" or choose another strategy" if needed else f" or remove mesh.{axis}")
+                f"mesh axis {axis}={size} is not used: under strategy {placement.name} only "
+                f"sharding rules split over {axis}, and none of the {len(self._rules)} rules"
+                f"{self._or_annotations} names it, so its devices would repeat each other's work. "
+                f"Give rules that name {axis} or {instead}"
             )
 
     @property
