@@ -16,7 +16,7 @@ _MAX_NAMES = 8  # of processes in a message
 def check_equal(
     started: Mapping[str, Sequence[PartSum]],
     step: int,
-    channel: process_group.Channel | None = None,
+    channel: process_group.GroupChannel | None = None,
 ) -> None:
     """Compares the checksums of copies in several processes. All processes call it together.
 

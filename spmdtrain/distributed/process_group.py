@@ -26,7 +26,7 @@ KEY = "spmdtrain"  # prefix of all keys of this package
 
 
 @dataclass
-class Channel:
+class GroupChannel:
     """The collective calls of one thread.
 
     All processes make the same calls of a channel in the same order. Calls of two channels may
@@ -99,7 +99,7 @@ class Job:
     names: Sequence[str]
     rank: int
     client: Any
-    main: Channel = field(default_factory=lambda: Channel("main"))
+    main: GroupChannel = field(default_factory=lambda: GroupChannel("main"))
     """The channel of this module's functions."""
     channels: int = 0
     """Number of calls of `open_channel` so far."""
@@ -199,13 +199,13 @@ def barrier() -> None:
     gather(None)
 
 
-def open_channel() -> Channel:
+def open_channel() -> GroupChannel:
     """Returns a new channel, for the calls of one thread in the background."""
     job = current()
     if job is None:
-        return Channel("alone")
+        return GroupChannel("alone")
     job.channels += 1
-    return Channel(f"channel/{job.channels}")
+    return GroupChannel(f"channel/{job.channels}")
 
 
 def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:
