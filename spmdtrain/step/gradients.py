@@ -287,13 +287,14 @@ class Gradients:
             specs_of = scattered.layout.batch_specs
             of_gradients = specs_of(params, "opt_state")
             specs = specs_of(params, "params"), specs_of(frozen, "params"), of_gradients
+        results: tuple[Any, ...] = (specs[2], whole, whole)
         # Without the check of varying axes, so that users can supply any reduction. Only local
         # code is differentiated.
         return jax.shard_map(
             local,
             mesh=self.placement.mesh,
             in_specs=(*specs[:2], whole, rows, whole),
-            out_specs=GradientOutput(specs[2], whole, whole),
+            out_specs=GradientOutput(*results),
             check_vma=False,
         )(params, frozen, model_state, batch, key)
 
