@@ -38,8 +38,8 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
         )
     if placement.strategy.on_host:
         raise UserError(
-            f"exact is {shards} and strategy is {placement.name}, which keeps state in host memory: "
-            "that combination is not supported; use mirrored, zero, fully_sharded or hybrid"
+            f"exact is {shards} and strategy is {placement.name}, which keeps state in host "
+            "memory: that combination is not supported; use mirrored, zero, fully_sharded or hybrid"
         )
     if reduction is not None:
         raise UserError(
