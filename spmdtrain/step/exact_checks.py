@@ -36,6 +36,11 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
                 "use mirrored, zero, fully_sharded or hybrid",
             )
         )
+    if placement.strategy.on_host:
+        raise UserError(
+            f"exact is {shards} and strategy is {placement.name}, which keeps state in host "
+            "memory: that combination is not supported; use mirrored, zero, fully_sharded or hybrid"
+        )
     if reduction is not None:
         raise UserError(
             _message("a reduction function is given, with an order of its own", "leave it out")

@@ -41,7 +41,7 @@ from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
-from spmdtrain.step.gradients import Gradients
+from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.reduction_choice import (
     check_agrees,
@@ -353,7 +353,8 @@ class StepFunctions:
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
-        with reference_kernels():
+        where = self._placement if self._order is None else ON_ONE_DEVICE
+        with reference_kernels(), use_placement(where):
             blocker = shard_map_blocker(
                 dataclasses.replace(self._gradients, reduction=wanted),
                 layout=self.layout,

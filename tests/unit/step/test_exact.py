@@ -200,6 +200,7 @@ def combined(model: Any, batch: Any) -> dict[str, Any]:
             "splits matrix products over tensor=2",
         ),
         ({"strategy": "default"}, "strategy default has no mesh"),
+        ({"strategy": "central_storage"}, "strategy is central_storage, which keeps state in host"),
         ({"steps_per_dispatch": 2}, "exact is 16 and steps_per_dispatch is 2"),
         ({"uneven_batch": "pad"}, "exact is 16 and uneven_batch is pad"),
         ({"reduction": jax.lax.psum}, "a reduction function is given"),
