@@ -108,7 +108,7 @@ class StepFunctions:
         frozen = (*config.freeze, *(extends.frozen if extends else ()))
         self.update = Update(optimizer, frozen, config.ema_decay)
         self._context = ModelContext(placement, axis_rules)
-        init: Function = self._init
+        init = self._init
         with use_placement(placement):  # models may call current_strategy()
             # By `jax.jit`, which need not trace the same function a second time below.
             self.abstract_state: TrainState = jax.jit(init).eval_shape(
