@@ -115,7 +115,7 @@ class StepFunctions:
         if self._order is not None:
             self.update = ExactUpdate(**vars(self.update), order=self._order)
         self._context = ModelContext(placement, axis_rules)
-        init: Callable[..., TrainState] = self._init
+        init = self._init
         with use_placement(placement):  # models may call current_strategy()
             # By `jax.jit`, which need not trace the same function a second time below.
             self.abstract_state: TrainState = jax.jit(init).eval_shape(
