@@ -194,7 +194,7 @@ class StepFunctions:
         self._unrolls = False  # the steps of a dispatch
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
-        evaluate = self._forward.evaluate
+        evaluate: Callable[..., Any] = self._forward.evaluate
         evaluate = exact_evaluation(evaluate, self._order) if self._order else evaluate
         self.evaluate = self._compile(evaluate, places)
         # Replicated predictions, because every process returns all of them.

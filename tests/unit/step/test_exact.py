@@ -147,7 +147,7 @@ def print_kernels_for_tpus() -> None:
             of = make(optimizer=optax.adam(1e-2), compilation_cache="off")
             rows = jax.ShapeDtypeStruct((ROWS, 64), np.float32)
             text = of.compile_step((rows, jax.ShapeDtypeStruct((ROWS,), np.int32))).as_text()
-        print(json.dumps(floating_kernels(text)))
+        print(json.dumps(floating_kernels(text or "")))
 
 
 def floating_kernels(text: str) -> list[str]:
