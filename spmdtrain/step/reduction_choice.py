@@ -137,7 +137,7 @@ def shard_map_blocker(
             "statistics), which would differ between devices"
         )
     single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
-    key = jax.random.key(0)
+    key = jax.eval_shape(jax.random.key, 0)
     with record_strategy_queries() as queries:
         jaxpr = jax.make_jaxpr(single.of_sum)(params, frozen, model_state, batch, key)
     if queries:
