@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,23 +101,22 @@ def test_the_time_of_a_kernel_is_that_of_its_padded_operations_or_of_its_bytes()
 
 def test_blocks_that_a_kernel_reads_again_count_again() -> None:
     call = kernel_calls(Module(TEXT))[0]
-    rates = {"peak": 1e15, "bandwidth": 1e9, "pads": True}
+    plan_call = partial(planned_kernels, [call], peak=1e15, bandwidth=1e9, pads=True)
     again = dataclasses.replace(KNOWN, passes=(4.0, 1.0), stated_bytes=7)
-    (found,) = planned_kernels([call], [again], **rates)
+    (found,) = plan_call([again])
     assert (found.bytes, found.traffic) == (4 * WIDE + NARROW, TrafficBasis.BLOCKS)
     assert found.seconds == pytest.approx(found.bytes / 1e9)
     by_itself = dataclasses.replace(again, passes=(None, 1.0))
-    (found,) = planned_kernels([call], [by_itself], **rates)
+    (found,) = plan_call([by_itself])
     assert (found.bytes, found.traffic) == (7, TrafficBasis.STATED)
-    (found,) = planned_kernels([call], [dataclasses.replace(by_itself, stated_bytes=0)], **rates)
+    (found,) = plan_call([dataclasses.replace(by_itself, stated_bytes=0)])
     assert (found.bytes, found.traffic) == (WIDE + NARROW, TrafficBasis.ONCE)
 
 
 def test_a_kernel_without_a_name_is_found_by_its_shapes() -> None:
     """XLA names it after the function that calls it."""
     call = kernel_calls(Module(TEXT))[0]
-    shapes = {"operands": ((8, 1024, 128),), "results": ((8, 1024, 64),)}
-    unnamed = dataclasses.replace(KNOWN, name="body", **shapes)
+    unnamed = dataclasses.replace(KNOWN, name="body", operands=((8, 1024, 128),))
     other = dataclasses.replace(unnamed, operands=((8, 1024, 64),), flops=10**12)
     (found,) = planned_kernels([call], [other, unnamed], peak=1e12, bandwidth=1e9, pads=True)
     assert found.flops == KNOWN.flops

@@ -94,7 +94,7 @@ def test_blocks_that_a_table_of_the_mask_excludes_do_not_count() -> None:
 
 
 def test_blocks_of_a_table_are_read_again_and_unblocked_arrays_are_unknown() -> None:
-    """The table gives the block of k: of 16 points, the first of each row and two more change it."""
+    """The table gives the number of the block of k at each point of the grid."""
     chosen = np.array([[0, 0, 1, 1], [2, 2, 2, 2], [0, 0, 0, 0], [0, 3, 3, 3]], np.int32)
 
     def kernel(table: Any, q: Any, k: Any, rest: Any, out: Any) -> None:
