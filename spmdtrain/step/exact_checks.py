@@ -47,8 +47,8 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
         )
     if shards < 2 * devices or shards % devices:
         raise UserError(
-            f"exact is {shards} on {devices} devices: each needs at least two of the virtual "
-            f"shards, and all the same number. Give a power of two from {2 * devices} on, and the "
+            f"exact is {shards} on {devices} devices: each needs at least two virtual "
+            f"shards, and equally many. Give a power of two from {2 * devices} on, and the "
             "same one wherever the bits should be the same; the number of devices must be a power "
             "of two"
         )

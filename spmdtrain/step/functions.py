@@ -121,10 +121,9 @@ class StepFunctions:
             self.abstract_state: TrainState = jax.jit(init).eval_shape(
                 adapter.given, *map(jax.random.key, (0, 0))
             )
-        states = layer_paths(adapter, self.abstract_state.model_state)
-        self.update.check(
-            self.abstract_state.params, self.abstract_state.opt_state, states.values()
-        )
+        abstract = self.abstract_state
+        states = layer_paths(adapter, abstract.model_state)
+        self.update.check(abstract.params, abstract.opt_state, states.values())
         self.base = BaseModel.of(adapter, is_saved=config.init_from is None)
         annotations = annotations_of(adapter)
         self.layout = Layout(
