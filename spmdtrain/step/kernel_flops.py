@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.step.kernel_scalars import Known, Table, computed, table_element
+from spmdtrain.step.kernel_scalars import Known, ScalarTable, computed, table_element
 from spmdtrain.step.kernel_traffic import block_passes
 from spmdtrain.step.product_flops import PRODUCT_FLOPS, padded_dot
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
@@ -103,7 +103,7 @@ def kernel_flops(
     sizes = [1 if size is None else size for size in grid]
     body = _Body(sizes, own, jaxpr)
     tables = {
-        variable: Table(value)
+        variable: ScalarTable(value)
         for variable, value in zip(jaxpr.invars, operands, strict=False)
         if value is not None and getattr(variable.aval, "shape", None) == value.shape
     }

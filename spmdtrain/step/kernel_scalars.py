@@ -8,13 +8,13 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Table:
+class ScalarTable:
     """A known array in memory, which a kernel reads by index."""
 
     values: np.ndarray
 
 
-Known = np.ndarray | Table
+Known = np.ndarray | ScalarTable
 """A known scalar, with one value for each point of the grid, or a table."""
 
 
@@ -29,13 +29,13 @@ def table_element(
         points: Number of points.
     """
     table = operands[0]
-    if not isinstance(table, Table) or equation.outvars[0].aval.shape:
+    if not isinstance(table, ScalarTable) or equation.outvars[0].aval.shape:
         return None
     transforms = equation.params["tree"].unflatten(operands[1:])
     if len(transforms) != 1 or not hasattr(transforms[0], "indices"):
         return None
     indices = transforms[0].indices  # each known or not, or a constant
-    if any(isinstance(index, Table) or np.ndim(index) > 1 for index in indices):
+    if any(isinstance(index, ScalarTable) or np.ndim(index) > 1 for index in indices):
         return None
     if not all(isinstance(index, (int, np.integer, np.ndarray)) for index in indices):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.step.kernel_scalars import Known, Table, computed, table_element
+from spmdtrain.step.kernel_scalars import Known, ScalarTable, computed, table_element
 from spmdtrain.xla.jaxpr import inner_jaxprs
 
 _MOST_POINTS = 2**20  # of a grid whose points are distinguished
@@ -48,7 +48,7 @@ def _passes(block: Any, places: np.ndarray, tables: Sequence[np.ndarray | None])
     if not points:
         return 0.0
     jaxpr = block.index_map_jaxpr.jaxpr
-    values: list[Known | None] = [*places, *(None if x is None else Table(x) for x in tables)]
+    values: list[Known | None] = [*places, *(None if x is None else ScalarTable(x) for x in tables)]
     given = {
         variable: value
         for variable, value in zip(jaxpr.invars, values, strict=True)
