@@ -173,7 +173,8 @@ def test_the_loop_for_1_4_and_8_tpus_has_the_same_kernels_and_shapes() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     one, four, eight = map(json.loads, ended.stdout.splitlines()[-3:])
-    assert one == four == eight and len(one) > 50
+    # The gradient of a hidden layer of the network is among them.
+    assert one == four == eight and "f32[256,256] fusion" in one
 
 
 # -- what is refused -------------------------------------------------------------------------------
