@@ -114,7 +114,7 @@ LINES = [
     Line(
         "w1-2-processes",
         Work("mlp", 32, 100, processes=2),
-        (FLOOR, OURS, AUTOMATIC, Peer("PyTorch DDP", "torch_loop.py", (), TORCH), TF_LOOP),
+        (FLOOR, OURS, AUTOMATIC, FAST, Peer("PyTorch DDP", "torch_loop.py", (), TORCH), TF_LOOP),
         quick=True,
     ),
     Line("w2-resnet", Work("resnet", 32, 20), (FLOOR, OURS, KERAS)),

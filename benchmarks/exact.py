@@ -60,8 +60,8 @@ class Steps:
         with use_placement(of.placement):
             self.state = of.functions.init(0)
             self.batch = jax.device_put(tokens, of.placement.batch)
-        analysis: Any = self.compiled.memory_analysis()
-        self.megabytes = analysis.temp_size_in_bytes / 1e6
+        memory: Any = self.compiled.memory_analysis()
+        self.megabytes = memory.temp_size_in_bytes / 1e6
 
     def run(self, steps: int) -> tuple[float, float]:
         """Returns the seconds of a step, of the wall and of the CPU."""

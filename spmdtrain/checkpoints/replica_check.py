@@ -16,7 +16,7 @@ _MAX_NAMES = 8  # of processes in a message
 def check_equal(
     started: Mapping[str, Sequence[PartSum]],
     step: int,
-    channel: process_group.Channel | None = None,
+    sequence: process_group.CallSequence | None = None,
 ) -> None:
     """Compares the checksums of copies in several processes. All processes call it together.
 
@@ -26,7 +26,7 @@ def check_equal(
     Args:
       started: The result of `start_sums`.
       step: The step after which the state is compared.
-      channel: The channel of the calling thread; None for the main thread.
+      sequence: That of the calling thread; None for the main thread.
 
     Raises:
       ReplicaError: If copies differ. Names the processes that differ from most others, and the
@@ -41,13 +41,13 @@ def check_equal(
                 group = json.dumps(part.holders)
                 shared.setdefault(group, {})[_part_name(name, part)] = part.read()
     digests = {_digest(group): _digest(sums) for group, sums in shared.items()}
-    channel = channel or process_group.joined().main
-    odd = channel.broadcast(find_odd(channel.collect(digests)))
+    sequence = sequence or process_group.joined().main
+    odd = sequence.broadcast(find_odd(sequence.collect(digests)))
     if odd is None:
         return
     group, usual, different, certain = odd
     own = next((sums for holders, sums in shared.items() if _digest(holders) == group), {})
-    sums = channel.gather(own if process_group.rank() in (usual, different[0]) else {})
+    sums = sequence.gather(own if process_group.rank() in (usual, different[0]) else {})
     usual_sums, other_sums = sums[usual], sums[different[0]]
     names = [name for name in usual_sums if usual_sums[name] != other_sums.get(name)]
     copies = f"step {step}: the copies of {_first(names)} differ between processes"

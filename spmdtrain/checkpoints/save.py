@@ -102,7 +102,7 @@ class Checkpoints:
         self._manager: Any = None  # opened by the first save
         self._saving: _Save | None = None
         self._pending: Future[None] | None = None  # what `_background` does for this save
-        self._channel = process_group.open_channel()  # of `_background`
+        self._sequence = process_group.new_sequence()  # of `_background`
         self._failed = self._abandoned = False
         with self._storage_errors("the folder of the checkpoints cannot be used"):
             if process_group.is_chief():
@@ -182,8 +182,8 @@ class Checkpoints:
         """Passes arrays, or their copies, to Orbax, which has read them when this returns."""
         if sums is None:
             sums = sum_copies(_by_field(items))
-        replica_check.check_equal(sums, save.step, self._channel)
-        for parts, positions in self._channel.collect((read_parts(sums), save.positions)):
+        replica_check.check_equal(sums, save.step, self._sequence)
+        for parts, positions in self._sequence.collect((read_parts(sums), save.positions)):
             save.positions |= positions
             for name, part in parts.items():
                 save.sums[name] = save.sums.get(name, 0) + part

@@ -204,7 +204,7 @@ class RunConfig:
     part of the batch are computed again on another device, and must have the same bits."""
     sentinel_action: Literal["warn", "stop", "rollback"] = "stop"
     """Reaction to a device that computes other gradients: log it (warn), end the run with exit code
-    4 (stop), or also set aside the checkpoints since the last check that passed (rollback); the
+    4 (stop), or also rename the checkpoints since the last check that passed (rollback); the
     launcher then restarts the job without the process of that device."""
     compare_copies_every: int | None = None
     """Steps between two comparisons of the copies of the state that several processes hold, besides

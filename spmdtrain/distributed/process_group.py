@@ -26,14 +26,14 @@ KEY = "spmdtrain"  # prefix of all keys of this package
 
 
 @dataclass
-class Channel:
+class CallSequence:
     """The collective calls of one thread.
 
-    All processes make the same calls of a channel in the same order. Calls of two channels may
-    occur in any order, so a thread in the background has a channel of its own.
+    All processes make the same calls of a sequence in the same order. Calls of two sequences may
+    occur in any order, so a thread in the background has a sequence of its own.
 
     Attributes:
-      name: Prefix of the channel's keys.
+      name: Prefix of the keys.
     """
 
     name: str
@@ -99,10 +99,10 @@ class Job:
     names: Sequence[str]
     rank: int
     client: Any
-    main: Channel = field(default_factory=lambda: Channel("main"))
-    """The channel of this module's functions."""
-    channels: int = 0
-    """Number of calls of `open_channel` so far."""
+    main: CallSequence = field(default_factory=lambda: CallSequence("main"))
+    """The sequence of this module's functions."""
+    sequences: int = 0
+    """Number of calls of `new_sequence` so far."""
     points: int = 0
     """Number of calls of `preempted` so far."""
     stopping: bool = False
@@ -199,13 +199,13 @@ def barrier() -> None:
     gather(None)
 
 
-def open_channel() -> Channel:
-    """Returns a new channel, for the calls of one thread in the background."""
+def new_sequence() -> CallSequence:
+    """Returns a new sequence, for the calls of one thread in the background."""
     job = current()
     if job is None:
-        return Channel("alone")
-    job.channels += 1
-    return Channel(f"channel/{job.channels}")
+        return CallSequence("alone")
+    job.sequences += 1
+    return CallSequence(f"sequence/{job.sequences}")
 
 
 def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.reference import uses_reference
+from spmdtrain.kernels.reference import optimized_implementation, uses_reference
 from spmdtrain.kernels.whole_logits import LogitLayer, product, summed_at, values_of_logits
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import current_mesh
@@ -82,7 +82,8 @@ def linear_cross_entropy(
         normalizers, chosen, correct = values_of_logits(layer, hidden, head, bias, targets)
     else:
         chunked = _Chunked(layer, layout, chunks)
-        normalizers, chosen, correct = _in_chunks(chunked, hidden, head, bias, targets)
+        with optimized_implementation():
+            normalizers, chosen, correct = _in_chunks(chunked, hidden, head, bias, targets)
     loss = normalizers - chosen
     if not z_loss:
         return TokenLosses(loss, correct, jnp.zeros_like(loss))

@@ -4,6 +4,9 @@ from contextlib import AbstractContextManager
 
 import jax
 
+OPTIMIZED = "optimized_implementation"
+"""Name of the scope of `optimized_implementation`."""
+
 # A context of JAX, so that a trace cached with kernels is not reused without them.
 _reference = jax.make_user_context(default_value=False)
 
@@ -20,3 +23,12 @@ def reference_kernels() -> AbstractContextManager[None]:
 def uses_reference() -> bool:
     """Returns whether the context is active."""
     return bool(_reference.value)
+
+
+def optimized_implementation() -> AbstractContextManager[None]:
+    """Returns the scope of plain JAX code whose products are not those of the reference.
+
+    Its trace shows that the products of the reference have to be counted in another one. Kernels
+    need no scope, because a trace shows them.
+    """
+    return jax.named_scope(OPTIMIZED)

@@ -99,7 +99,7 @@ def without_task(
 ) -> dict[str, dict[str, str]]:
     """Returns the environments of a job without a training task, whose devices are left out.
 
-    The remaining training tasks keep their devices, and are named anew in their order: if the chief
+    The remaining training tasks keep their devices, and get new names in their order: if the chief
     is left out, the first worker becomes the chief.
 
     Args:

@@ -1,15 +1,17 @@
 """Pallas kernels of a compiled program: their operations and their time.
 
 XLA's text does not show what a kernel does, and its model gives no cycles for it. Its operations
-are those of the step's jaxpr (`spmdtrain.step.kernel_flops`); its time is an assumption.
+are those of the step's jaxpr (`spmdtrain.step.kernel_flops`), and so are the blocks that it reads;
+its time is an assumption.
 """
 
+import enum
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmdtrain.plan.memory_traffic import bytes_of
+from spmdtrain.plan.memory_traffic import array_bytes
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.xla.hlo_parser import Instruction, Module, reading_program
 
@@ -21,7 +23,16 @@ Attention kernels are reported at 50 to 73 % of a chip's peak ("FlashAttention-2
 """
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
-_CALL = "pallas_call"  # the last part of the operation's name
+_CALLS = ("pallas_call", "mpmd_map")  # the last part of the operation's name
+_TARGETS = ("tpu_custom_call", "mosaic_gpu")
+
+
+class TrafficBasis(enum.StrEnum):
+    """The origin of the bytes that a kernel reads and writes."""
+
+    BLOCKS = "its blocks, read again when their index changes along its grid"
+    STATED = "its cost_estimate"
+    ONCE = "its operands and results, each counted once"
 
 
 @dataclass(frozen=True)
@@ -32,18 +43,20 @@ class KernelCall:
         name: Name of the instruction, without its number.
         op_name: JAX operation that it comes from, or "".
         line: Source line of the user that it comes from, or "".
+        operands: Shapes of its operands.
         results: Shapes of its results.
         times: Number of executions in a step.
-        bytes: Bytes of its operands and results, each counted once.
+        bytes: Bytes in main memory of each operand and of each result.
         stated: Operations that the kernel's cost estimate states; None without.
     """
 
     name: str
     op_name: str
     line: str
+    operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
     times: float
-    bytes: float
+    bytes: tuple[float, ...]
     stated: int | None
 
 
@@ -57,6 +70,8 @@ class PlannedKernel:
         times: Number of executions in a step.
         flops: Operations of one execution; NaN if unknown.
         basis: What `flops` follows from; "" if it is unknown.
+        bytes: Bytes that one execution reads and writes.
+        traffic: What `bytes` follows from.
         seconds: Assumed time of all executions in a step.
         unknown_grid: Whether a dim of its grid is unknown, and counts as 1.
     """
@@ -66,6 +81,8 @@ class PlannedKernel:
     times: float
     flops: float
     basis: str
+    bytes: float
+    traffic: str
     seconds: float
     unknown_grid: bool = False
 
@@ -75,9 +92,9 @@ def is_kernel(instruction: Instruction) -> bool:
     if instruction.opcode != "custom-call":
         return False
     target = _TARGET.search(instruction.attributes)
-    if target is not None and target[1] == "tpu_custom_call":
+    if target is not None and target[1].startswith(_TARGETS):
         return True
-    return instruction.op_name.rpartition("/")[2] == _CALL
+    return instruction.op_name.rpartition("/")[2] in _CALLS
 
 
 @reading_program()
@@ -95,14 +112,18 @@ def kernel_calls(module: Module) -> list[KernelCall]:
         if not times or not is_kernel(instruction):
             continue
         stated = _STATED.search(instruction.attributes)
+        read, written = array_bytes(instruction, within)
+        shapes = (within.instructions.get(name) for name in instruction.operands)
+        operands = (array.dims for x in shapes if x is not None for array in x.arrays)
         calls.append(
             KernelCall(
                 name=re.sub(r"\.\d+$", "", instruction.name),
                 op_name=instruction.op_name,
                 line=module.line_of(instruction),
+                operands=tuple(operands),
                 results=tuple(array.dims for array in instruction.arrays),
                 times=times,
-                bytes=bytes_of(instruction, within, module),
+                bytes=(*read, *written),
                 stated=int(stated[1]) if stated else None,
             )
         )
@@ -136,7 +157,8 @@ def planned_kernels(
         elif call.stated is not None:
             flops = padded = float(call.stated)
             basis = CostBasis.STATED.value
-        seconds = max(padded / (KERNEL_EFFICIENCY * peak), call.bytes / bandwidth)
+        size, traffic = _traffic(call, match)
+        seconds = max(padded / (KERNEL_EFFICIENCY * peak), size / bandwidth)
         kernels.append(
             PlannedKernel(
                 name=call.name if match is None else match.name,
@@ -144,6 +166,8 @@ def planned_kernels(
                 times=call.times,
                 flops=flops,
                 basis=basis,
+                bytes=size,
+                traffic=traffic.value,
                 seconds=call.times * seconds,
                 unknown_grid=match is not None and match.unknown_grid,
             )
@@ -151,13 +175,30 @@ def planned_kernels(
     return kernels
 
 
-def _matching(call: KernelCall, known: Sequence[KernelFlops]) -> KernelFlops | None:
-    """Returns the kernel of the jaxpr that a call runs, by its name and the shapes of its results.
+def _traffic(call: KernelCall, kernel: KernelFlops | None) -> tuple[float, TrafficBasis]:
+    """Returns the bytes that an execution reads and writes, and what they follow from."""
+    passes = () if kernel is None else kernel.passes
+    known = [x for x in passes if x is not None]
+    if len(passes) == len(known) == len(call.bytes):
+        pairs = zip(call.bytes, known, strict=True)
+        return sum(size * times for size, times in pairs), TrafficBasis.BLOCKS
+    if kernel is not None and kernel.stated_bytes:
+        return float(kernel.stated_bytes), TrafficBasis.STATED
+    return sum(call.bytes), TrafficBasis.ONCE
 
-    If several have them, the one with the most operations is taken.
+
+def _matching(call: KernelCall, known: Sequence[KernelFlops]) -> KernelFlops | None:
+    """Returns the kernel of the jaxpr that a call runs.
+
+    It has the call's name and the shapes of its results or, because XLA names a kernel without a
+    name after the function that calls it, the shapes of its operands and results. If several have
+    them, the one with the most operations is taken.
     """
     names = {call.name, *call.op_name.split("/")}
     named = [x for x in known if x.name in names]
-    equal = [x for x in named if x.results == call.results]
-    found = equal or (named if len({x.flops for x in named}) == 1 else [])
+    found = [x for x in named if x.results == call.results]
+    found = found or (named if len({x.flops for x in named}) == 1 else [])
+    if not found:
+        shapes = call.operands, call.results
+        found = [x for x in known if (x.operands, x.results) == shapes]
     return max(found, key=lambda x: x.flops, default=None)

@@ -73,6 +73,19 @@ def bytes_of(instruction: Instruction, within: Computation, module: Module) -> f
     return written + _operand_sum(instruction, within)
 
 
+def array_bytes(
+    instruction: Instruction, within: Computation
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the bytes of each operand and of each result of an instruction in main memory.
+
+    Args:
+        instruction: The instruction.
+        within: Its computation.
+    """
+    operands = tuple(_operand_bytes(name, within) for name in instruction.operands)
+    return operands, tuple(map(_in_main, instruction.arrays))
+
+
 def _moved_by_fusion(instruction: Instruction, within: Computation, module: Module) -> float:
     """Returns the bytes that a fusion reads of its operands and writes of its results."""
     ((_, name),) = instruction.called

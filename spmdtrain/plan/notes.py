@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from spmdtrain.plan.aot import other_compiler
 from spmdtrain.plan.compiler_log import short
-from spmdtrain.plan.kernels import PlannedKernel
+from spmdtrain.plan.kernels import PlannedKernel, TrafficBasis
 from spmdtrain.plan.memory import Memory
 from spmdtrain.plan.summary import CompiledSummary
 from spmdtrain.plan.topologies import Topology
@@ -109,7 +109,7 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
         if not kernel.basis:
             notes.append(
                 f"{name}: its operations are unknown, because it states no cost_estimate: its time "
-                "is that of reading its operands and writing its results once"
+                f"is that of reading and writing {kernel.traffic}, and the MFU is unknown"
             )
         elif kernel.basis == CostBasis.BODY:
             grid = ", of which an unknown dim counts as 1" if kernel.unknown_grid else ""
@@ -117,9 +117,15 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
                 f"{name} states no cost_estimate: its operations are assumed to be those of "
                 f"{kernel.basis}{grid}"
             )
+        if kernel.basis and kernel.traffic == TrafficBasis.ONCE:
+            notes.append(
+                f"{name} copies its arrays by itself: its bytes are assumed to be those of "
+                f"{kernel.traffic}"
+            )
     notes += [
         f"the MFU includes the operations of {_described(kernel)} as they are computed: it has no "
-        "reference implementation"
+        "reference (plain JAX for a trace in which spmdtrain.kernels.reference.uses_reference() is "
+        "true)"
         for kernel in useful.kernels
     ]
     return list(dict.fromkeys(notes))

@@ -35,9 +35,10 @@ _CYCLES = (
 )
 _NO_CYCLES = " It also ignores the vector unit, because the compiler gives no cycles for this chip."
 _KERNELS = (
-    f" Kernels are assumed to reach {KERNEL_EFFICIENCY:.0%} of the peak, on dims padded to "
-    f"{MATRIX_UNIT}: half of that with heads of width 64."
+    f" Kernels are assumed to reach {KERNEL_EFFICIENCY:.0%} of the peak{{padded}}, or to take the "
+    "time to read and write their blocks if that is longer."
 )
+_PADDED = f", on dims padded to {MATRIX_UNIT} (half of that with heads of width 64)"
 _PARTS = {
     "compute": "products at the peak",
     "memory": "memory traffic",
@@ -103,7 +104,7 @@ def assumptions(plan: dict[str, Any]) -> str:
     elif plan["chip"]["torus"]:  # a TPU
         text += _NO_CYCLES
     if plan["kernels"]:
-        text += _KERNELS
+        text += _KERNELS.format(padded=_PADDED if plan["chip"]["torus"] else "")
     return f"{text} The MFU counts {plan['flops']['convention']}."
 
 

@@ -104,8 +104,11 @@ class Plan:
 
     @property
     def utilization(self) -> float | None:
-        """Model FLOPs utilization (MFU) at the estimated time; see `flops.CONVENTION`."""
-        if self.times is None:
+        """Model FLOPs utilization (MFU) at the estimated time; see `flops.CONVENTION`.
+
+        None if the time is unknown, or without that of a kernel whose operations are unknown.
+        """
+        if self.times is None or any(math.isnan(each.flops) for each in self.kernels):
             return None
         return self.times.useful / self.times.estimate
 
@@ -161,25 +164,27 @@ def plan(
             raise UserError(f"{error}{_fewer_parts(experiment, config, topology)}") from error
         train = training_data(experiment.train, config)
         batch = _batch(train, experiment, config, trainer.placement)
-        on_progress("tracing")
-        traced = trainer.trace_step(batch)
-        flops = count_flops(traced.jaxpr)
-        useful = model_flops(traced.jaxpr, lambda: trainer.trace_step(batch).jaxpr)
         table = trainer.sharding_table()
         memory = state_memory(table.total, table.rows[-1], batch, trainer.placement, topology)
-        summary = CompiledSummary({}, [], 0, 0, [])
-        if memory.fits is not False:  # if the state alone does not fit, nothing is compiled
-            on_progress("compiling")
-            target = [str(topology), repr(sorted(trainer.compiler_options.items()))]
-            target += [_device_key(device) for device in trainer.placement.devices]
-            if topology.platform == "gpu" and topology.chip is not None:
-                target.append(gpu_config(topology.chip))
-            if virtual or topology.platform == "cpu":
-                target.append(processor())
-            names = _parameters(trainer.abstract_state)
-            keep = cache_option != OFF
-            summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
-            memory = with_program(memory, summary, topology)
+        # Libraries of kernels choose them by the default device, when a step is traced and lowered.
+        with jax.default_device(trainer.placement.devices[0]):
+            on_progress("tracing")
+            traced = trainer.trace_step(batch)
+            flops = count_flops(traced.jaxpr)
+            useful = model_flops(traced.jaxpr, lambda: trainer.trace_step(batch).jaxpr)
+            summary = CompiledSummary({}, [], 0, 0, [])
+            if memory.fits is not False:  # if the state alone does not fit, nothing is compiled
+                on_progress("compiling")
+                target = [str(topology), repr(sorted(trainer.compiler_options.items()))]
+                target += [_device_key(device) for device in trainer.placement.devices]
+                if topology.platform == "gpu" and topology.chip is not None:
+                    target.append(gpu_config(topology.chip))
+                if virtual or topology.platform == "cpu":
+                    target.append(processor())
+                names = _parameters(trainer.abstract_state)
+                keep = cache_option != OFF
+                summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
+                memory = with_program(memory, summary, topology)
         attention = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
         preset = describe_preset(config, trainer.placement, trainer.compiler_options)
         planned = [

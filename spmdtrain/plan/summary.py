@@ -324,10 +324,10 @@ def _from_json(fields: dict[str, Any]) -> CompiledSummary:
         collectives.append(Collective(**each, axes=axes, group=group, carries=carries))
     buffers = [Buffer(**{**each, "use": Use(each["use"])}) for each in fields.pop("buffers")]
     rematerialized = [Rematerialized(**each) for each in fields.pop("rematerialized")]
-    kernels = [
-        KernelCall(**{**each, "results": tuple(map(tuple, each["results"]))})
-        for each in fields.pop("kernels")
-    ]
+    kernels = []
+    for each in fields.pop("kernels"):
+        shapes = {name: tuple(map(tuple, each.pop(name))) for name in ("operands", "results")}
+        kernels.append(KernelCall(**each | shapes | {"bytes": tuple(each["bytes"])}))
     work = [Work(**each) for each in fields.pop("work")]
     return CompiledSummary(
         **fields,

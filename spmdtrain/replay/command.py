@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -26,11 +27,10 @@ from spmdtrain.terminal import Terminal
 class Options:
     """Options of the command."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The workdir of the run: a folder or gs:// URL. It is only read."""
     step: int | None = None
-    """The step to make again, as in the log: step K uses the batch K - 1, unless batches are left
-    out."""
+    """The step to make again, by its number in the log."""
     devices: int | None = None
     """Number of devices. None means the run's own mesh."""
     against: str | None = None

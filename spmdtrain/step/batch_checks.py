@@ -193,6 +193,6 @@ class BatchChecks:
         state = self._state
         params, frozen = self._update.partition(state.params)
         program = jax.make_jaxpr(self._forward.outputs)(
-            params, frozen, batch, state.model_state, jax.random.key(0)
+            params, frozen, batch, state.model_state, jax.eval_shape(jax.random.key, 0)
         )
         return equations(program.jaxpr)

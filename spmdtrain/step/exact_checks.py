@@ -36,14 +36,19 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
                 "use mirrored, zero, fully_sharded or hybrid",
             )
         )
+    if placement.strategy.on_host:
+        raise UserError(
+            f"exact is {shards} and strategy is {placement.name}, which keeps state in host "
+            "memory: that combination is not supported; use mirrored, zero, fully_sharded or hybrid"
+        )
     if reduction is not None:
         raise UserError(
             _message("a reduction function is given, with an order of its own", "leave it out")
         )
     if shards < 2 * devices or shards % devices:
         raise UserError(
-            f"exact is {shards} on {devices} devices: each needs at least two of the virtual "
-            f"shards, and all the same number. Give a power of two from {2 * devices} on, and the "
+            f"exact is {shards} on {devices} devices: each needs at least two virtual "
+            f"shards, and equally many. Give a power of two from {2 * devices} on, and the "
             "same one wherever the bits should be the same; the number of devices must be a power "
             "of two"
         )

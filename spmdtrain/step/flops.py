@@ -6,7 +6,6 @@ multiply-add, as is usual for model FLOPs ("PaLM", arXiv 2204.02311, appendix B)
 """
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,16 +16,14 @@ import jax
 import numpy as np
 from jax._src import source_info_util
 
-from spmdtrain import kernels
-from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.kernels.reference import OPTIMIZED, reference_kernels
 from spmdtrain.step import finite, norms, optimizer
-from spmdtrain.step.kernel_flops import KernelFlops, kernel_flops
+from spmdtrain.step.kernel_flops import KERNEL_CALLS, KernelFlops, kernel_flops
 from spmdtrain.step.product_flops import PRODUCT_FLOPS
 from spmdtrain.xla.jaxpr import inner_jaxprs
 from spmdtrain.xla.source_files import is_library
 
 _CHECKS = frozenset({finite.__file__, norms.__file__})
-_KERNELS = os.path.dirname(kernels.__file__) + os.sep
 _UNKNOWN = "unknown"  # source line
 _RECOMPUTED = "rematted_computation"  # name stack entry of `jax.checkpoint`
 
@@ -58,8 +55,8 @@ class Flops:
         by_line: `total` by source line of the user, as `file.py:12 (name)`.
         unknown_loops: Lines with a `while` of unknown trip count, whose body counts once.
         kernels: The Pallas kernels that it calls, whose operations `total` includes.
-        has_reference: Whether operations of `spmdtrain.kernels`, or kernels, are part of it, so
-            that its products may be others than those of the model's mathematics.
+        has_reference: Whether kernels or optimized implementations are part of it, so that its
+            products may be others than those of the model's mathematics.
     """
 
     total: int = 0
@@ -102,8 +99,9 @@ def model_flops(jaxpr: Any, retrace: Callable[[], Any]) -> Flops:
 
     Args:
         jaxpr: The jaxpr of the step.
-        retrace: Returns the jaxpr in another context. It is called if `jaxpr` contains kernels,
-            which may compute the model's products more than once, or skip some.
+        retrace: Returns the jaxpr in another context. It is called if `jaxpr` contains kernels or
+            optimized implementations, which may compute the model's products more than once, or
+            skip some.
     """
     flops = count_flops(jaxpr, (optimizer.__file__,))
     if flops.has_reference:
@@ -146,12 +144,14 @@ class _Count:
         for equation in jaxpr.eqns:
             operands = [value(x) for x in equation.invars]
             name = equation.primitive.name
-            repeated = again or _RECOMPUTED in str(equation.source_info.name_stack)
+            stack = str(equation.source_info.name_stack)
+            self._flops.has_reference |= OPTIMIZED in stack
+            repeated = again or _RECOMPUTED in stack
             results: Sequence[np.ndarray | None] = ()
             if (count := PRODUCT_FLOPS.get(name)) is not None:
                 line = _line(equation)
                 self._add_operations(equation, line, times * count(equation), again=repeated)
-            elif name == "pallas_call":
+            elif name in KERNEL_CALLS:
                 self._add_kernel(equation, operands, times, again=repeated)
             elif name == "cond":
                 self._add_branch(equation, operands[1:], times, again=repeated)
@@ -177,7 +177,6 @@ class _Count:
         if not files.isdisjoint(self._left_out):
             return False
         flops = self._flops
-        flops.has_reference |= any(file.startswith(_KERNELS) for file in files)
         flops.total += operations
         flops.again += operations * again
         flops.by_line[line] += operations
@@ -188,6 +187,9 @@ class _Count:
     ) -> None:
         line = _line(equation)
         kernel = kernel_flops(equation, "" if line == _UNKNOWN else line, operands)
+        if kernel is None:
+            self._flops.has_reference = True
+            return
         line = kernel.line or f"kernel {kernel.name}"
         if self._add_operations(equation, line, times * kernel.flops, again=again):
             self._flops.has_reference = True

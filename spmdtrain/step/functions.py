@@ -41,7 +41,7 @@ from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
-from spmdtrain.step.gradients import Gradients
+from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.reduction_choice import (
     check_agrees,
@@ -115,16 +115,15 @@ class StepFunctions:
         if self._order is not None:
             self.update = ExactUpdate(**vars(self.update), order=self._order)
         self._context = ModelContext(placement, axis_rules)
-        init: Callable[..., TrainState] = self._init
+        init = self._init
         with use_placement(placement):  # models may call current_strategy()
             # By `jax.jit`, which need not trace the same function a second time below.
             self.abstract_state: TrainState = jax.jit(init).eval_shape(
                 adapter.given, *map(jax.random.key, (0, 0))
             )
-        states = layer_paths(adapter, self.abstract_state.model_state)
-        self.update.check(
-            self.abstract_state.params, self.abstract_state.opt_state, states.values()
-        )
+        abstract = self.abstract_state
+        states = layer_paths(adapter, abstract.model_state)
+        self.update.check(abstract.params, abstract.opt_state, states.values())
         self.base = BaseModel.of(adapter, is_saved=config.init_from is None)
         annotations = annotations_of(adapter)
         self.layout = Layout(
@@ -353,7 +352,8 @@ class StepFunctions:
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
-        with reference_kernels():
+        where = self._placement if self._order is None else ON_ONE_DEVICE
+        with reference_kernels(), use_placement(where):
             blocker = shard_map_blocker(
                 dataclasses.replace(self._gradients, reduction=wanted),
                 layout=self.layout,

@@ -297,19 +297,19 @@ class Gradients:
             return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
-        any_whole: Any = whole
         specs: tuple[Any, Any, Any] = (whole, whole, whole)
         if scattered:
             specs_of = scattered.layout.batch_specs
             of_gradients = specs_of(params, "opt_state")
             specs = specs_of(params, "params"), specs_of(frozen, "params"), of_gradients
+        results: tuple[Any, ...] = (specs[2], whole, whole)
         # Without the check of varying axes, so that users can supply any reduction. Only local
         # code is differentiated.
         return jax.shard_map(
             local,
             mesh=self.placement.mesh,
             in_specs=(*specs[:2], whole, rows, whole),
-            out_specs=GradientOutput(specs[2], any_whole, any_whole),
+            out_specs=GradientOutput(*results),
             check_vma=False,
         )(params, frozen, model_state, batch, key)
 

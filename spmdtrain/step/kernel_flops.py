@@ -7,12 +7,14 @@ point and from constants, as with a causal mask; otherwise the most expensive br
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from spmdtrain.step.kernel_scalars import Known, ScalarTable, computed, table_element
+from spmdtrain.step.kernel_traffic import block_passes
 from spmdtrain.step.product_flops import PRODUCT_FLOPS, padded_dot
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
@@ -22,6 +24,11 @@ MATRIX_UNIT = 128
 
 https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
 """
+
+KERNEL_CALLS = ("pallas_call", "mpmd_map")
+"""Primitives that run a kernel: on a grid of blocks, or on the units of a device that it names."""
+# Matrix instructions of GPUs, on references whose shapes their operands do not show.
+_MATRIX_INSTRUCTIONS = ("wgmma", "tcgen05_mma", "inline_mgpu")
 
 
 class CostBasis(enum.StrEnum):
@@ -43,6 +50,10 @@ class KernelFlops:
         padded: The operations of a matrix unit that computes its products, with the dims padded to
             the unit's size.
         basis: What `flops` follows from.
+        operands: The shapes of its operands.
+        passes: How often it reads each whole operand and writes each whole result; None for those
+            that are not known. See `block_passes`.
+        stated_bytes: Bytes that its `cost_estimate` states; 0 without.
         unknown_grid: Whether a dim of its grid is not known before it runs; it counts as 1.
         unknown_loop: Whether it has a loop with an unknown trip count, whose body counts once.
     """
@@ -53,21 +64,33 @@ class KernelFlops:
     flops: int
     padded: float
     basis: CostBasis
+    operands: tuple[tuple[int, ...], ...] = ()
+    passes: tuple[float | None, ...] = ()
+    stated_bytes: int = 0
     unknown_grid: bool = False
     unknown_loop: bool = False
 
 
-def kernel_flops(equation: Any, line: str, operands: Sequence[np.ndarray | None]) -> KernelFlops:
-    """Returns the operations of a `pallas_call`.
+def kernel_flops(
+    equation: Any, line: str, operands: Sequence[np.ndarray | None]
+) -> KernelFlops | None:
+    """Returns the operations of a call of a kernel.
 
     Args:
-        equation: Its equation.
+        equation: Its equation, of one of `KERNEL_CALLS`.
         line: Source line of the user.
         operands: Its operands; None for those that are not known.
+
+    Returns:
+        The operations; None if they are unknown, as without a `cost_estimate` those of the matrix
+        instructions of a GPU.
     """
+    if equation.primitive.name == "mpmd_map":
+        return _flops_of_programs(equation, line)
     params, mapping = equation.params, equation.params["grid_mapping"]
     bounds = iter(operands[: mapping.num_dynamic_grid_bounds])
     operands = operands[mapping.num_dynamic_grid_bounds :]
+    tables_of_index = operands[: mapping.num_index_operands]
     grid: list[int | None] = []
     for size in mapping.grid:
         if isinstance(size, int):
@@ -77,9 +100,10 @@ def kernel_flops(equation: Any, line: str, operands: Sequence[np.ndarray | None]
             grid.append(None if bound is None else int(bound.reshape(-1)[0]))
     own = [n for n in range(len(grid)) if n not in mapping.vmapped_dims]
     jaxpr = params["jaxpr"]
-    body = _Body([1 if size is None else size for size in grid], own, jaxpr)
+    sizes = [1 if size is None else size for size in grid]
+    body = _Body(sizes, own, jaxpr)
     tables = {
-        variable: _Table(value)
+        variable: ScalarTable(value)
         for variable, value in zip(jaxpr.invars, operands, strict=False)
         if value is not None and getattr(variable.aval, "shape", None) == value.shape
     }
@@ -88,6 +112,7 @@ def kernel_flops(equation: Any, line: str, operands: Sequence[np.ndarray | None]
     if (stated := params.get("cost_estimate")) is not None:
         padded = stated.flops * (padded / flops if flops else 1.0)
         flops, basis = stated.flops, CostBasis.STATED
+    whole = (1.0,) * (mapping.num_dynamic_grid_bounds + mapping.num_index_operands)
     return KernelFlops(
         name=str(params.get("name") or getattr(jaxpr.debug_info, "func_name", "")),
         line=line,
@@ -95,20 +120,35 @@ def kernel_flops(equation: Any, line: str, operands: Sequence[np.ndarray | None]
         flops=round(flops),
         padded=padded,
         basis=basis,
+        operands=tuple(tuple(getattr(x.aval, "shape", ())) for x in equation.invars),
+        passes=(*whole, *block_passes(mapping, sizes, tables_of_index)),
+        stated_bytes=0 if stated is None else int(stated.bytes_accessed),
         unknown_grid=None in grid and basis is CostBasis.BODY,
         unknown_loop=body.unknown_loop and basis is CostBasis.BODY,
     )
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A known array in memory, which a body reads by index."""
-
-    values: np.ndarray
-
-
-# A known scalar has one value for each point of the grid.
-_Known = np.ndarray | _Table
+def _flops_of_programs(equation: Any, line: str) -> KernelFlops | None:
+    """Returns the operations of a kernel that copies its arrays by itself."""
+    params = equation.params
+    flops, basis, stated = 0, CostBasis.BODY, params["cost_estimate"]
+    if stated is not None:
+        flops, basis = stated.flops, CostBasis.STATED
+    else:
+        names = {each.primitive.name for jaxpr in params["jaxprs"] for each in equations(jaxpr)}
+        if any(name in PRODUCT_FLOPS or name.startswith(_MATRIX_INSTRUCTIONS) for name in names):
+            return None
+    return KernelFlops(
+        name=str(params["name"]),
+        line=line,
+        results=tuple(tuple(x.aval.shape) for x in equation.outvars),
+        flops=flops,
+        padded=float(flops),
+        basis=basis,
+        operands=tuple(tuple(getattr(x.aval, "shape", ())) for x in equation.invars),
+        passes=(None,) * (len(equation.invars) + len(equation.outvars)),
+        stated_bytes=0 if stated is None else int(stated.bytes_accessed),
+    )
 
 
 class _Body:
@@ -134,8 +174,8 @@ class _Body:
         self._sizes = {n: grid[dim] for n, dim in enumerate(own)}
 
     def add(
-        self, jaxpr: Any, given: Mapping[Any, _Known], active: np.ndarray, times: float
-    ) -> list[_Known | None]:
+        self, jaxpr: Any, given: Mapping[Any, Known], active: np.ndarray, times: float
+    ) -> list[Known | None]:
         """Adds the products of a jaxpr.
 
         Args:
@@ -149,7 +189,7 @@ class _Body:
         """
         known = dict(given)
 
-        def value(atom: Any) -> _Known | None:
+        def value(atom: Any) -> Known | None:
             if hasattr(atom, "val"):
                 return np.full(self.points, atom.val) if np.ndim(atom.val) == 0 else None
             return known.get(atom)
@@ -157,7 +197,7 @@ class _Body:
         for equation in jaxpr.eqns:
             name, params = equation.primitive.name, equation.params
             operands = [value(x) for x in equation.invars]
-            results: list[_Known | None] = []
+            results: list[Known | None] = []
             if name in PRODUCT_FLOPS:
                 runs = times * self._weight * float(active.sum())
                 flops = PRODUCT_FLOPS[name](equation)
@@ -182,17 +222,17 @@ class _Body:
             elif name == "num_programs":
                 results = [np.full(self.points, self._sizes[params["axis"]])]
             elif name == "get":
-                results = [self._read(equation, operands)]
+                results = [table_element(equation, operands, self.points)]
             else:
-                results = [_computed(equation, operands)]
+                results = [computed(equation, operands)]
             for variable, result in zip(equation.outvars, results, strict=False):
                 if result is not None:
                     known[variable] = result
         return [value(x) for x in jaxpr.outvars]
 
     def _add_inner(
-        self, jaxpr: Any, operands: Sequence[_Known | None], active: np.ndarray, times: float
-    ) -> list[_Known | None]:
+        self, jaxpr: Any, operands: Sequence[Known | None], active: np.ndarray, times: float
+    ) -> list[Known | None]:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         given = {}
         if len(operands) == len(jaxpr.invars):
@@ -203,7 +243,7 @@ class _Body:
     def _add_branches(
         self,
         branches: Sequence[Any],
-        operands: Sequence[_Known | None],
+        operands: Sequence[Known | None],
         active: np.ndarray,
         times: float,
     ) -> None:
@@ -221,64 +261,3 @@ class _Body:
             self._add_inner(branch, operands, active, times)
             most = max(most, (self.flops, self.padded))
         self.flops, self.padded = most
-
-    def _read(self, equation: Any, operands: Sequence[_Known | None]) -> np.ndarray | None:
-        """Returns the element that a body reads of a table at each point, if all is known."""
-        table = operands[0]
-        if not isinstance(table, _Table) or equation.outvars[0].aval.shape:
-            return None
-        transforms = equation.params["tree"].unflatten(operands[1:])
-        if len(transforms) != 1 or not hasattr(transforms[0], "indices"):
-            return None
-        indices = transforms[0].indices  # each known or not, or a constant
-        if any(isinstance(index, _Table) or np.ndim(index) > 1 for index in indices):
-            return None
-        if not all(isinstance(index, (int, np.integer, np.ndarray)) for index in indices):
-            return None
-        limits = zip(indices, table.values.shape, strict=True)
-        inside = tuple(np.clip(index, 0, size - 1) for index, size in limits)
-        return np.broadcast_to(table.values[inside], (self.points,))
-
-
-def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Divides as `lax.div`, which rounds integers toward zero."""
-    y = np.where(y == 0, 1, y)
-    return np.fix(x / y).astype(x.dtype) if x.dtype.kind in "iu" else x / y
-
-
-_COMPUTED: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": _quotient,
-    "rem": lambda x, y: np.fmod(x, np.where(y == 0, 1, y)),
-    "max": np.maximum,
-    "min": np.minimum,
-    "sign": np.sign,
-    "neg": np.negative,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "not": np.invert,
-    "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
-    "clamp": lambda low, x, high: np.clip(x, low, high),
-}
-_SAME = ("squeeze", "reshape", "broadcast_in_dim", "copy", "stop_gradient")
-
-
-def _computed(equation: Any, operands: Sequence[_Known | None]) -> np.ndarray | None:
-    """Returns the scalar result of an equation at each point, if its operands are known."""
-    name, aval = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
-    values = [x for x in operands if isinstance(x, np.ndarray)]
-    if getattr(aval, "shape", None) != () or len(values) < len(operands) or not values:
-        return None
-    if name == "convert_element_type":
-        return values[0].astype(equation.params["new_dtype"])
-    if name in _SAME:
-        return values[0]
-    return _COMPUTED[name](*values) if name in _COMPUTED else None

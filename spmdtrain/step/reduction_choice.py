@@ -165,7 +165,7 @@ def shard_map_blocker(
             "statistics), which would differ between devices"
         )
     single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
-    key = jax.random.key(0)
+    key = jax.eval_shape(jax.random.key, 0)
     gathers = ParamGathers(None)
     with record_strategy_queries() as queries, use_gathers(gathers):
         jaxpr = jax.make_jaxpr(single.of_sum)(params, frozen, model_state, batch, key)

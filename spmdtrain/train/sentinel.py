@@ -122,12 +122,12 @@ class Sentinel:
         if suspect and len(suspect) == len(source.steps):
             return (
                 f"; all checkpoints are newer than step {last}, the last one whose check passed, "
-                "so none is known to be good and nothing was set aside"
+                "so none is known to be good and none was renamed"
             )
         if suspect:
             names = run.checkpoints.quarantine(suspect, "suspect")
             kept = max(source.steps[: -len(suspect)])
-            text = f"; checkpoints set aside: {', '.join(names)}; the newest left is {kept}"
+            text = f"; checkpoints renamed: {', '.join(names)}; the newest left is {kept}"
         else:
             text = f"; no checkpoint is newer than step {last}, the last one whose check passed"
         is_known = fault["kind"] != FaultKind.UNCLEAR and len(fault["processes"]) == 1

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class FaultKind(enum.StrEnum):
-    """How often a device computed other gradients."""
+    """Frequency with which a device computed other gradients."""
 
     TRANSIENT = "transient"
     """In one run."""

@@ -36,34 +36,46 @@ class Flag:
     reason: str
 
 
-PRESETS: dict[tuple[str, Parameters], tuple[Flag, ...]] = {
-    ("v5e", Parameters.REPLICATED): (
-        Flag(
-            "xla_enable_async_all_reduce",
-            True,
-            "all-reduces of gradients run while the backward pass computes the next ones",
-        ),
-        Flag(
-            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
-            True,
-            "the same: without it they are not fused with the computation beside them",
-        ),
-        Flag(
-            "xla_jf_crs_combiner_threshold_in_bytes",
-            0,
-            "an all-reduce of many gradients would begin after the last of them",
-        ),
+_OVERLAPPED_ON_V5E = (
+    Flag(
+        "xla_enable_async_all_reduce",
+        True,
+        "all-reduces of gradients run while the backward pass computes the next ones",
     ),
-    ("v5p", Parameters.REPLICATED): (
+    Flag(
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+        True,
+        "the same: without it they are not fused with the computation beside them",
+    ),
+    Flag(
+        "xla_jf_crs_combiner_threshold_in_bytes",
+        0,
+        "an all-reduce of many gradients would begin after the last of them",
+    ),
+)
+_SPARSE_CORES_REDUCE = (
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        True,
+        "all-reduces run on the SparseCores while the other cores compute",
+    ),
+    Flag(
+        "xla_tpu_use_tc_device_shape_on_sc",
+        True,
+        "required by the offloading of collectives in this version of libtpu",
+    ),
+)
+PRESETS: dict[tuple[str, Parameters], tuple[Flag, ...]] = {
+    ("v5e", Parameters.REPLICATED): _OVERLAPPED_ON_V5E,
+    # XLA replaces reduce-scatters over a whole v5e slice by all-reduces.
+    ("v5e", Parameters.SHARDED): _OVERLAPPED_ON_V5E,
+    ("v5p", Parameters.REPLICATED): _SPARSE_CORES_REDUCE,
+    ("v5p", Parameters.SHARDED): (
+        *_SPARSE_CORES_REDUCE,
         Flag(
-            "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+            "xla_tpu_enable_sparse_core_collective_offload_all_gather",
             True,
-            "all-reduces run on the SparseCores while the other cores compute",
-        ),
-        Flag(
-            "xla_tpu_use_tc_device_shape_on_sc",
-            True,
-            "required by the option above in this version of libtpu",
+            "parameters are gathered by the SparseCores while the other cores compute",
         ),
     ),
 }

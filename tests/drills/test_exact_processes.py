@@ -1,4 +1,4 @@
-"""`exact`: one hash on several processes, and after a run that goes on on other devices."""
+"""`exact`: one hash on several processes, and after a resume on other devices."""
 
 from pathlib import Path
 

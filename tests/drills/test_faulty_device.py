@@ -87,7 +87,7 @@ def test_a_process_with_a_faulty_device_is_left_out_and_its_checkpoints_are_set_
     assert ended.code == 0, ended.output
     (fault,) = [text for text in ended.said if "restart" in text]
     assert "step 8: a lasting fault: device 3" in fault and "of worker 0 on" in fault, fault
-    assert "checkpoints set aside: 6.suspect; the newest left is 4" in fault
+    assert "checkpoints renamed: 6.suspect; the newest left is 4" in fault
     assert "; restart 1 of 3 in 1 s without worker 0" in fault
     assert "resumed from step 4 of" in ended.output
     assert "[chief] 2 x cpu, mirrored" in ended.output

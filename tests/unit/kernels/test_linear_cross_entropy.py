@@ -22,7 +22,7 @@ from spmdtrain import (
 )
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import make_placement, use_placement
-from spmdtrain.step.flops import count_flops
+from spmdtrain.step.flops import count_flops, model_flops
 from spmdtrain.terminal import Terminal
 
 ROWS, TOKENS, WIDTH, HEAD, VOCABULARY = 8, 5, 16, 40, 37
@@ -98,14 +98,15 @@ def test_equally_large_logits_are_correct_for_each_target() -> None:
 
 
 def test_the_reference_counts_each_product_once() -> None:
-    def flops() -> int:
+    def trace() -> Any:
         function: Callable[..., Any] = lambda arrays: losses(arrays, chunks=4).loss.sum()  # noqa: E731
-        return count_flops(jax.make_jaxpr(jax.grad(function))(ARRAYS)).total
+        return jax.make_jaxpr(jax.grad(function))(ARRAYS)
 
     once = 2 * ROWS * TOKENS * HEAD * WIDTH
-    assert flops() == 4 * once  # the logits twice
+    assert count_flops(trace()).total == 4 * once  # the logits twice
     with reference_kernels():
-        assert flops() == 3 * once
+        assert count_flops(trace()).total == 3 * once
+    assert model_flops(trace(), trace).once == 3 * once
 
 
 def test_large_logits_are_computed_in_chunks_and_need_the_memory_of_one() -> None:

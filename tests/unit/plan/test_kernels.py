@@ -1,15 +1,22 @@
 """Pallas kernels of a TPU's program, and the cycles that its compiler estimates."""
 
+import dataclasses
 import json
 import math
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 from plan_helpers import needs_libtpu, plan
 
 from spmdtrain.plan.instruction_work import Work, work_of
-from spmdtrain.plan.kernels import KERNEL_EFFICIENCY, kernel_calls, planned_kernels
+from spmdtrain.plan.kernels import (
+    KERNEL_EFFICIENCY,
+    TrafficBasis,
+    kernel_calls,
+    planned_kernels,
+)
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.time_model import (
     InstructionTimes,
@@ -75,7 +82,7 @@ def test_a_kernel_with_metadata_on_several_lines_does_not_end_the_program() -> N
         ("splash_mha_fwd", 5000),
     ]
     # A minor dim of 64 is stored as 128.
-    assert {call.bytes for call in calls} == {WIDE + NARROW}
+    assert {call.bytes for call in calls} == {(WIDE, NARROW)}
 
 
 def test_the_time_of_a_kernel_is_that_of_its_padded_operations_or_of_its_bytes() -> None:
@@ -85,9 +92,63 @@ def test_the_time_of_a_kernel_is_that_of_its_padded_operations_or_of_its_bytes()
         for call, kernels in ((first, [KNOWN]), (second, []), (first, []))
     )
     assert (known.flops, known.basis, known.line) == (10**9, CostBasis.BODY, KNOWN.line)
-    assert known.seconds == pytest.approx(max(2e9 / (KERNEL_EFFICIENCY * 1e12), first.bytes / 1e9))
+    assert known.seconds == pytest.approx(
+        max(2e9 / (KERNEL_EFFICIENCY * 1e12), sum(first.bytes) / 1e9)
+    )
     assert (stated.flops, stated.basis) == (5000, CostBasis.STATED)
-    assert math.isnan(unknown.flops) and unknown.seconds == first.bytes / 1e9
+    assert math.isnan(unknown.flops) and unknown.seconds == sum(first.bytes) / 1e9
+
+
+def test_blocks_that_a_kernel_reads_again_count_again() -> None:
+    call = kernel_calls(Module(TEXT))[0]
+    plan_call = partial(planned_kernels, [call], peak=1e15, bandwidth=1e9, pads=True)
+    again = dataclasses.replace(KNOWN, passes=(4.0, 1.0), stated_bytes=7)
+    (found,) = plan_call([again])
+    assert (found.bytes, found.traffic) == (4 * WIDE + NARROW, TrafficBasis.BLOCKS)
+    assert found.seconds == pytest.approx(found.bytes / 1e9)
+    by_itself = dataclasses.replace(again, passes=(None, 1.0))
+    (found,) = plan_call([by_itself])
+    assert (found.bytes, found.traffic) == (7, TrafficBasis.STATED)
+    (found,) = plan_call([dataclasses.replace(by_itself, stated_bytes=0)])
+    assert (found.bytes, found.traffic) == (WIDE + NARROW, TrafficBasis.ONCE)
+
+
+def test_a_kernel_without_a_name_is_found_by_its_shapes() -> None:
+    """XLA names it after the function that calls it."""
+    call = kernel_calls(Module(TEXT))[0]
+    unnamed = dataclasses.replace(KNOWN, name="body", operands=((8, 1024, 128),))
+    other = dataclasses.replace(unnamed, operands=((8, 1024, 64),), flops=10**12)
+    (found,) = planned_kernels([call], [other, unnamed], peak=1e12, bandwidth=1e9, pads=True)
+    assert found.flops == KNOWN.flops
+
+
+@pytest.mark.parametrize("call", ["add/pallas_call", "add/mpmd_map"])
+def test_a_mosaic_gpu_call_is_a_kernel(call: str) -> None:
+    """As XLA writes it for an absent H100; the program of the kernel is an escaped text."""
+    line = (
+        "  ROOT %add.1 = f32[256,128]{1,0} custom-call(%x.1, %y.1), "
+        'custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[256,128]{1,0}, '
+        "f32[128,128]{1,0}}, api_version=API_VERSION_TYPED_FFI, "
+        f'metadata={{op_name="jit(f)/{call}" stack_frame_id=2}}, '
+        r'backend_config={kernel_hash = "\17\B0}\"{", module = "ML\EFR{\0A (", '
+        "use_custom_barrier = false}"
+    )
+    text = "\n".join(
+        (
+            "HloModule m",
+            "",
+            "ENTRY %main (x: f32[256,128], y: f32[128,128]) -> f32[256,128] {",
+            "  %x.1 = f32[256,128]{1,0} parameter(0)",
+            "  %y.1 = f32[128,128]{1,0} parameter(1)",
+            line,
+            "}",
+        )
+    )
+    module = Module(text)
+    (found,) = kernel_calls(module)
+    assert (found.operands, found.results) == (((256, 128), (128, 128)), ((256, 128),))
+    assert found.bytes == (4 * 256 * 128, 4 * 128 * 128, 4 * 256 * 128)
+    assert products(module) == 0
 
 
 def test_instructions_take_their_cycles_or_the_time_of_their_bytes() -> None:

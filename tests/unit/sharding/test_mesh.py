@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -291,6 +291,29 @@ def test_the_shards_are_the_largest_number_not_above_the_most_that_divides(
     spec: MeshSpec, most: int, found: str
 ) -> None:
     assert shape("fully_sharded", spec, max_shards=most) == found
+
+
+@pytest.mark.parametrize(
+    ("spec", "most", "found"),
+    [
+        (MeshSpec(), 4, "data=2 fsdp=4"),
+        (MeshSpec(tensor=2), 2, "data=2 fsdp=2 tensor=2"),
+        (MeshSpec(), 3, "data=4 fsdp=2"),
+        (MeshSpec(), 8, "fsdp=8"),
+        # Of 6 devices 2 would be less than half of the limit.
+        (MeshSpec(devices=(0, 1, 2, 3, 4, 5)), 5, "data=2 fsdp=3"),
+        (MeshSpec(devices=(0, 1, 2, 3, 4, 5, 6)), 4, "fsdp=7"),
+        # What the user gives is not changed.
+        (MeshSpec(fsdp=-1), 4, "fsdp=8"),
+        (MeshSpec(data=1), 4, "fsdp=8"),
+        (MeshSpec(fsdp=8), 4, "fsdp=8"),
+    ],
+)
+def test_a_strategy_limits_the_shards_of_a_mesh_that_the_user_leaves_open(
+    spec: MeshSpec, most: int, found: str
+) -> None:
+    limited = replace(strategy("fully_sharded"), max_shards=most)
+    assert describe_mesh(build_mesh(spec, limited)) == found
 
 
 def test_a_bound_on_the_shards_leaves_other_strategies_alone() -> None:

@@ -173,7 +173,8 @@ def test_the_loop_for_1_4_and_8_tpus_has_the_same_kernels_and_shapes() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     one, four, eight = map(json.loads, ended.stdout.splitlines()[-3:])
-    assert one == four == eight and len(one) > 50
+    # The gradient of a hidden layer of the network is among them.
+    assert one == four == eight and "f32[256,256] fusion" in one
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -200,6 +201,7 @@ def combined(model: Any, batch: Any) -> dict[str, Any]:
             "splits matrix products over tensor=2",
         ),
         ({"strategy": "default"}, "strategy default has no mesh"),
+        ({"strategy": "central_storage"}, "strategy is central_storage, which keeps state in host"),
         ({"steps_per_dispatch": 2}, "exact is 16 and steps_per_dispatch is 2"),
         ({"uneven_batch": "pad"}, "exact is 16 and uneven_batch is pad"),
         ({"reduction": jax.lax.psum}, "a reduction function is given"),

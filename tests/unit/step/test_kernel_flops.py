@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from spmdtrain.kernels.reference import uses_reference
@@ -48,6 +49,8 @@ def test_a_kernel_counts_its_body_at_each_point_of_its_grid() -> None:
     assert (kernel.name, kernel.basis) == ("scores", CostBasis.BODY)
     assert kernel.line.startswith(__file__)
     assert kernel.padded == 2 * found.total  # 64 of the 128 rows of the matrix unit are used
+    # Each turn of the outer dim reads all blocks of k again.
+    assert kernel.passes == (1, BLOCKS, 1)
 
 
 def test_blocks_that_a_causal_kernel_skips_do_not_count_also_under_vmap() -> None:
@@ -88,6 +91,56 @@ def test_blocks_that_a_table_of_the_mask_excludes_do_not_count() -> None:
         return jax.lax.scan(lambda q, _: (masked(constant, q, k)[:, :WIDTH], None), q, length=5)[0]
 
     assert count_flops(jax.make_jaxpr(layers)(ROWS, ROWS)).total == 5 * 10 * ONE
+
+
+def test_blocks_of_a_table_are_read_again_and_unblocked_arrays_are_unknown() -> None:
+    """The table gives the number of the block of k at each point of the grid."""
+    chosen = np.array([[0, 0, 1, 1], [2, 2, 2, 2], [0, 0, 0, 0], [0, 3, 3, 3]], np.int32)
+
+    def kernel(table: Any, q: Any, k: Any, rest: Any, out: Any) -> None:
+        out[...] = q[...] @ k[...].T
+
+    def run(table: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+        return pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(BLOCKS, BLOCKS),
+                in_specs=[
+                    pl.BlockSpec((BLOCK, WIDTH), lambda i, j, table: (i, 0)),
+                    pl.BlockSpec((BLOCK, WIDTH), lambda i, j, table: (table[i, j], 0)),
+                    pl.BlockSpec(memory_space=pl.ANY),
+                ],
+                out_specs=pl.BlockSpec((BLOCK, BLOCK), lambda i, j, table: (i, 0)),
+            ),
+            out_shape=jax.ShapeDtypeStruct((BLOCK * BLOCKS, BLOCK), jnp.float32),
+        )(table, q, k, q)
+
+    table = jnp.asarray(chosen)
+    (known,) = count_flops(jax.make_jaxpr(lambda q, k: run(table, q, k))(ROWS, ROWS)).kernels
+    reads_of_k = 5  # 0, 1, 2, 0, 3, of 4 blocks
+    assert known.passes == (1, 1, reads_of_k / 4, None, 1)
+    (unknown,) = count_flops(jax.make_jaxpr(run)(table, ROWS, ROWS)).kernels
+    assert unknown.passes == (1, 1, None, None, 1)
+
+
+def test_a_kernel_on_named_units_of_a_device() -> None:
+    """Of Mosaic GPU; its matrix instructions are unknown without a cost estimate."""
+
+    def add(x: Any, y: Any, out: Any) -> None:
+        out[...] = x[...] + y[...]
+
+    def call_with(**options: Any) -> Any:
+        mesh = plgpu.Mesh(grid=(2,), grid_names=("x",))
+        kernel = pl.kernel(add, out_type=ROWS, mesh=mesh, **options)
+        return count_flops(jax.make_jaxpr(kernel)(ROWS, ROWS))
+
+    cost = pl.CostEstimate(flops=1234, bytes_accessed=99, transcendentals=0)
+    (stated,) = call_with(cost_estimate=cost).kernels
+    assert (stated.flops, stated.basis, stated.stated_bytes) == (1234, CostBasis.STATED, 99)
+    assert stated.results == (ROWS.shape,) and stated.passes == (None,) * 3
+    (plain,) = call_with().kernels
+    assert (plain.flops, plain.basis) == (0, CostBasis.BODY)
 
 
 def test_a_stated_cost_counts_instead() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,10 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec
 from step_helpers import SHOWS_GRADIENTS, check_equal, one_step, trainer
 
-from spmdtrain import FunctionModel, GatherPolicy, MeshSpec, Rule, Trainer, UserError
+from spmdtrain import FunctionModel, GatherPolicy, MeshSpec, Rule, RunConfig, Trainer, UserError
 from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
 from spmdtrain.models import TRANSFORMER_RULES, Transformer, TransformerConfig
 from spmdtrain.sharding.placement import current_strategy, use_placement
+from spmdtrain.step.reduction_choice import default_reduction
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
@@ -138,3 +140,21 @@ def test_what_cannot_be_scattered_is_refused() -> None:
     refused = pytest.raises(UserError, match=r"reduction=reduce_scatter .*current_strategy")
     with use_placement(asking.placement), refused:
         asking.functions.choose_reduction(batch())
+
+
+@pytest.mark.parametrize(
+    ("platform", "splits", "chosen"),
+    [
+        ("tpu", True, ScatteredReduction),
+        ("tpu", False, type(None)),
+        ("cpu", True, type(None)),
+        ("gpu", True, type(None)),
+    ],
+)
+def test_only_tpus_scatter_by_default(platform: str, splits: bool, chosen: type) -> None:
+    devices = [SimpleNamespace(platform=platform)] * 8
+    placement: Any = SimpleNamespace(devices=devices, batch_shards=8)
+    layout: Any = SimpleNamespace(splits_gradients=splits, replicates_params=False)
+    assert isinstance(default_reduction(RunConfig(), placement, layout), chosen)
+    automatic = RunConfig(collectives=CollectiveOptions(reduction="automatic"))
+    assert default_reduction(automatic, placement, layout) is None

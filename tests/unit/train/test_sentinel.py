@@ -3,6 +3,7 @@
 import functools
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gradient_faults import NONE, SIGN, examples, fault, model, objective, with_fault
+from gradient_faults import NONE, SIGN, WIDTH, examples, fault, model, objective, with_fault
 from helpers import saved_steps, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from spmdtrain import (
 )
 from spmdtrain.checkpoints import checksums
 from spmdtrain.files.run_events import read_events
+from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.sentinel_program import GradientSums
@@ -267,6 +269,29 @@ def test_steps_of_one_dispatch_and_examples_on_the_devices_are_checked(tmp_path:
     workdir = str(tmp_path / "run")
     trainer(steps=11, sentinel_every=5, workdir=workdir, **options).fit((X, Y))
     assert status(tmp_path / "run")["sentinel"] == {"passed": 10, "faults": []}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("mirrored", "zero", "fully_sharded", "central_storage", "hybrid"),
+        *("hybrid+zero", "hybrid+fully_sharded", "central_storage+fully_sharded"),
+    ],
+)
+def test_2000_checks_of_devices_without_a_fault_find_none(strategy: str, tmp_path: Path) -> None:
+    of = trainer(
+        model=partial(MLP, WIDTH, (64, 64), 1, dropout=0.1),
+        objective=lambda model, batch: {"loss": (model(batch[0])[:, 0] - batch[1]) ** 2},
+        freeze=(),
+        strategy=strategy,
+        mesh=MeshSpec(devices=(0, 1, 2, 3), replica=2 if "hybrid" in strategy else None),
+        sharding=ShardingOptions(min_size=1024),
+        sentinel_every=1,
+        workdir=str(tmp_path / "run"),
+    )
+    of.fit((X, Y), steps=2000)
+    assert status(tmp_path / "run")["sentinel"] == {"passed": 2000, "faults": []}
 
 
 @pytest.mark.parametrize(
