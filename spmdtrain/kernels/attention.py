@@ -20,7 +20,7 @@ from spmdtrain.kernels.context_attention import (
     choose_context_method,
     context_attention,
 )
-from spmdtrain.kernels.reference import uses_reference
+from spmdtrain.kernels.reference import optimized_implementation, uses_reference
 from spmdtrain.sharding.placement import (
     Placement,
     current_context_method,
@@ -98,7 +98,7 @@ def attention(
                     *arrays, segments=segments, implementation=implementation, **options
                 )
 
-            with jax.named_scope(f"{ATTENTION}_{method}"):
+            with optimized_implementation(), jax.named_scope(f"{ATTENTION}_{method}"):
                 return context_attention(
                     query,
                     key,

@@ -188,9 +188,9 @@ def _mix_forward(
     pattern: Pattern,
     name: str,
 ) -> tuple[jax.Array, PyTree]:
-    places = _places(query, segments)
+    (all_keys, all_values), (of, to) = _all((key, value)), _places(query, segments)
     every = _attends_to_all(pattern)
-    mixed = attend(query, *_all((key, value)), *places, pattern, every=every)
+    mixed = attend(query, all_keys, all_values, of, to, pattern, every=every)
     values = checkpoint_name(mixed.values.astype(query.dtype), name)
     total = checkpoint_name(mixed.total, name)
     return values, (query, key, value, segments, values, total)
@@ -200,10 +200,13 @@ def _mix_backward(pattern: Pattern, name: str, residuals: PyTree, gradient: jax.
     del name
     # Keys and values are gathered again, so that none of another device is kept meanwhile.
     query, key, value, segments, values, total = residuals
+    (all_keys, all_values), (of, to) = _all((key, value)), _places(query, segments)
     d_query, *others = attend_backward(
         query,
-        *_all((key, value)),
-        *_places(query, segments),
+        all_keys,
+        all_values,
+        of,
+        to,
         pattern,
         every=_attends_to_all(pattern),
         total=total,

@@ -174,6 +174,10 @@ class _Keys(NamedTuple):
     segments: jax.Array | None
 
 
+_Given = tuple[_Keys, Tokens]
+"""Keys and values, and their place."""
+
+
 def _send(tree: PyTree, ring: Ring, by: int = 1) -> PyTree:
     if by == 0:
         return tree
@@ -244,24 +248,25 @@ def _attend_in_turn(
       earlier: Whether the keys are of a device with a lower number.
     """
 
-    def part(queries: _Queries, keys: _Keys, to: Tokens, every: bool) -> MixedValues:
+    def part(queries: _Queries, given: _Given, every: bool) -> MixedValues:
+        keys, to = given
         pattern = ring.pattern
         return attend(queries.query, keys.key, keys.value, queries.of, to, pattern, every=every)
 
     if not ring.balanced:
         every = not ring.pattern.causal and ring.pattern.window is None
-        return merge_mixed(mixed, part(queries, keys, to, every))
+        return merge_mixed(mixed, part(queries, (keys, to), every))
     low, high = (_half(queries, half) for half in (0, 1))
     low_keys, high_keys = (_half((keys, to), half) for half in (0, 1))
     low_mixed, high_mixed = (_half(mixed, half) for half in (0, 1))
-    high_mixed = merge_mixed(high_mixed, part(high, *low_keys, every=True))
+    high_mixed = merge_mixed(high_mixed, part(high, low_keys, every=True))
     if own:
-        low_mixed = merge_mixed(low_mixed, part(low, *low_keys, every=False))
-        high_mixed = merge_mixed(high_mixed, part(high, *high_keys, every=False))
+        low_mixed = merge_mixed(low_mixed, part(low, low_keys, every=False))
+        high_mixed = merge_mixed(high_mixed, part(high, high_keys, every=False))
     else:
         # One of two pairs of chunks attends entirely, and the other not at all.
         chosen = _choose(earlier, (low, low_keys), (high, high_keys))
-        found = part(chosen[0], *chosen[1], every=True)
+        found = part(chosen[0], chosen[1], every=True)
         none = nothing(found.values)
         low_mixed = merge_mixed(low_mixed, _choose(earlier, found, none))
         high_mixed = merge_mixed(high_mixed, _choose(earlier, none, found))
@@ -319,7 +324,8 @@ def _backward_in_turn(
 ) -> _Gradients:
     """Returns what the pairs of a turn add to the gradients. Arguments: see `_attend_in_turn`."""
 
-    def part(queries: _Queries, keys: _Keys, to: Tokens, every: bool) -> _Gradients:
+    def part(queries: _Queries, given: _Given, every: bool) -> _Gradients:
+        keys, to = given
         query, of, total, gradient, inner = queries
         assert total is not None
         assert gradient is not None
@@ -339,15 +345,15 @@ def _backward_in_turn(
         return _Gradients(*found)
 
     if not ring.balanced:
-        return part(queries, keys, to, not ring.pattern.causal and ring.pattern.window is None)
+        return part(queries, (keys, to), not ring.pattern.causal and ring.pattern.window is None)
     low, high = (_half(queries, half) for half in (0, 1))
     low_keys, high_keys = (_half((keys, to), half) for half in (0, 1))
-    first = part(high, *low_keys, every=True)
+    first = part(high, low_keys, every=True)
     if own:
-        of_low, of_high = part(low, *low_keys, every=False), part(high, *high_keys, every=False)
+        of_low, of_high = part(low, low_keys, every=False), part(high, high_keys, every=False)
     else:
         chosen = _choose(earlier, (low, low_keys), (high, high_keys))
-        found = part(chosen[0], *chosen[1], every=True)
+        found = part(chosen[0], chosen[1], every=True)
         none = jax.tree.map(jnp.zeros_like, found)
         of_low, of_high = _choose(earlier, found, none), _choose(earlier, none, found)
     return _Gradients(

@@ -36,6 +36,14 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
                 "use mirrored, zero, fully_sharded or hybrid",
             )
         )
+    if (context := placement.size("context")) > 1:
+        raise UserError(
+            _message(
+                f"mesh.context is {context}, over which attention adds up its parts in another "
+                "order",
+                "leave it out",
+            )
+        )
     if placement.strategy.on_host:
         raise UserError(
             f"exact is {shards} and strategy is {placement.name}, which keeps state in host "

@@ -109,7 +109,7 @@ class Sentinel:
         }
 
     def _go_back(self, fault: FoundFault) -> str:
-        """Sets aside the checkpoints since the last check that passed.
+        """Renames the checkpoints since the last check that passed.
 
         Returns:
           What was done, for the message.

@@ -77,7 +77,7 @@ def build(config):
 '''
 
 
-def test_a_process_with_a_faulty_device_is_left_out_and_its_checkpoints_are_set_aside(
+def test_a_process_with_a_faulty_device_is_left_out_and_its_checkpoints_are_renamed(
     tmp_path: Path,
 ) -> None:
     experiment, workdir = tmp_path / "silent.py", tmp_path / "run"

@@ -229,7 +229,7 @@ def test_a_run_stops_at_the_next_check_and_writes_what_was_found(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_rollback_sets_aside_what_was_saved_since_the_last_check_that_passed(
+def test_a_rollback_renames_what_was_saved_since_the_last_check_that_passed(
     tmp_path: Path,
 ) -> None:
     workdir = tmp_path / "run"
