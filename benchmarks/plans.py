@@ -27,7 +27,7 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
         *("digits_mlp.py", "--hidden", "1024", "1024", "--global-batch-size", "128"),
     ),
     "transformer": (*GPT, "--batch-size-per-device", "16"),
-    "transformer, context 128": (*GPT, "--batch-size-per-device", "16", "--context", "128"),
+    "transformer, context 128": (*GPT, "--batch-size-per-device", "16", "--length", "128"),
     "width 128": (*GPT, *WIDE),
     "width 128, two microbatches, zero": (
         *(*GPT, *WIDE, "--microbatches", "2", "--strategy", "zero"),
