@@ -55,7 +55,7 @@ def test_a_transformer(text: Path, remat: str, unroll: bool, microbatches: int) 
         data_dir=str(text.parent),
         layers=layers,
         width=width,
-        context=context,
+        length=context,
         global_batch_size=batch,
         remat=remat,
         unroll=unroll,
