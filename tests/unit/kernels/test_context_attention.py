@@ -37,8 +37,19 @@ def placement(sizes: tuple[int, ...], method: ContextMethod | None) -> Placement
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[4]}")
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        pytest.param(
+            method,
+            case,
+            id=f"{method} {case[0]} {case[4]}",
+            marks=[pytest.mark.nightly] * (method != "ring" and number > 0),
+        )
+        for method in METHODS
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_split_tokens_mix_what_whole_sequences_do(method: ContextMethod, case: Any) -> None:
     sizes, tokens, heads, kv_heads, options, documents = case
     draw = np.random.default_rng(0)

@@ -22,6 +22,7 @@ def products(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     return (jnp.stack(project_qkv(x, kernel, bias)) * TARGET).sum()
 
 
+@pytest.mark.slow
 def test_heads_first_changes_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     given = (X, KERNEL, BIAS)
     expected = project_qkv(*given), jax.grad(products, argnums=(0, 1, 2))(*given)

@@ -71,6 +71,7 @@ def expected() -> dict[str, np.ndarray]:
     )
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_one_device_and_no_gradient_is_all_reduced() -> None:
     of = transformer(microbatches=2)
     check_equal(numbers(of), expected())
