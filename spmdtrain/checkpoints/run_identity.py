@@ -24,7 +24,8 @@ _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 # Fields that change nothing of what is computed, so that a change is not printed.
 _NO_CHANGE = (
     *("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache"),
-    *("init_from_strict", "fork_from", "trackers", "quiet"),
+    *("init_from_strict", "fork_from", "trackers", "quiet", "log_hash_every"),
+    *("sentinel_every", "sentinel_action", "compare_copies_every"),
 )
 
 

@@ -91,6 +91,16 @@ def check_run(config: "RunConfig") -> None:
         raise UserError(
             f"checkpoint is {config.checkpoint!r}: it must be latest, best or a step number"
         )
+    if not config.jit and config.mesh.context not in (None, 1):
+        raise UserError(
+            f"mesh.context is {config.mesh.context} and jit is False: only a compiled step shows "
+            "whether the model's attention uses the axis; leave one of the two out"
+        )
+    if config.context.method is not None and config.mesh.context in (None, 1):
+        raise UserError(
+            f"context.method is {config.context.method}, and mesh.context is not given: give the "
+            "number of devices that split the tokens, or leave context.method out"
+        )
     if config.init_from_strict != "all" and not config.init_from:
         raise UserError(
             f"init_from_strict is {config.init_from_strict}, and init_from is not given: give both"

@@ -217,7 +217,7 @@ class RunConfig:
         # functions that begin a run do (`sharding.resolution.check_inherited`).
         check_compute_dtype(self.compute_dtype)  # first: it explains why float16 is no choice
         check_values(self, RunConfig)
-        for group in (self.mesh, self.sharding, self.collectives, self.servers):
+        for group in (self.mesh, self.sharding, self.context, self.collectives, self.servers):
             group.check()
         check_run(self)
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmdtrain.errors import LARGEST_INTEGER, UserError, foreign
+from spmdtrain.errors import UserError, foreign
 
 _RANGE = re.compile(r"(\d{1,19}):(\d{1,19})", re.ASCII)
 
@@ -86,15 +86,16 @@ class SkippedBatches:
         return None
 
 
+_LAST = 2**40  # of batches: positions of their examples fit into 64 bits
 NOTHING_SKIPPED = SkippedBatches()
 
 
 def _parse_range(text: object) -> range:
     match = _RANGE.fullmatch(text) if isinstance(text, str) else None
     start, stop = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not start < stop < LARGEST_INTEGER:
+    if not start < stop <= _LAST:
         raise UserError(
-            f"skip_steps is {foreign(repr(text), 100)}: write A:B with A < B, which leaves out the "
-            "batches A to B - 1, counted from 0"
+            f"skip_steps is {foreign(repr(text), 100)}: write A:B with A < B up to "
+            f"{_LAST}, which leaves out the batches A to B - 1, counted from 0"
         )
     return range(start, stop)

@@ -40,6 +40,17 @@ class StateHash:
         return {"step": self.step, "hash": self.hash} | known | {"arrays": dict(self.sums)}
 
 
+@dataclass(frozen=True)
+class ResumedAt:
+    """The step from which a later start of a run has resumed: hashes of later steps are void."""
+
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the line of the file."""
+        return {"resumed": self.step}
+
+
 def hash_of_sums(sums: Mapping[str, str]) -> str:
     """Returns the hash of a state as 16 hexadecimal digits, which does not depend on its sharding.
 
@@ -52,7 +63,7 @@ def hash_of_sums(sums: Mapping[str, str]) -> str:
 
 
 class _Line(TypedDict):
-    """A line of the file."""
+    """A line of the file with a hash."""
 
     step: int
     hash: str
@@ -60,11 +71,17 @@ class _Line(TypedDict):
     arrays: dict[str, str]
 
 
+class _ResumedLine(TypedDict):
+    """A line of the file with the step of a resume."""
+
+    resumed: int
+
+
 def read_hashes(workdir: str) -> dict[int, StateHash]:
     """Returns the hashes of a run by step; none if there is no file.
 
-    The file has the lines of all starts. A line replaces those of the same and of later steps that
-    stand before it, because a start which writes it has resumed from an earlier step. Lines that
+    The file has the lines of all starts. The line of a resume voids those of later steps that stand
+    before it, which another trajectory has replaced. Lines that
     are not valid are left out, because a kill may have cut off any start's last line.
 
     Args:
@@ -87,15 +104,20 @@ def read_hashes(workdir: str) -> dict[int, StateHash]:
     for line in lines:
         if (each := _parsed(path, line)) is None:
             continue
-        while found and next(reversed(found)) >= each.step:
+        last = each.step if isinstance(each, ResumedAt) else each.step - 1
+        while found and next(reversed(found)) > last:
             found.popitem()
-        found[each.step] = each
+        if isinstance(each, StateHash):
+            found[each.step] = each
     return found
 
 
-def _parsed(path: epath.Path, line: bytes) -> StateHash | None:
+def _parsed(path: epath.Path, line: bytes) -> StateHash | ResumedAt | None:
     try:
         content = parse_object(line)
+        if "resumed" in content:
+            check(content, _ResumedLine, path.name)
+            return ResumedAt(content["resumed"])
         check(content, _Line, path.name)
     except Malformed:
         return None

@@ -50,7 +50,7 @@ def attention(
     """Returns the values that each token attends to, mixed: (B, T, heads, head width).
 
     Each head mixes the values by the softmax of the scaled products of queries and keys, computed
-    in f32. On a mesh, the batch and the heads ("tensor") may be split, and the tokens are whole.
+    in f32. On a mesh, the batch, the heads ("tensor") and the tokens ("context") may be split.
 
     Args:
       query: (B, T, heads, head width).
@@ -90,6 +90,12 @@ def attention(
         if mesh is not None and mesh.parts(CONTEXT) > 1:
             method = current_context_method()
             method = method or choose_context_method(device, query, key, window, mesh)
+            if implementation not in (None, "xla") and method != "ulysses":
+                raise UserError(
+                    f"attention: implementation is {implementation}, and mesh.context splits the "
+                    f"tokens, over which {method} computes by XLA: leave implementation out, or "
+                    "use --context.method ulysses"
+                )
             scale = query.shape[3] ** -0.5 if scale is None else scale
 
             def whole(*arrays: jax.Array, segments: jax.Array | None) -> jax.Array:

@@ -27,7 +27,7 @@ class Pattern:
 
 
 class Tokens(NamedTuple):
-    """The place of consecutive tokens in their sequence.
+    """The place of some tokens in their sequence.
 
     Attributes:
       positions: int (T,), their positions.

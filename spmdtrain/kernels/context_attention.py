@@ -12,7 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from spmdtrain.config.option_groups import ContextMethod
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, attend_backward
-from spmdtrain.kernels.over_devices import LocalAttention, attention_over_devices
+from spmdtrain.kernels.over_devices import (
+    LocalAttention,
+    attention_over_devices,
+    heads_of_device,
+)
 from spmdtrain.kernels.ring_attention import make_ring, ring_attention
 from spmdtrain.sharding.placement import CurrentMesh
 from spmdtrain.xla.chips import chip_of
@@ -38,12 +42,12 @@ def choose_context_method(
       window: Number of tokens of the local window, or None.
       over: The mesh.
     """
-    size, tensor, chip = over.sizes[CONTEXT], over.parts("tensor"), chip_of(device.device_kind)
+    size, chip = over.sizes[CONTEXT], chip_of(device.device_kind)
     if window is not None or chip is None or chip.name == "cpu":
         return "ring"
     tokens = query.shape[1] // size
     width = query.shape[3] * query.dtype.itemsize
-    heads, kv_heads = query.shape[2] // tensor, max(1, key.shape[2] // tensor)
+    heads, kv_heads = heads_of_device(query.shape[2], key.shape[2], over)
     if heads % size:
         return "ring"
     # Seconds for one row of the batch. Half of the products of a causal ring are not computed.
@@ -66,7 +70,7 @@ def context_attention(
     name: str,
     whole: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Returns what the tokens mix, (B, T, heads, head width), split over "context".
+    """Returns attention's output, (B, T, heads, head width), split over "context".
 
     Args:
       query: (B, T, heads, head width).
@@ -78,8 +82,8 @@ def context_attention(
       pattern: The pairs of tokens that attend to each other.
       over: The mesh.
       name: Name of the output for `jax.checkpoint` policies.
-      whole: Maps (query, key, value, segments=...) of whole sequences on one device to what the
-        tokens mix, for "ulysses".
+      whole: Maps (query, key, value, segments=...) of whole sequences on one device to the
+        output, for "ulysses".
 
     Raises:
       UserError: If the tokens, or the heads with "ulysses", do not divide.
@@ -102,7 +106,7 @@ def context_attention(
     elif method == "gather":
         local = partial(_gather, pattern=pattern, name=name)
     else:
-        heads = query.shape[2] // over.parts("tensor")
+        heads, _ = heads_of_device(query.shape[2], key.shape[2], over)
         if heads % size:
             raise UserError(
                 f"context.method ulysses: {heads} heads on each device do not divide over "

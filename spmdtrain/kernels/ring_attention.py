@@ -70,7 +70,7 @@ def make_ring(axis: str, size: int, tokens: int, pattern: Pattern, name: str) ->
 def ring_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, ring: Ring
 ) -> jax.Array:
-    """Returns what this device's tokens mix, (B, T, heads, head width). Under `shard_map`.
+    """Returns the output of this device's tokens, (B, T, heads, head width). Under `shard_map`.
 
     Keys and values go around the ring, each turn while the products of the turn before are
     computed (Liu et al. 2023, arXiv:2310.01889). The backward pass sends them around again with

@@ -31,7 +31,7 @@ def splash_attention(
     over: CurrentMesh,
     interpret: bool,
 ) -> jax.Array:
-    """Returns what the heads mix, (B, T, heads, head width).
+    """Returns attention's output, (B, T, heads, head width).
 
     XLA cannot partition the kernel, so it runs under `shard_map`: each device computes its rows of
     the batch and its heads. What does not divide over the devices is computed by each of them.

@@ -9,7 +9,7 @@ from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_events import last_step, read_events
-from spmdtrain.files.run_files import Split, Writer, written_metrics
+from spmdtrain.files.run_files import Split, Writer, status_of, written_metrics
 from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
 from spmdtrain.files.storage import failures, folder_of, one_line
 from spmdtrain.files.validation import Malformed, check, parse_object, read_bytes
@@ -111,8 +111,17 @@ def read_run(workdir: str) -> RecordedRun:
         devices=devices,
         steps=steps,
         checkpoints=checkpoints,
-        last_step=max([last_step(events), *steps]) if steps else last_step(events),
+        last_step=max([_failed_step(workdir), last_step(events), *steps]),
     )
+
+
+def _failed_step(workdir: str) -> int:
+    """Returns the step in `status.json`: also that of a failure, which no log has; 0 if unknown."""
+    try:
+        status = status_of(workdir)
+    except UserError:
+        return 0
+    return int((status or {}).get("step", 0))
 
 
 def manifest_at(source: Source, step: int) -> Manifest | None:

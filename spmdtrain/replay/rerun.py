@@ -117,6 +117,11 @@ def _forked(
         manifest = manifest_at(run.checkpoints, first)
         keeps_base = manifest is not None and bool(manifest.identity.lora.source)
         fork_from, init_from = f"{run.workdir}@{first}", init_from if keeps_base else None
+    elif fork_from and "@" not in fork_from:
+        raise UserError(
+            f"{run.workdir} began as a fork of {fork_from}, which does not name the step: replay a "
+            "step after the first checkpoint of the run"
+        )
     return dataclasses.replace(
         config,
         workdir=workdir,
@@ -128,6 +133,8 @@ def _forked(
         trackers=(),
         log_hash_every=config.log_hash_every or step,
         profile_steps=None,
+        sentinel_every=None,
+        sentinel_action="stop",
         eval_at_checkpoints=False,
         evaluated_by="training",
         best_metric="loss",

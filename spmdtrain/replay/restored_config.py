@@ -14,7 +14,7 @@ from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 # Fields of the place of a run, which a replay sets itself, and those that are resolved already.
 _OWN = {
-    *("workdir", "cpu_devices", "resume", "checkpoint"),
+    *("workdir", "cpu_devices", "resume"),
     *("learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"),
 }
 _EXCLUSIVE = (("epochs", "steps"), ("global_batch_size", "batch_size_per_device"))

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 import jax
 from rich.table import Table
 
+from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.errors import foreign
 from spmdtrain.replay.comparison import ArrayDifference, StepComparison
-from spmdtrain.replay.recorded_run import RecordedRun
+from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
 from spmdtrain.replay.rerun import Rerun
 
 SHOWN = 10
@@ -33,6 +34,11 @@ def other_conditions(run: RecordedRun, made: Rerun, step: int) -> list[str]:
         found.append(f"other devices: the run made step {step} on {devices}")
     if run.device_kind and run.device_kind != kind:
         found.append(f"other devices: the run had {foreign(run.device_kind, 100)}")
+    of_later = next((saved for saved in run.checkpoints.steps if saved >= step), None)
+    manifest = None if of_later is None else manifest_at(run.checkpoints, of_later)
+    if manifest is not None:  # the options of the start that made the step
+        changes = changed_options(manifest.identity.config, run.config)
+        found += [f"other options of a later start, which the replay uses: {x}" for x in changes]
     for name, version in run.versions.items():
         try:
             here = importlib.metadata.version(name)

@@ -161,9 +161,8 @@ class Layout:
             return params
         if (gathers := current_gathers()) is not None:
             return _with_paths(partial(self._gather_parts, gathers), params)
-        return (
-            params if computes_alone(self._placement) else self._constrain(params, self._gathered)
-        )
+        alone = computes_alone(self._placement)
+        return params if alone else self._constrain(params, self._gathered)
 
     def batch_specs(self, params: PyTree, field: str) -> PyTree:
         """Returns the specs of parameters over the batch axes, for `shard_map`.
@@ -172,7 +171,7 @@ class Layout:
           params: The parameters, or a part of them.
           field: "params", or "opt_state" for the specs of their gradients.
         """
-        return _with_paths(lambda name, _: self._over_batch(f"params/{name}", field), params)
+        return _with_paths(lambda name, _: self._over_batch(_of_params(name), field), params)
 
     def gathered_per_layer(self) -> list[str]:
         """Returns the names of the parameters that the model gathers one layer at a time."""
@@ -231,7 +230,7 @@ class Layout:
 
     def _gather_parts(self, gathers: ParamGathers, name: str, part: jax.Array) -> jax.Array:
         """Gathers a parameter explicitly from the devices' parts."""
-        name = f"params/{name}"
+        name = _of_params(name)
         split = split_dims(self._over_batch(name, "params"), part.ndim)
         if not split:
             return part
@@ -439,10 +438,14 @@ class Layout:
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(name: str, x: jax.Array) -> jax.Array:
-            wanted = sharding("/".join(filter(None, ["params", name])), x)
+            wanted = sharding(_of_params(name), x)
             return x if wanted is None else jax.lax.with_sharding_constraint(x, wanted)
 
         return _with_paths(constrained, params)
+
+
+def _of_params(name: str) -> str:
+    return f"params/{name}" if name else "params"  # of a single array
 
 
 def _with_paths(function: Callable[..., Any], *trees: PyTree) -> PyTree:

@@ -63,9 +63,15 @@ class FusedChecks:
         return jnp.stack(flags)
 
 
-def fuses_checks(placement: Placement) -> bool:
-    """Returns whether the steps of a placement compute `FusedChecks`: on TPUs."""
-    return bool(placement.devices[0].platform == "tpu")
+def fuses_checks(placement: Placement, params: PyTree) -> bool:
+    """Returns whether the steps of a placement compute `FusedChecks`: on TPUs, of real parameters.
+
+    Args:
+      placement: The strategy and its mesh.
+      params: The parameters.
+    """
+    is_complex = any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params))
+    return bool(placement.devices[0].platform == "tpu") and not is_complex
 
 
 def fused_evaluation(

@@ -126,7 +126,7 @@ def make_train_step(
         state = layout.to_device(state, lambda shardings: shardings)  # from host memory
         # Without `jit` the user's code has to see values, and `recomputable` would trace it.
         recomputes = jit and order is None and recomputes_changes(state.params, layout)
-        fuses = jit and order is None and fuses_checks(placement)
+        fuses = jit and order is None and fuses_checks(placement, state.params)
         evaluate = recomputable if recomputes else fused_evaluation if fuses else _evaluated
         found, changes = evaluate(updated, state, batch)
         after, means = found.state, found.means

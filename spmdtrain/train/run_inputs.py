@@ -72,6 +72,11 @@ def check_inputs(
             f"fork_from is {config.fork_from} and init_from is {config.init_from}: a fork takes "
             "all of a run's state, init_from parameters alone; leave one of the two out"
         )
+    if train is None and config.skip_steps:
+        raise UserError(
+            f"skip_steps is {' '.join(config.skip_steps)}, and the loop's own data have no batches "
+            "that could be left out: give the loop a dataset, or leave skip_steps out"
+        )
     if train is None and config.steps is None:
         raise UserError("without a dataset there are no epochs: give steps")
     if mixture_of(train) is not None and config.epochs is not None:

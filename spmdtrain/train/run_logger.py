@@ -13,7 +13,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
-from spmdtrain.files.state_hashes import HASHES_FILE, StateHash
+from spmdtrain.files.state_hashes import HASHES_FILE, ResumedAt, StateHash
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.norms import NORMS
 from spmdtrain.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
@@ -81,6 +81,8 @@ class RunLogger:
         self._devices = [device for device in placement.devices if device.process_index == rank]
         if self.files:
             self.files.rewind(step)
+            if (self.files.folder / HASHES_FILE).exists():
+                self._append_hash(ResumedAt(step))
             self.files.write_config(
                 config_as_json(self.config),
                 mesh=placement.axes,
@@ -209,10 +211,13 @@ class RunLogger:
 
     def log_hash(self, found: StateHash) -> None:
         """Writes the hash of the state after a step."""
+        self._append_hash(found)
+
+    def _append_hash(self, line: StateHash | ResumedAt) -> None:
         if self.files:
             if self._hashes is None:
                 self._hashes = self.files.lines_file(HASHES_FILE)
-            self._hashes.append(found.to_json())
+            self._hashes.append(line.to_json())
 
     def log_checkpoint(self, step: int) -> None:
         """Logs that the state after `step` is being saved."""

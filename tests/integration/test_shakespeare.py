@@ -170,7 +170,8 @@ def test_dims_divide_over_the_default_meshes(preset: str | None) -> None:
     for name in ("rows", "width", "hidden"):
         assert getattr(shape, name) % 16 == 0, name  # 8 along fsdp and 2 along tensor
     assert shape.heads % 2 == 0
-    assert config(preset).global_batch_size % 8 == 0
+    size = config(preset).global_batch_size
+    assert size is None or size % 8 == 0  # without it, each device has its own examples
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Hashes of the state: independent of the topology, logged beside the training, read again."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spmdtrain.checkpoints.checksums import format_sums, read_parts
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.checkpoints.state_sums import StateSums
-from spmdtrain.files.state_hashes import StateHash, hash_of_sums, read_hashes
+from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -86,16 +87,14 @@ def test_a_run_logs_the_hashes_of_its_checkpoints_and_trains_to_the_same_bits(
         trainer(tmp_path, log_hash_every=0)
 
 
-def test_a_line_replaces_those_of_later_steps_which_an_earlier_start_has_written(
-    tmp_path: Path,
-) -> None:
-    lines = [StateHash(step, {"step": f"{step:08x}"}, 0.5) for step in (5, 10, 15)]
-    lines.append(StateHash(10, {"step": "ffffffff"}))
-    content = "".join(json.dumps(line.to_json()) + "\n" for line in lines)
-    (tmp_path / "hashes.jsonl").write_text(content + 'no line\n{"step": 11')
-    found = read_hashes(str(tmp_path))
-    assert {step: (each.sums["step"], each.loss) for step, each in found.items()} == {
-        5: ("00000005", 0.5),
-        10: ("ffffffff", None),
-    }
+def test_hashes_after_the_step_of_a_resume_are_void(tmp_path: Path) -> None:
+    data = {"x": np.random.default_rng(0).normal(size=(48, 256)).astype(np.float32)}
+    trainer(tmp_path, log_hash_every=1, checkpoint_every_steps=2).fit(data, steps=4)
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    trainer(tmp_path, log_hash_every=3).fit(data, steps=3)
+    with (tmp_path / "hashes.jsonl").open("a") as file:
+        file.write('no line\n{"step": 11')
+    lines = [json.loads(line) for line in (tmp_path / "hashes.jsonl").read_text().split("\n")[:-2]]
+    assert [line.get("step", line.get("resumed")) for line in lines] == [1, 2, 3, 4, 2, 3]
+    assert list(read_hashes(str(tmp_path))) == [1, 2, 3]
     assert read_hashes(str(tmp_path / "nothing")) == {}

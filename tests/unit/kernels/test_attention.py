@@ -177,7 +177,10 @@ def test_under_a_user_s_shard_map_over_the_batch_it_splits_the_heads() -> None:
         traced = jax.jit(mapped).trace(query, key, value)
         found = traced.lower().compile()(query, key, value)
     regions = [e for e in equations(traced.jaxpr.jaxpr) if e.primitive.name == "shard_map"]
-    assert [e.params["newly_manual_axes"] for e in regions] == [{*BATCH_AXES}, {"tensor"}]
+    assert [e.params["newly_manual_axes"] for e in regions] == [
+        {*BATCH_AXES},
+        {"context", "tensor"},
+    ]
     wanted = attention(query, key, value, causal=True)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 

@@ -817,14 +817,14 @@ print(progress.job_ended())
 
 @pytest.mark.slow
 def test_an_evaluator_that_fails_for_good_is_the_exit_code(tmp_path: Path) -> None:
-    script = "if task == 'evaluator': sys.exit(4)\ntime.sleep(4)"
+    script = "if task == 'evaluator': sys.exit(9)\ntime.sleep(4)"
     options = ("--processes", 1, "--evaluator", "--max-restarts", 0)
     ended = launch(tmp_path, script, *options)
-    assert ended.returncode == 4
+    assert ended.returncode == 9
     assert said(ended) == [
-        "evaluator failed (code 4); no restarts left of 0",
+        "evaluator failed (code 9); no restarts left of 0",
         "finished",
-        "the training has finished, but the evaluator failed: exit code 4",
+        "the training has finished, but the evaluator failed: exit code 9",
     ]
 
 
