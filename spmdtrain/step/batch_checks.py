@@ -10,9 +10,11 @@ from spmdtrain.adapters.base import Variables
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.uneven_batch import why_not_in_training
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import Placement
+from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.exact_checks import check_exact_batch
 from spmdtrain.step.forward import INPUTS, Forward
+from spmdtrain.step.gradients import ON_ONE_DEVICE
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
 from spmdtrain.xla.jaxpr import equations
@@ -46,6 +48,7 @@ class BatchChecks:
         self._forward, self._update, self._state = forward, update, state
         self._placement, self._config = placement, config
         self._why_not_padded: dict[tuple[bool, str], str | None] = {}
+        self._why_not_exact: dict[str, str | None] = {}
 
     def check_training(self, batch: PyTree, mask: Any | None) -> None:
         """Checks that a train step of such a batch computes what the options promise.
@@ -114,6 +117,42 @@ class BatchChecks:
             return False
         return any(x.primitive.name == "conv_general_dilated" for x in self._equations(batch))
 
+    def check_evaluation(self, rows: PyTree, size: int) -> None:
+        """Checks that virtual shards do not change an evaluation with `exact`.
+
+        Args:
+          rows: One example, arrays of leading dim 1.
+          size: Number of rows of the batch.
+
+        Raises:
+          UserError: If the batch does not divide over them, or if the objective combines examples.
+        """
+        shards, objective = self._config.exact, self._forward.objective
+        if shards is None:
+            return
+        check_exact_batch(shards, 1, size, "eval_batch_size (by default the training's)")
+        batch = _abstract_batch(rows, size)
+        if (key := str(batch)) not in self._why_not_exact:
+
+            def run(variables: Variables, marked: tuple[PyTree, Any]) -> PyTree:
+                return self._forward.in_eval(objective, variables, *marked, ABSTRACT_DRAW)
+
+            marked = batch, jax.ShapeDtypeStruct((size,), jnp.float32)
+            with reference_kernels(), use_placement(ON_ONE_DEVICE):
+                self._why_not_exact[key] = (
+                    COUPLED
+                    if objective.batch_coupled
+                    else why_parts_differ(
+                        run, self._state.variables, marked, shards, own_draws=True
+                    )
+                )
+        if why := self._why_not_exact[key]:
+            raise UserError(
+                f"exact={shards} evaluates each virtual shard apart, and the objective's values in "
+                f"an evaluation may depend on other examples of the batch, on its size or on an "
+                f"example's position in it ({why}): evaluate without exact"
+            )
+
     def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
         """Returns why padding rows could change an evaluation; None if they cannot.
 
@@ -125,21 +164,19 @@ class BatchChecks:
         function = self._forward.predict if predict else self._forward.objective
         if function.mask:  # the function handles padding rows itself
             return None
+        if self._config.exact is not None and not predict:
+            return None  # no row depends on others, see `check_evaluation`
         if function.batch_coupled:
             return COUPLED
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (max(size, 2), *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
-            ),
-            rows,
-        )
+        batch = _abstract_batch(rows, max(size, 2))
         key = (predict, str(batch))
         if key not in self._why_not_padded:
 
             def run(variables: Variables, batch: PyTree) -> PyTree:
                 return self._forward.in_eval(function, variables, batch, None, ABSTRACT_DRAW)
 
-            self._why_not_padded[key] = why_padding_matters(run, self._state.variables, batch)
+            with reference_kernels():  # kernels cannot be analyzed
+                self._why_not_padded[key] = why_padding_matters(run, self._state.variables, batch)
         return self._why_not_padded[key]
 
     def _check_padded(self, batch: PyTree, size: int) -> None:
@@ -196,3 +233,13 @@ class BatchChecks:
             params, frozen, batch, state.model_state, jax.eval_shape(jax.random.key, 0)
         )
         return equations(program.jaxpr)
+
+
+def _abstract_batch(rows: PyTree, size: int) -> PyTree:
+    """Returns the shapes of a batch of `size` such rows."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (size, *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+        ),
+        rows,
+    )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import use_placement
+from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.declared_arguments import eval_key
 from spmdtrain.step.exact_checks import check_exact_sums
 from spmdtrain.step.extra_arguments import ExtraArguments
@@ -34,6 +34,7 @@ from spmdtrain.step.outputs import PredictedRows
 from spmdtrain.step.reductions import accumulation_dtype, pairwise
 
 PyTree = Any
+Leaves = list[jax.Array]
 Evaluate = Callable[[Variables, PyTree, jax.Array, jax.Array], EvaluationSums]
 """(variables, batch, mask, draw) -> sums: see `Forward.evaluate`."""
 
@@ -69,6 +70,10 @@ class ExactGradients(Gradients):
     @property
     def own_draws(self) -> bool:
         return True
+
+    @property
+    def traced_on(self) -> Placement:
+        return ON_ONE_DEVICE
 
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -119,10 +124,8 @@ class ExactGradients(Gradients):
 def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:
     """Returns an evaluation of a batch whose sums do not depend on the number of devices.
 
-    A batch that does not divide over the virtual shards is evaluated as without them.
-
     Args:
-      evaluate: Evaluates a batch or a part of it.
+      evaluate: Evaluates a batch or a part of it (see `BatchChecks.check_evaluation`).
       order: The virtual shards and the placement.
     """
     turns = order.shards // order.placement.batch_shards
@@ -149,8 +152,7 @@ def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:
     def run(
         variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
     ) -> EvaluationSums:
-        if mask.shape[0] % order.shards:
-            return evaluate(variables, batch, mask, draw)
+        assert mask.shape[0] % order.shards == 0, mask.shape
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
         found: EvaluationSums = jax.shard_map(
             local,
@@ -170,7 +172,8 @@ def tree_loop(
     """Evaluates a function for each turn, and adds up its first results as a binary tree.
 
     The loops are nested, with two turns each, so that one sum for each level is in memory instead
-    of one for each turn.
+    of one for each turn. The function is traced once, because its results may have static parts
+    that differ between traces: the function of a `SumMetric`, for example.
 
     Args:
       function: Maps the number of a turn to (summands, values).
@@ -179,26 +182,34 @@ def tree_loop(
     Returns:
       The sums, and the values with a leading dim of `turns`.
     """
+    first_turn = jnp.zeros((), jnp.int32)
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(first_turn)
+    of_sums, of_values = map(jax.tree.structure, shapes)
+    summands = jax.tree.leaves(shapes[0])
 
-    def level(turns: int) -> Callable[[jax.Array], tuple[PyTree, PyTree]]:
+    def one(turn: jax.Array) -> tuple[Leaves, Leaves]:
+        leaves = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, turn)
+        return leaves[: len(summands)], leaves[len(summands) :]
+
+    def level(turns: int) -> Callable[[jax.Array], tuple[Leaves, Leaves]]:
         if turns == 1:
-            return function
+            return one
         half = level(turns // 2)
 
-        def add(total: PyTree, first: jax.Array) -> tuple[PyTree, PyTree]:
+        def add(total: Leaves, first: jax.Array) -> tuple[Leaves, Leaves]:
             sums, values = half(first)
             return jax.tree.map(jnp.add, total, sums), values
 
-        def both(first: jax.Array) -> tuple[PyTree, PyTree]:
-            shapes, _ = jax.eval_shape(half, first)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        def both(first: jax.Array) -> tuple[Leaves, Leaves]:
+            zeros = [jnp.zeros(x.shape, x.dtype) for x in summands]
             return jax.lax.scan(add, zeros, first + jnp.arange(2) * (turns // 2))
 
         return both
 
-    sums, values = level(turns)(jnp.zeros((), jnp.int32))
+    sums, values = level(turns)(first_turn)
     levels = turns.bit_length() - 1
-    return sums, jax.tree.map(lambda x: x.reshape(turns, *x.shape[levels:]), values)
+    values = [x.reshape(turns, *x.shape[levels:]) for x in values]
+    return jax.tree.unflatten(of_sums, sums), jax.tree.unflatten(of_values, values)
 
 
 @dataclass(frozen=True, kw_only=True)

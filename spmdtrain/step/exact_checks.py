@@ -62,13 +62,16 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
         )
 
 
-def check_exact_batch(shards: int, microbatches: int, size: int) -> None:
+def check_exact_batch(
+    shards: int, microbatches: int, size: int, name: str = "global_batch_size"
+) -> None:
     """Checks that a global batch divides over the virtual shards.
 
     Args:
       shards: Number of virtual shards.
       microbatches: Number of parts of each.
       size: Number of rows of the batch.
+      name: The option that sets it.
 
     Raises:
       UserError: If it does not.
@@ -77,7 +80,7 @@ def check_exact_batch(shards: int, microbatches: int, size: int) -> None:
     if size % parts:
         of_microbatches = f" times {microbatches} microbatches" * (microbatches > 1)
         raise UserError(
-            f"exact is {shards} and global_batch_size is {size}, which does not divide over "
+            f"exact is {shards} and {name} is {size}, which does not divide over "
             f"{shards} virtual shards{of_microbatches}: give a multiple of {parts}"
         )
 

@@ -41,7 +41,7 @@ from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
-from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
+from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.reduction_choice import (
     check_agrees,
@@ -85,6 +85,7 @@ class StepFunctions:
       layout: The layout of the state.
       shardings: The sharding of each leaf of the state between steps.
       update: The optimizer with the parameters that it trains.
+      checks: The checks of batches.
       base: The frozen base model of low-rank factors; None without.
       compiler_options: Options for XLA, for all functions but `init`.
 
@@ -144,7 +145,7 @@ class StepFunctions:
             self.abstract_state.params,
             [name for name, path in states.items() if self.update.is_frozen(path)],
         )
-        self._checks = BatchChecks(
+        self.checks = BatchChecks(
             self._forward, self.update, self.abstract_state, placement, config
         )
         self._own_reduction = reduction
@@ -337,10 +338,10 @@ class StepFunctions:
         batch, mask = as_marked(first).rows, as_marked(first).mask
         # The checks read the operations of the model, and kernels cannot be analyzed.
         with reference_kernels():
-            self._checks.check_training(batch, mask)
-            note = self._checks.note_of_microbatches(batch)
+            self.checks.check_training(batch, mask)
+            note = self.checks.note_of_microbatches(batch)
             if steps > 1:
-                self._unrolls = self._checks.is_slow_in_loop(batch)
+                self._unrolls = self.checks.is_slow_in_loop(batch)
         if steps > 1 and self._unrolls:
             note += f"; {steps} steps unrolled, because convolutions in a loop are slow on CPU"
         requested = self._requested_reduction is not None
@@ -352,8 +353,7 @@ class StepFunctions:
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
-        where = self._placement if self._order is None else ON_ONE_DEVICE
-        with reference_kernels(), use_placement(where):
+        with reference_kernels(), use_placement(self._gradients.traced_on):
             blocker = shard_map_blocker(
                 dataclasses.replace(self._gradients, reduction=wanted),
                 layout=self.layout,
@@ -418,17 +418,6 @@ class StepFunctions:
                 jax.eval_shape(
                     self._media, self.abstract_state.variables, rows, mask, ABSTRACT_DRAW
                 )
-
-    def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
-        """Returns why padding rows could change an evaluation; None if they cannot.
-
-        Args:
-          rows: One example, arrays of leading dim 1.
-          size: Number of rows of the batch.
-          predict: Whether it is for `predict`, instead of the objective.
-        """
-        with reference_kernels():
-            return self._checks.why_not_padded(rows, size, predict=predict)
 
     def _compile(self, function: Callable[..., Any], in_shardings: Any) -> Any:
         """Compiles a function of variables and a batch; its result is replicated."""

@@ -88,6 +88,11 @@ class Gradients:
         """Whether each part draws its own random numbers."""
         return self.per_replica
 
+    @property
+    def traced_on(self) -> Placement:
+        """The placement under which the objective is traced for checks: that of a step."""
+        return self.placement
+
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> GradientOutput:

@@ -70,6 +70,7 @@ class Evaluation:
           batch_size: The global batch size; it need not divide the dataset or the devices.
           check_interrupt: Called before each batch; may raise.
         """
+        self._check_exact(dataset, batch_size)
         components = components_of(dataset)
         whole, parts, done = EvaluationTotals(), dict[str, EvaluationTotals](), 0
         for name, part in (components or {"": dataset}).items():
@@ -90,16 +91,17 @@ class Evaluation:
             metrics |= {component_metric(metric, name): value for metric, value in of_part}
         return loss_first(metrics)
 
-    def check_media(self, dataset: Dataset, batch_size: int) -> None:
-        """Traces the declared media with the shapes of the batch of `media`.
+    def check(self, dataset: Dataset, batch_size: int) -> None:
+        """Checks later evaluations, and traces the declared media with the batch of `media`.
 
         Args:
           dataset: The examples.
           batch_size: The global batch size.
 
         Raises:
-          UserError: If they cannot be logged.
+          UserError: If an evaluation cannot be exact as requested, or if media cannot be logged.
         """
+        self._check_exact(dataset, batch_size)
         if self._functions.media is None:
             return
         number = min(batch_size, len(dataset))
@@ -111,6 +113,12 @@ class Evaluation:
                 dataset.rows(np.arange(1)),
             )
         )
+
+    def _check_exact(self, dataset: Dataset, batch_size: int) -> None:
+        if self._config.exact is None:
+            return
+        for part in (components_of(dataset) or {"": dataset}).values():
+            self._functions.checks.check_evaluation(part.rows(np.arange(1)), batch_size)
 
     def media(
         self, variables: Variables, dataset: Dataset, batch_size: int
@@ -173,7 +181,7 @@ class Evaluation:
         size, why_not = padded_size(batch_size, self._placement.batch), None
         if size != batch_size or len(dataset) % batch_size:
             rows = dataset.rows(np.arange(1))
-            why_not = self._functions.why_not_padded(rows, size, predict=what == "predict")
+            why_not = self._functions.checks.why_not_padded(rows, size, predict=what == "predict")
         batches, number = ordered_batches(
             dataset,
             batch_size,

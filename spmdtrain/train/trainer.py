@@ -232,7 +232,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
         run.schedule.check_dispatches()
         if run.validation is not None:
-            self._evaluation.check_media(run.validation, run.eval_batch_size)
+            self._evaluation.check(run.validation, run.eval_batch_size)
         if restart:
             later_fit.check_no_checkpoints(run)
         if self.config.checkpoint != LATEST and not self.config.init_from:

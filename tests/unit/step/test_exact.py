@@ -20,7 +20,15 @@ from helpers import environment
 from plan_helpers import needs_libtpu
 from step_helpers import on
 
-from spmdtrain import Combination, PredictionMetric, ShardingOptions, Trainer, UserError
+from spmdtrain import (
+    Combination,
+    PredictionMetric,
+    ShardingOptions,
+    SumMetric,
+    Trainer,
+    UserError,
+    batch_coupled,
+)
 from spmdtrain.models import MLP, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
@@ -96,6 +104,16 @@ def test_an_evaluation_has_the_bits_of_one_device_on_eight() -> None:
     data = (x, np.zeros(40, np.int32))
     one, eight = (make(objective=measured, mesh=on(n)).evaluate(data) for n in (1, 8))
     assert one == eight and one["rows"] != 0.0
+
+
+def test_an_objective_may_make_its_functions_anew_at_each_trace() -> None:
+    def squares(model: Any, batch: Any) -> dict[str, Any]:
+        (x,) = batch
+        return {"loss": model(x).mean(1), "twice": SumMetric(x[:, 0], lambda total: 2 * total)}
+
+    x = np.ones((ROWS + 8, 64), np.float32)  # the last batch is padded
+    of = make(objective=squares, model=partial(MLP, 64, (), 10), mesh=on(2))
+    assert of.evaluate((x,))["twice"] == 2 * (ROWS + 8)
 
 
 @pytest.mark.nightly
@@ -230,3 +248,34 @@ def test_a_step_that_cannot_be_exact_is_refused_when_it_is_traced(
     with pytest.raises(UserError, match=message):
         of.functions.choose_reduction(batch)
         of.functions.train_program().trace(of.functions.abstract_state, batch)
+
+
+@batch_coupled
+def declared(model: Any, batch: Any) -> dict[str, jax.Array]:
+    return objective(model, batch)
+
+
+def coupled_in_evaluations(model: Any, batch: Any) -> dict[str, Any]:
+    x, _ = batch
+    values = model(x).mean(1)
+    return {"loss": values, "centered": SumMetric(values - values.mean(), float)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": declared}, "exact=16 .* declared as batch_coupled"),
+        ({"objective": coupled_in_evaluations}, "exact=16 .* may depend on other examples"),
+        ({"eval_batch_size": 24}, r"exact is 16 and eval_batch_size .* is 24, .* multiple of 16"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_exact_is_refused_before_training_too(
+    options: Options, message: str
+) -> None:
+    data = (np.zeros((ROWS, 64), np.float32), np.zeros(ROWS, np.int32))
+    of = make(**options)
+    with pytest.raises(UserError, match=message):
+        of.evaluate(data)
+    with pytest.raises(UserError, match=message):
+        of.fit(data, validation=data)
+    assert of.step == 0

@@ -380,4 +380,4 @@ def test_shipped_experiments_are_proven_and_so_compile_once(name: str) -> None:
     rows = {
         k: np.zeros((1, *s), np.int32 if k != "image" else np.float32) for k, s in shapes.items()
     }
-    assert of.functions.why_not_padded(rows, 8) is None
+    assert of.functions.checks.why_not_padded(rows, 8) is None
