@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers import metrics
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdtrain import FunctionModel, Trainer, UserError
+from spmdtrain import CallbackContext, FunctionModel, Trainer, UserError
 from spmdtrain.checkpoints.checksums import format_sums, read_parts
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.source import list_checkpoints
@@ -84,6 +85,22 @@ def test_a_run_logs_the_hashes_of_its_checkpoints_and_trains_to_the_same_bits(
     assert again[4].loss == pytest.approx(found[4].loss, rel=1e-5)
     with pytest.raises(UserError, match="log_hash_every is 0: it must be above 0"):
         trainer(tmp_path, log_hash_every=0)
+
+
+def test_the_last_step_has_a_hash_also_if_a_callback_makes_it_the_last(tmp_path: Path) -> None:
+    data = {"x": np.random.default_rng(0).normal(size=(48, 256)).astype(np.float32)}
+
+    def stop(event: CallbackContext) -> None:
+        if event.step == 3:
+            event.trainer.stop()
+
+    stopped = trainer(tmp_path, log_hash_every=2, callbacks={"step": stop})
+    stopped.fit(data, steps=8)
+    found = read_hashes(str(tmp_path))
+    assert list(found) == [2, 3]
+    source = list_checkpoints(str(tmp_path))
+    assert found[3].hash == hash_of_sums(Manifest.read(source.path(3)).sums)
+    assert found[3].loss == metrics(tmp_path, "train")[-1]["loss"]
 
 
 def test_a_line_replaces_those_of_later_steps_which_an_earlier_start_has_written(
