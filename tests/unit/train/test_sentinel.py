@@ -279,7 +279,7 @@ def test_the_error_of_a_pending_save_does_not_replace_the_fault(
     with pytest.raises(DeviceFaultError, match=message):
         failing.fit((X, Y), steps=20)
     assert saved_steps(workdir) == [2, 4, 6, 8][: 4 if action == "stop" else 3]
-    assert status(workdir)["reason"].startswith("step 12: a lasting fault")
+    assert "step 12: a lasting fault" in status(workdir)["reason"]
 
 
 @pytest.mark.parametrize(
