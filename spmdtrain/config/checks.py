@@ -322,7 +322,7 @@ def _check_exact(config: "RunConfig") -> None:
             f"exact is {shards}: the number of virtual shards must be a power of two, at least "
             "twice the number of devices"
         )
-    conflicts = [
+    conflicts: list[tuple[str, object, object, str]] = [
         ("collectives.reduction", config.collectives.reduction, None, _OWN_ORDER),
         ("collectives.reduce_dtype", config.collectives.reduce_dtype, None, _OWN_ORDER),
         ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),

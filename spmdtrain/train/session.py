@@ -326,8 +326,8 @@ class RunSession:
     def _log_failure(self, error: BaseException) -> None:
         """Logs the failure and waits for the save in progress.
 
-        If the save fails as well, its error replaces any other than a `StateError`, which decides
-        the exit code and how the launcher goes on.
+        If the save fails as well, its error replaces `error`, unless that is a `StateError`, by
+        whose exit code the launcher decides whether to restart the job.
 
         Args:
           error: The error that ends the run.
