@@ -332,21 +332,22 @@ def _check_exact(config: "RunConfig") -> None:
             f"exact is {shards}: the number of virtual shards must be a power of two, at least "
             "twice the number of devices"
         )
-    for name, value, default, why in (
-        ("strategy", config.strategy, "mirrored", "the order of the workers' updates varies"),
+    conflicts: list[tuple[str, object, object, str]] = [
         ("collectives.reduction", config.collectives.reduction, None, _OWN_ORDER),
         ("collectives.reduce_dtype", config.collectives.reduce_dtype, None, _OWN_ORDER),
         ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),
         ("uneven_batch", config.uneven_batch, "refuse", "padding depends on the devices"),
         ("jit", config.jit, True, "operations that run one by one have other kernels"),
         ("steps_per_dispatch", config.steps_per_dispatch, 1, "XLA optimizes across steps"),
-    ):
-        by_servers = name == "strategy" and strategy(config.strategy).by_servers
-        if by_servers or (name != "strategy" and value != default):
-            raise UserError(
-                f"exact is {shards} and {name} is {value}: {why}, so the bits would depend on the "
-                "number of devices; leave one of the two out"
-            )
+    ]
+    found = [(name, value, why) for name, value, default, why in conflicts if value != default]
+    if strategy(config.strategy).by_servers:
+        found.insert(0, ("strategy", config.strategy, "the order of the workers' updates varies"))
+    for name, value, why in found:
+        raise UserError(
+            f"exact is {shards} and {name} is {value}: {why}, so the bits would depend on the "
+            "number of devices; leave one of the two out"
+        )
 
 
 _OWN_ORDER = "it adds up gradients in an order of its own"

@@ -331,6 +331,14 @@ class RunConfig:
         every = self.log_hash_every
         return every is not None and (step == total or step % every == 0)
 
+    def checks_devices_at(self, step: int) -> bool:
+        """Returns whether the sentinel checks the devices before `step`.
+
+        Args:
+          step: Number of the step, from 1.
+        """
+        return self.sentinel_every is not None and step % self.sentinel_every == 0
+
     @property
     def skipped_batches(self) -> SkippedBatches:
         """The batches that `skip_steps` leaves out."""

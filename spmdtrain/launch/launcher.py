@@ -244,6 +244,7 @@ class Launcher:
         self, exits: Sequence[TaskExit], hung: str | None, stopped: Sequence[str]
     ) -> Outcome:
         """Returns the result of an attempt; prints all failures except the root cause."""
+        requested = progress.take_without(self.folder)  # also if this attempt ends otherwise
         saved = max((ended.record.saved for ended in exits if ended.record), default=-1)
         if self.options.ps and any(x.task == "chief" and x.status == 0 for x in exits):
             # The chief has finished: tasks that were still starting then fail to connect to it.
@@ -277,9 +278,8 @@ class Launcher:
         words = describe_exit(cause)
         if stopped and cause_rank(cause) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
-        without = progress.take_without(self.folder)
-        if without not in self.environments or self.options.processes == 1:
-            without = None
+        is_fault = cause.code == ExitCode.DEVICE_FAULT and self.options.processes > 1
+        without = requested if is_fault and requested in self.environments else None
         return Outcome(cause.code, words, saved, without)
 
     def _is_hung(self, watch: IdleTimer, running: Sequence[Child]) -> bool:

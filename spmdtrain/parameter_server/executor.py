@@ -115,6 +115,9 @@ class ServerExecutor:
             queue.limit = limit
         return self._wait, step - 1
 
+    def check_devices(self, step: int, state: TrainState, batch: int) -> None:
+        """Does nothing, because the configuration refuses the sentinel under parameter servers."""
+
     def _wait(self, state: TrainState, batch: int) -> tuple[TrainState, StepOutput]:
         """Waits until the batch is applied; the state remains with the servers."""
         with phase(Phase.STEP, batch + 1):

@@ -25,7 +25,7 @@ from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.param_gather import ParamGathers, current_gathers
 from spmdtrain.sharding.placement import Placement, computes_alone
 from spmdtrain.sharding.rules import REPLICATED, GatherPolicy, Rule
-from spmdtrain.sharding.state_paths import Shape, field_of, parameter_of
+from spmdtrain.sharding.state_paths import Shape, field_of, parameter_of, params_path
 from spmdtrain.strategies import AXES, STATE
 from spmdtrain.terminal import byte_size
 from spmdtrain.tree import named_leaves, path_name
@@ -171,7 +171,7 @@ class Layout:
           params: The parameters, or a part of them.
           field: "params", or "opt_state" for the specs of their gradients.
         """
-        return _with_paths(lambda name, _: self._over_batch(_of_params(name), field), params)
+        return _with_paths(lambda name, _: self._over_batch(params_path(name), field), params)
 
     def gathered_per_layer(self) -> list[str]:
         """Returns the names of the parameters that the model gathers one layer at a time."""
@@ -230,7 +230,7 @@ class Layout:
 
     def _gather_parts(self, gathers: ParamGathers, name: str, part: jax.Array) -> jax.Array:
         """Gathers a parameter explicitly from the devices' parts."""
-        name = _of_params(name)
+        name = params_path(name)
         split = split_dims(self._over_batch(name, "params"), part.ndim)
         if not split:
             return part
@@ -438,14 +438,10 @@ class Layout:
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(name: str, x: jax.Array) -> jax.Array:
-            wanted = sharding(_of_params(name), x)
+            wanted = sharding(params_path(name), x)
             return x if wanted is None else jax.lax.with_sharding_constraint(x, wanted)
 
         return _with_paths(constrained, params)
-
-
-def _of_params(name: str) -> str:
-    return f"params/{name}" if name else "params"  # of a single array
 
 
 def _with_paths(function: Callable[..., Any], *trees: PyTree) -> PyTree:

@@ -38,3 +38,12 @@ def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> st
 def field_of(name: str) -> str:
     """Returns the field of the state that a leaf's path begins with."""
     return name.partition("/")[0]
+
+
+def params_path(name: str) -> str:
+    """Returns the path in the state of a parameter.
+
+    Args:
+      name: Its path in the parameters, empty if these are a single array.
+    """
+    return f"params/{name}" if name else "params"

@@ -16,6 +16,7 @@ class BoundaryActions:
       evaluate: (step, whether an evaluation is due) -> the metrics of the step's evaluation; None
         if there is none, or a signal interrupted it.
       save: Saves the state after a step, with the metrics of its evaluation.
+      hash_last: Logs the hash of the state after the last step, unless it is logged or not due.
       report: Prints a summary after the last step.
       stop_requested: Returns whether `stop()` was called, so that the run ends with this step.
     """
@@ -24,5 +25,6 @@ class BoundaryActions:
     end_epoch: Callable[[int], None]
     evaluate: Callable[[int, bool], Metrics | None]
     save: Callable[[int, Metrics | None], None]
+    hash_last: Callable[[int], None]
     report: Callable[[], None]
     stop_requested: Callable[[], bool]

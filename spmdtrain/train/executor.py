@@ -53,6 +53,19 @@ class Executor(Protocol):
         """
         ...
 
+    def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
+        """Checks the devices before a step for which that is due (see `Sentinel`).
+
+        Args:
+          step: The last step of the dispatch.
+          state: The state before it.
+          batch: Its batch, from `load`.
+
+        Raises:
+          DeviceFaultError: If devices differ and `sentinel_action` is stop or rollback.
+        """
+        ...
+
     def stop_dispatch(self, step: int) -> int:
         """Stops the dispatch of further steps; returns the last one (`step` or later)."""
         ...
@@ -287,9 +300,12 @@ class MeshExecutor:
         if len(steps) not in self._compiled:
             self._compiled[len(steps)] = self._compile(len(steps), batch, state)
             self._run.logger.restart_timer(steps[0] - 1)
-        if self._sentinel is not None and self._sentinel.is_due(steps[-1]):
-            self._sentinel.check(steps[-1], state, batch)
         return self._compiled[len(steps)], batch
+
+    def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
+        """Checks the devices by the sentinel, if that is due before this step."""
+        if self._sentinel is not None and self._run.config.checks_devices_at(step):
+            self._sentinel.check(step, state, batch)
 
     def stop_dispatch(self, step: int) -> int:
         """Returns `step`, because only the training loop dispatches steps."""

@@ -409,6 +409,7 @@ class Loop(LoopTools, MediaLogger):
             end_epoch=lambda step: None,
             evaluate=lambda step, is_due: self._metrics(),  # the user has evaluated already
             save=lambda step, metrics: self._save(),
+            hash_last=self._started().reader.hash_last,
             report=lambda: None,
             stop_requested=lambda: self._stop,
         )

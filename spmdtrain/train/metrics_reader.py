@@ -61,7 +61,10 @@ class MetricsReader:
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
         self._is_first = True  # the first state is not compared yet
-        self._sums: dict[int, StateSums] = {}  # by step; for hashes and comparisons
+        # By step, the sums for comparisons, and whether they are also logged as a hash.
+        self._sums: dict[int, tuple[StateSums, bool]] = {}
+        self._hashed = 0  # the last step whose hash is logged
+        self._last_loss: float | None = None  # of the last step that was read
         self._components = list(components_of(run.train))
         self._keys: Collection[str] = ()  # names of the metrics of the last step, then sorted
         self._names: Sequence[str] = ()
@@ -78,9 +81,10 @@ class MetricsReader:
           ReplicaError: If the processes' copies of the state differ.
         """
         self._check_sound()
-        hashes, last = self._hashes_at(steps[-1]), steps[-1]
+        last = steps[-1]
+        hashes = self._run.config.hashes_at(last, self._run.schedule.total)
         if (hashes or self._compares_after(steps)) and (state := self._state()) is not None:
-            self._sums[last] = StateSums(state, in_host_memory=hashes)
+            self._sums[last] = StateSums(state, in_host_memory=hashes), hashes
             self._is_first = False
         self._in_flight.append((steps, output))
         if len(self._in_flight) > self._max_in_flight:
@@ -92,6 +96,18 @@ class MetricsReader:
         while self._in_flight:
             self._read(*self._in_flight.popleft())
         self._run.logger.pause_timer()
+
+    def hash_last(self, step: int) -> None:
+        """Logs the hash of the state after the last step, if that is due and not done.
+
+        `add` does not know that a step is the last one if a callback stops the run after it.
+
+        Args:
+          step: The last step of the run, which `flush` has read.
+        """
+        is_due = self._run.config.hashes_at(step, self._run.schedule.total)
+        if is_due and step != self._hashed and (state := self._state()) is not None:
+            self._read_sums(step, StateSums(state, in_host_memory=True), is_hashed=True)
 
     def _check_sound(self) -> None:
         """Re-raises an earlier error: if the user has caught it, the state is still unusable."""
@@ -108,11 +124,12 @@ class MetricsReader:
         with phase(Phase.STEP):  # blocks until all processes have run the step
             finite = np.asarray(output.finite)
         self._read_all(steps, output, finite)
-        if (sums := self._sums.pop(last, None)) is not None:
-            self._read_sums(last, sums, output)
-
-    def _hashes_at(self, step: int) -> bool:
-        return self._run.config.hashes_at(step, self._run.schedule.total)
+        if self._run.config.log_hash_every is not None:
+            loss = output.metrics.get("loss")  # of all steps of the dispatch
+            self._last_loss = None if loss is None else float(np.ravel(loss)[-1])
+        if last in self._sums:
+            sums, is_hashed = self._sums.pop(last)
+            self._read_sums(last, sums, is_hashed=is_hashed)
 
     def _compares_after(self, steps: Sequence[int]) -> bool:
         """Returns whether the processes compare the state after a dispatch."""
@@ -121,8 +138,8 @@ class MetricsReader:
         every = self._run.config.compare_copies_every
         return self._is_first or (every is not None and any(s % every == 0 for s in steps))
 
-    def _read_sums(self, step: int, sums: StateSums, output: StepOutput) -> None:
-        """Compares the state after a step between processes, and logs its hash if that is due."""
+    def _read_sums(self, step: int, sums: StateSums, *, is_hashed: bool) -> None:
+        """Compares the state after the step that was read last; logs its hash if `is_hashed`."""
         try:
             with phase(Phase.STEP):
                 parts = sums.parts()
@@ -130,11 +147,10 @@ class MetricsReader:
         except ReplicaError as error:
             self._failed = error
             raise
-        if self._hashes_at(step):
+        if is_hashed:
             totals = format_sums(process_group.summed(read_parts(parts)))
-            loss = output.metrics.get("loss")  # of all steps of the dispatch
-            last = None if loss is None else float(np.ravel(loss)[-1])
-            self._run.logger.log_hash(StateHash(step, totals, last))
+            self._run.logger.log_hash(StateHash(step, totals, self._last_loss))
+            self._hashed = step
 
     def _read_all(self, steps: Sequence[int], output: StepOutput, finite: np.ndarray) -> None:
         run, last = self._run, steps[-1]

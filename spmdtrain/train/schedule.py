@@ -91,8 +91,10 @@ class Schedule:
             return
         if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):
             raise UserError(
-                f"steps_per_dispatch is {size}, and the steps between evaluations, checkpoints "
-                "and profiles are fewer"
+                f"steps_per_dispatch is {size}, and there are never so many steps without an "
+                "evaluation, a checkpoint, a profile, a hash of the state (log_hash_every), a "
+                "check of the devices (sentinel_every) or an end of an epoch that a callback "
+                "reads: make one of these rarer, or steps_per_dispatch smaller"
             )
 
     def _splits(self, step: int) -> bool:
@@ -101,8 +103,7 @@ class Schedule:
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
         saved = self._saves and self.saves_by_count(step)
         hashed = self._config.hashes_at(step, self.total)
-        every = self._config.sentinel_every
-        checked = every is not None and (step % every == 0 or (step + 1) % every == 0)
+        checked = any(map(self._config.checks_devices_at, (step, step + 1)))
         due = saved or around or hashed or checked or self.ends_epoch(step)
         return due or self.should_evaluate(step, saved=saved)
 

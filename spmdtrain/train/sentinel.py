@@ -1,14 +1,17 @@
 """The sentinel: finds devices that compute wrong gradients without an error."""
 
+import math
 import socket
 from typing import Any
 
 from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import DeviceFaultError, UserError
+from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserError
 from spmdtrain.files.found_faults import FoundFault
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.sentinel_program import GradientSums
@@ -51,11 +54,7 @@ class Sentinel:
         status = files.sentinel if files is not None else None
         passed: int = process_group.broadcast(0 if status is None else status["passed"])
         self._passed = min(passed, first)
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether to check before a step."""
-        every = self._run.config.sentinel_every
-        return every is not None and step % every == 0
+        self._warn_of_restarts()
 
     def check(self, step: int, state: TrainState, batch: PyTree) -> None:
         """Checks the devices with the batch of a step.
@@ -108,32 +107,90 @@ class Sentinel:
             "parameter": self._sums.names[verdict.parameter],
         }
 
+    def _warn_of_restarts(self) -> None:
+        """Warns if the launcher could not restart the job without one of the processes."""
+        is_restarted = progress.launched() and process_group.count() > 1
+        if self._run.config.sentinel_action != "rollback" or not is_restarted:
+            return
+        for rank, name in enumerate(process_group.names()):
+            if (why := self._why_not_without(rank)) is not None:
+                self._run.logger.terminal.warning(
+                    f"sentinel_action is rollback, but the job cannot be restarted without {name} "
+                    f"after a fault, and would stop: {why}"
+                )
+                return
+
+    def _why_not_without(self, rank: int) -> str | None:
+        left = [device for device in self._sums.devices if device.process_index != rank]
+        return why_not_on(len(left), self._run.config)
+
     def _go_back(self, fault: FoundFault) -> str:
-        """Renames the checkpoints since the last check that passed.
+        """Renames the checkpoints since the last check that passed, and requests the restart.
+
+        An error of a save or of the renaming becomes part of the message, because it must not
+        replace the fault, for which the launcher does not use the same devices again.
 
         Returns:
           What was done, for the message.
         """
         run, last = self._run, self._passed
         assert run.config.workdir is not None and run.checkpoints is not None
-        run.wait_for_save()
+        saving = ""
+        try:
+            run.wait_for_save()
+        except (ReplicaError, StorageError) as error:
+            saving = f"; the pending save has failed: {error}"
         source = broadcast_source(list_checkpoints(run.config.workdir))
         suspect = [step for step in source.steps if step > last]
         if suspect and len(suspect) == len(source.steps):
             return (
-                f"; all checkpoints are newer than step {last}, the last one whose check passed, "
-                "so none is known to be good and none was renamed"
+                f"{saving}; all checkpoints are newer than step {last}, the last one whose check "
+                "passed, so none is known to be good and none was renamed"
             )
         if suspect:
-            names = run.checkpoints.quarantine(suspect, "suspect")
+            try:
+                names = run.checkpoints.quarantine(suspect, "suspect")
+            except StorageError as error:
+                return f"{saving}; {error}"
             kept = max(source.steps[: -len(suspect)])
-            text = f"; checkpoints renamed: {', '.join(names)}; the newest left is {kept}"
+            text = f"{saving}; checkpoints renamed: {', '.join(names)}; the newest left is {kept}"
         else:
-            text = f"; no checkpoint is newer than step {last}, the last one whose check passed"
+            text = (
+                f"{saving}; no checkpoint is newer than step {last}, the last one whose check "
+                "passed"
+            )
         is_known = fault["kind"] != FaultKind.UNCLEAR and len(fault["processes"]) == 1
-        if is_known and process_group.count() > 1 and process_group.is_chief():
-            progress.request_without(fault["processes"][0])
+        if not is_known or process_group.count() == 1:
+            return text
+        task = fault["processes"][0]
+        why = self._why_not_without(process_group.names().index(task))
+        if why is not None:
+            return f"{text}; not restarted without {task}: {why}"
+        if process_group.is_chief():
+            progress.request_without(task)
         return text
+
+
+def why_not_on(devices: int, config: RunConfig) -> str | None:
+    """Returns why a run with a sentinel cannot continue on fewer devices; None if it can.
+
+    Args:
+      devices: Number of devices that remain.
+      config: The resolved configuration.
+    """
+    if devices < 2:
+        return f"{devices} device(s) would remain, and the sentinel needs 2 or more"
+    if config.mesh.devices:
+        return "mesh.devices names devices of all processes"
+    sizes = {axis: size for axis, size in config.mesh.given().items() if size not in (None, -1)}
+    if devices % math.prod(filter(None, sizes.values())):
+        product = " * ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+        return f"{devices} devices would remain, which do not divide over {product}"
+    try:
+        resolve(config, batch_shards=devices)  # the sentinel refuses devices that share examples
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _sentence(fault: FoundFault, verdict: Verdict, count: int) -> str:

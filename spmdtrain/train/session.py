@@ -20,6 +20,7 @@ from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import (
     NonFiniteError,
     PreemptedExit,
+    ReplicaError,
     StateError,
     StorageError,
     UserError,
@@ -198,6 +199,8 @@ class RunSession:
         if preempted:
             self.wait_for_save()  # a checkpoint is reported only once it is complete
         last = step == self.schedule.total
+        if last:
+            actions.hash_last(step)
         if preempted or last:
             actions.report()
         if preempted:
@@ -321,7 +324,18 @@ class RunSession:
             raise
 
     def _log_failure(self, error: BaseException) -> None:
-        """Logs the failure; raises `StorageError` if the save in progress fails as well."""
+        """Logs the failure and waits for the save in progress.
+
+        If the save fails as well, its error replaces `error`, unless that is a `StateError`, by
+        whose exit code the launcher decides whether to restart the job.
+
+        Args:
+          error: The error that ends the run.
+
+        Raises:
+          StorageError: If the save fails and `error` is not a `StateError`.
+          ReplicaError: Likewise.
+        """
         # The save completes only if all processes wait for it. All of them raise a `StateError`;
         # any other error may have occurred in this process alone.
         all_wait = process_group.count() == 1 or isinstance(error, StateError)
@@ -331,9 +345,11 @@ class RunSession:
                 self.checkpoints.abandon()
             elif isinstance(error, Exception):
                 self.wait_for_save()
-        except StorageError as failed_save:
-            why = failed_save
-            raise
+        except (StorageError, ReplicaError) as failed_save:
+            if not isinstance(error, StateError):
+                why = failed_save
+                raise
+            self.logger.terminal.warning(f"the pending save has failed: {failed_save}")
         finally:
             self.logger.log_end(Status.FAILED, self.saved_step, failures.reason(why))
 

@@ -282,6 +282,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             for steps in schedule.dispatches(first):  # the range of steps of one dispatch
                 step = steps[-1]
                 program, batch = executor.load(steps, self._current)
+                executor.check_devices(step, self._current, batch)
                 profile.before(steps[0])
                 with phase(Phase.STEP):
                     self._state, output = program(self._current, batch)
@@ -339,6 +340,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             end_epoch=end_epoch,
             evaluate=evaluate,
             save=functools.partial(self._save, run),
+            hash_last=reader.hash_last,
             report=executor.report,
             stop_requested=lambda: self._callbacks.stop_requested,
         )

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers import metrics
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdtrain import FunctionModel, Trainer, UserError
+from spmdtrain import CallbackContext, FunctionModel, Trainer, UserError
 from spmdtrain.checkpoints.checksums import format_sums, read_parts
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.source import list_checkpoints
@@ -87,6 +88,22 @@ def test_a_run_logs_the_hashes_of_its_checkpoints_and_trains_to_the_same_bits(
         trainer(tmp_path, log_hash_every=0)
 
 
+def test_the_last_step_has_a_hash_also_if_a_callback_makes_it_the_last(tmp_path: Path) -> None:
+    data = {"x": np.random.default_rng(0).normal(size=(48, 256)).astype(np.float32)}
+
+    def stop(event: CallbackContext) -> None:
+        if event.step == 3:
+            event.trainer.stop()
+
+    stopped = trainer(tmp_path, log_hash_every=2, callbacks={"step": stop})
+    stopped.fit(data, steps=8)
+    found = read_hashes(str(tmp_path))
+    assert list(found) == [2, 3]
+    source = list_checkpoints(str(tmp_path))
+    assert found[3].hash == hash_of_sums(Manifest.read(source.path(3)).sums)
+    assert found[3].loss == metrics(tmp_path, "train")[-1]["loss"]
+
+
 def test_hashes_after_the_step_of_a_resume_are_void(tmp_path: Path) -> None:
     data = {"x": np.random.default_rng(0).normal(size=(48, 256)).astype(np.float32)}
     trainer(tmp_path, log_hash_every=1, checkpoint_every_steps=2).fit(data, steps=4)
@@ -94,7 +111,8 @@ def test_hashes_after_the_step_of_a_resume_are_void(tmp_path: Path) -> None:
     trainer(tmp_path, log_hash_every=3).fit(data, steps=3)
     with (tmp_path / "hashes.jsonl").open("a") as file:
         file.write('no line\n{"step": 11')
-    lines = [json.loads(line) for line in (tmp_path / "hashes.jsonl").read_text().split("\n")[:-2]]
-    assert [line.get("step", line.get("resumed")) for line in lines] == [1, 2, 3, 4, 2, 3]
+    lines = (tmp_path / "hashes.jsonl").read_text().split("\n")[:-2]
+    steps = [line.get("step", line.get("resumed")) for line in map(json.loads, lines)]
+    assert steps == [1, 2, 3, 4, 2, 3]
     assert list(read_hashes(str(tmp_path))) == [1, 2, 3]
     assert read_hashes(str(tmp_path / "nothing")) == {}

@@ -484,6 +484,21 @@ raise OSError(f"in attempt {attempt}")
 
 
 @pytest.mark.slow
+def test_a_task_is_left_out_only_after_a_device_fault(tmp_path: Path) -> None:
+    script = """
+if attempt == 0 and task == "chief":
+    progress.request_without("worker 0")
+    sys.exit(1)
+if attempt == 1 and task == "chief":
+    sys.exit(4)
+"""
+    ended = launch(tmp_path, script, "--processes", 2)
+    assert ended.returncode == 4
+    assert said(ended)[0].endswith("restart 1 of 3 in 1 s")
+    assert (tmp_path / "worker-0.attempts").read_text() == "xx"
+
+
+@pytest.mark.slow
 def test_preempted_by_itself_starts_again_once_the_others_have_saved(tmp_path: Path) -> None:
     script = """
 if attempt == 0:

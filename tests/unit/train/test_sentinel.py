@@ -1,6 +1,7 @@
 """The sentinel: every injected fault is found, and its device is named."""
 
 import functools
+import re
 import socket
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from spmdtrain import (
     CallbackContext,
     DeviceFaultError,
     MeshSpec,
+    ReplicaError,
     RunConfig,
     ShardingOptions,
     Trainer,
@@ -28,11 +30,13 @@ from spmdtrain import (
     UserError,
     read_manifest,
 )
-from spmdtrain.checkpoints import checksums
+from spmdtrain.checkpoints import checksums, replica_check
 from spmdtrain.files.run_events import read_events
 from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import use_placement
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.sentinel import why_not_on
 from spmdtrain.train.sentinel_program import GradientSums
 from spmdtrain.train.sentinel_verdict import FaultKind, Verdict, find_faulty
 
@@ -247,6 +251,61 @@ def test_a_rollback_renames_what_was_saved_since_the_last_check_that_passed(
     saved = read_manifest(workdir / "checkpoints" / "10").sums
     for name, total in checksums.sums({"params": clean.state.params}).items():
         assert saved[name] == total, name
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("stop", r"^step 12: a lasting fault: device 6 \([^;]*$"),
+        (
+            "rollback",
+            r"save has failed: copies differ; checkpoints renamed: 8\.suspect; .* left is 6$",
+        ),
+    ],
+)
+def test_the_error_of_a_pending_save_does_not_replace_the_fault(
+    action: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_equal(sums: Any, step: int, sequence: Any) -> None:
+        if step == 10:
+            raise ReplicaError("copies differ")
+
+    monkeypatch.setattr(replica_check, "check_equal", check_equal)
+    workdir = tmp_path / "run"
+    options = {"sentinel_every": 6, "checkpoint_every_steps": 2, "keep_latest": 9}
+    failing = trainer(
+        callbacks=failing_from(7, FLIP), sentinel_action=action, workdir=str(workdir), **options
+    )
+    with pytest.raises(DeviceFaultError, match=message):
+        failing.fit((X, Y), steps=20)
+    assert saved_steps(workdir) == [2, 4, 6, 8][: 4 if action == "stop" else 3]
+    assert "step 12: a lasting fault" in status(workdir)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "why"),
+    [
+        (4, {}, None),
+        (6, {}, "global_batch_size is 32: it does not divide over 6 devices"),
+        (4, {"microbatches": 16}, "over 4 devices and 16 microbatches"),
+        (6, {"uneven_batch": "pad"}, None),
+        (1, {}, "1 device.s. would remain"),
+        (6, {"mesh": MeshSpec(data=8), "uneven_batch": "pad"}, "not divide over mesh.data=8"),
+        (4, {"mesh": MeshSpec(devices=(0, 1))}, "mesh.devices names"),
+    ],
+)
+def test_a_job_is_restarted_only_on_devices_that_its_configuration_fits(
+    devices: int, options: dict[str, Any], why: str | None
+) -> None:
+    config = resolve(RunConfig(global_batch_size=32, **options), batch_shards=2)
+    found = why_not_on(devices, config)
+    assert found is None if why is None else re.search(why, found or "")
+
+
+def test_steps_of_one_dispatch_are_refused_if_a_check_comes_before_each() -> None:
+    with pytest.raises(UserError, match=r"check of the devices \(sentinel_every\)") as refused:
+        trainer(sentinel_every=1, steps_per_dispatch=2, steps=8).fit((X, Y))
+    assert "log_hash_every" in str(refused.value)
 
 
 def test_a_warning_ends_nothing_and_a_check_does_not_change_the_run(
