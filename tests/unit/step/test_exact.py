@@ -106,7 +106,7 @@ def test_an_evaluation_has_the_bits_of_one_device_on_eight() -> None:
     assert one == eight and one["rows"] != 0.0
 
 
-def test_an_objective_may_make_its_functions_anew_at_each_trace() -> None:
+def test_an_objective_may_make_other_functions_at_each_trace() -> None:
     def squares(model: Any, batch: Any) -> dict[str, Any]:
         (x,) = batch
         return {"loss": model(x).mean(1), "twice": SumMetric(x[:, 0], lambda total: 2 * total)}
