@@ -25,6 +25,11 @@ class Pattern:
     window: int | None
     scale: float
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every token attends to every other of its document."""
+        return not self.causal and self.window is None
+
 
 class Tokens(NamedTuple):
     """The place of some tokens in their sequence.

@@ -104,7 +104,12 @@ def context_attention(
         ring = make_ring(CONTEXT, size, tokens, pattern, name)
         local = partial(ring_attention, ring=ring)
     elif method == "gather":
-        local = partial(_gather, pattern=pattern, name=name)
+
+        def local(
+            query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None
+        ) -> jax.Array:
+            return _mix(query, key, value, segments, pattern, name)
+
     else:
         heads, _ = heads_of_device(query.shape[2], key.shape[2], over)
         if heads % size:
@@ -148,18 +153,6 @@ def _ulysses(
 # -- gathered keys and values ----------------------------------------------------------------------
 
 
-def _gather(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array | None,
-    *,
-    pattern: Pattern,
-    name: str,
-) -> jax.Array:
-    return _mix(query, key, value, segments, pattern, name)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _mix(
     query: jax.Array,
@@ -180,10 +173,6 @@ def _places(query: jax.Array, segments: jax.Array | None) -> tuple[Tokens, Token
     return Tokens(start + jnp.arange(length), segments), Tokens(everywhere, _all(segments))
 
 
-def _attends_to_all(pattern: Pattern) -> bool:
-    return not pattern.causal and pattern.window is None
-
-
 def _mix_forward(
     query: jax.Array,
     key: jax.Array,
@@ -193,8 +182,7 @@ def _mix_forward(
     name: str,
 ) -> tuple[jax.Array, PyTree]:
     (all_keys, all_values), (of, to) = _all((key, value)), _places(query, segments)
-    every = _attends_to_all(pattern)
-    mixed = attend(query, all_keys, all_values, of, to, pattern, every=every)
+    mixed = attend(query, all_keys, all_values, of, to, pattern, every=pattern.is_full)
     values = checkpoint_name(mixed.values.astype(query.dtype), name)
     total = checkpoint_name(mixed.total, name)
     return values, (query, key, value, segments, values, total)
@@ -212,7 +200,7 @@ def _mix_backward(pattern: Pattern, name: str, residuals: PyTree, gradient: jax.
         of,
         to,
         pattern,
-        every=_attends_to_all(pattern),
+        every=pattern.is_full,
         total=total,
         gradient=gradient,
         inner=(values.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1),

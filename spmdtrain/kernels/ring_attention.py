@@ -254,8 +254,7 @@ def _attend_in_turn(
         return attend(queries.query, keys.key, keys.value, queries.of, to, pattern, every=every)
 
     if not ring.balanced:
-        every = not ring.pattern.causal and ring.pattern.window is None
-        return merge_mixed(mixed, part(queries, (keys, to), every))
+        return merge_mixed(mixed, part(queries, (keys, to), ring.pattern.is_full))
     low, high = (_half(queries, half) for half in (0, 1))
     low_keys, high_keys = (_half((keys, to), half) for half in (0, 1))
     low_mixed, high_mixed = (_half(mixed, half) for half in (0, 1))
@@ -345,7 +344,7 @@ def _backward_in_turn(
         return _Gradients(*found)
 
     if not ring.balanced:
-        return part(queries, (keys, to), not ring.pattern.causal and ring.pattern.window is None)
+        return part(queries, (keys, to), ring.pattern.is_full)
     low, high = (_half(queries, half) for half in (0, 1))
     low_keys, high_keys = (_half((keys, to), half) for half in (0, 1))
     first = part(high, low_keys, every=True)

@@ -1,4 +1,4 @@
-"""Where an example comes from, and its values in short."""
+"""The origin of an example, and a summary of its values."""
 
 from pathlib import Path
 

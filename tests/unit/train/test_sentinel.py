@@ -85,7 +85,7 @@ class Checked:
     def verdict(
         self, of: np.ndarray = NONE, runs: range = range(1, 4), first: int = 0
     ) -> Verdict | None:
-        """What a check with 16 examples from `first` on finds, with a fault in these runs."""
+        """Returns the result of a check of 16 examples, with a fault in these runs."""
         return self._compare(of, runs, first)
 
     def old_value(self, leaf: int, element: int) -> float:
