@@ -7,7 +7,7 @@ order of one binary tree: its lower levels in nested loops on each device, the o
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,17 +223,23 @@ class ExactUpdate(Update):
     order: FixedOrder
 
     def __call__(
-        self, params: PyTree, opt_state: PyTree, gradients: PyTree, extra: ExtraArguments
+        self,
+        params: PyTree,
+        opt_state: PyTree,
+        gradients: PyTree,
+        extra: ExtraArguments,
+        before: Sequence[jax.Array] = (),
     ) -> Updated:
-        def apply(given: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
-            of_loop = dataclasses.replace(extra, grad=given[2])
-            new = super(ExactUpdate, self).__call__(*given, of_loop)
+        def apply(params: PyTree, opt_state: PyTree, gradients: PyTree) -> tuple[PyTree, ...]:
+            of_loop = dataclasses.replace(extra, grad=gradients)
+            new = super(ExactUpdate, self).__call__(params, opt_state, gradients, of_loop)
             return new.params, new.opt_state, new.updates
 
-        def in_order(given: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
-            found: tuple[PyTree, PyTree, PyTree] = self.order.evaluate(apply, given)
-            return found
+        def in_order(given: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+            return *self.order.evaluate(apply, *given[:3]), given[2]
 
         # Updates leave the loop in the place of the gradients. If these stayed the same, XLA would
-        # move what depends on them alone out of the loop.
-        return Updated(*in_loop_of_one_turn(in_order, (params, opt_state, gradients), extra.value))
+        # move what depends on them alone out of the loop. The gradients leave it in a fourth place,
+        # so that their norm, which needs a collective, is computed after the loop.
+        given = (params, opt_state, gradients, gradients)
+        return Updated(*in_loop_of_one_turn(in_order, given, before))

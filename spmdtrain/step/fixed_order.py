@@ -1,6 +1,6 @@
 """Evaluation of an optimizer so that its bits do not depend on how the state is split."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def _of_slices(slices: jax.Array) -> jax.Array:
 
 
 def in_loop_of_one_turn(
-    function: Callable[[PyTree], PyTree], values: PyTree, after: jax.Array
+    function: Callable[[PyTree], PyTree], values: PyTree, before: Sequence[jax.Array]
 ) -> PyTree:
     """Returns `function(values)`, compiled apart from the code around it.
 
@@ -100,12 +100,17 @@ def in_loop_of_one_turn(
     the function with the gradients. XLA cannot remove the loop, because it does not know the number
     of its turns.
 
+    XLA's CPU client does not order the collectives of a loop with those outside: without a data
+    dependency its threads may wait in different ones, forever. So each collective of the step has
+    to be needed by the loop, or to need a result of it.
+
     Args:
       function: Returns values of the same shapes, each of which differs from the given one.
       values: A pytree of arrays.
-      after: A number that exists only after all collectives before the loop.
+      before: With `values`, the results of all collectives before the loop.
     """
-    turns = 2 - (jnp.isfinite(after).astype(jnp.int32) >= 0)  # 1, which XLA does not know
+    count = sum((jnp.isfinite(x).sum() for x in before), start=jnp.zeros((), jnp.int32))
+    turns = 2 - (count >= 0)  # 1, which XLA does not know
 
     def body(given: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
         return given[0] + 1, function(given[1])

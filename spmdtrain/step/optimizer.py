@@ -27,11 +27,13 @@ class Updated:
       params: All parameters after it.
       opt_state: The optimizer's state after it.
       updates: What was added to the trained parameters, None in place of the others.
+      gradients: The given gradients.
     """
 
     params: PyTree
     opt_state: PyTree
     updates: PyTree
+    gradients: PyTree
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,12 @@ class Update:
         return first_average(params) if free or self.ema_decay is not None else {}
 
     def __call__(
-        self, params: PyTree, opt_state: PyTree, gradients: PyTree, extra: ExtraArguments
+        self,
+        params: PyTree,
+        opt_state: PyTree,
+        gradients: PyTree,
+        extra: ExtraArguments,
+        before: Sequence[jax.Array] = (),
     ) -> Updated:
         """Returns the parameters and the optimizer's state after a step.
 
@@ -81,10 +88,13 @@ class Update:
           opt_state: The optimizer's state.
           gradients: Gradients of the trained parameters, None in place of the others.
           extra: The arguments for optimizers that use more than the gradients.
+          before: With the gradients, the results of all collectives of the step so far. They matter
+            to updates with collectives in a loop (see `in_loop_of_one_turn`).
         """
         trained, frozen = self.partition(params)
         updates, opt_state = update_with(self.optimizer, gradients, opt_state, trained, extra)
-        return Updated(merge(optax.apply_updates(trained, updates), frozen), opt_state, updates)
+        params = merge(optax.apply_updates(trained, updates), frozen)
+        return Updated(params, opt_state, updates, gradients)
 
     def partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the trained parameters and the others, each with None in the others' places."""

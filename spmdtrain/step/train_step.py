@@ -111,13 +111,13 @@ def make_train_step(
         given = (frozen, state.model_state, batch, state.step_key)
         loss = BatchLoss(gradients, update, layout, *given, before)
         extra = ExtraArguments(means["loss"], reduced, loss.value, loss.grad)
-        new = update(state.params, state.opt_state, reduced, extra)
+        new = update(state.params, state.opt_state, reduced, extra, before)
         params, opt_state = layout.at_rest(new.params), new.opt_state
         averaged = update.average(state.averaged, params, opt_state, state.step)
         model_state = computed.model_state
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
         combined = metrics.combinations(computed.metrics)
-        return _Updated(after, means, sums, combined), (reduced, new.updates)
+        return _Updated(after, means, sums, combined), (new.gradients, new.updates)
 
     def train_step(
         state: TrainState, batch: PyTree, is_last: jax.Array | None = None
