@@ -221,7 +221,7 @@ def steps(pictures: Path) -> dict[int, Step]:
         return {devices: step_on(devices, experiment, config) for devices in (1, 8)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_loss_and_gradients_are_equal_on_1_and_8_devices(steps: dict[int, Step]) -> None:
     moved = [name for name, gradient in steps[1].gradients.items() if np.abs(gradient).max() > 1e-4]
     assert len(moved) > 0.7 * len(steps[1].gradients)

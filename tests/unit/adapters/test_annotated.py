@@ -203,7 +203,11 @@ class StackedLogical(nn.Module):
     ("model", "kernel"),
     [
         (StackedNamed, "layers/up/kernel"),
-        (LinenModel(StackedLogical(), np.ones((1, 4, WIDTH), np.float32)), "layers/up"),
+        pytest.param(
+            LinenModel(StackedLogical(), np.ones((1, 4, WIDTH), np.float32)),
+            "layers/up",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_dim_of_stacked_layers_has_a_name_too(

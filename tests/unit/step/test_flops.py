@@ -156,7 +156,10 @@ def test_the_gradient_of_a_ragged_dot_takes_twice_the_dot(argnums: tuple[int, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("microbatches", "remat"), [(1, "none"), (2, "full")])
+@pytest.mark.parametrize(
+    ("microbatches", "remat"),
+    [(1, "none"), pytest.param(2, "full", marks=pytest.mark.nightly)],
+)
 def test_training_mobilenet(
     monkeypatch: pytest.MonkeyPatch, microbatches: int, remat: Literal["none", "full"]
 ) -> None:
