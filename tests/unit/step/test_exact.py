@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collective_order import unordered_collectives
 from helpers import environment
 from plan_helpers import needs_libtpu
 from step_helpers import on
@@ -34,6 +35,7 @@ from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.step.exact import tree_loop
 from spmdtrain.terminal import Terminal
+from spmdtrain.testing import compiled_step
 from spmdtrain.tree import named_leaves
 
 SHARDS, ROWS = 16, 32
@@ -86,6 +88,14 @@ def test_dropout_clipping_and_adam_have_one_hash_and_without_exact_several() -> 
     few = "one device", "eight devices", "fully_sharded"
     assert len({digest(**PLACEMENTS[name]) for name in few}) == 1
     assert digest(exact=None) != digest(exact=None, mesh=on(1))
+
+
+@pytest.mark.slow
+def test_collectives_after_the_loop_of_the_update_depend_on_it() -> None:
+    """Otherwise the step may hang (see `in_loop_of_one_turn`)."""
+    batch = np.zeros((ROWS, 64), np.float32), np.zeros(ROWS, np.int32)
+    text = compiled_step(make(**PLACEMENTS["two devices"]), batch).text
+    assert "while(" in text and not unordered_collectives(text)
 
 
 @pytest.mark.slow
