@@ -1,6 +1,6 @@
 """The order of the collectives of a compiled program."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
 
 from spmdtrain.xla.hlo_parser import Computation, Instruction, Module
 
@@ -42,9 +42,7 @@ def unordered_collectives(text: str) -> list[tuple[str, str]]:
                     if instruction.name not in dependent
                 ]
             if is_loop:
-                open_loops.append(
-                    (instruction.name, _reached(instruction.name, lambda x: users.get(x, ())))
-                )
+                open_loops.append((instruction.name, _dependent(instruction.name, users)))
     return found
 
 
@@ -56,10 +54,10 @@ def _users(computation: Computation) -> dict[str, list[str]]:
     return users
 
 
-def _reached(first: str, following: Callable[[str], Iterable[str]]) -> set[str]:
+def _dependent(first: str, users: Mapping[str, Sequence[str]]) -> set[str]:
     seen, remaining = {first}, [first]
     while remaining:
-        new = set(following(remaining.pop())) - seen
+        new = set(users.get(remaining.pop(), ())) - seen
         seen |= new
         remaining += new
     return seen

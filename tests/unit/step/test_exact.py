@@ -35,7 +35,7 @@ from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.step.exact import tree_loop
 from spmdtrain.terminal import Terminal
-from spmdtrain.testing import compiled_step
+from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 
 SHARDS, ROWS = 16, 32
