@@ -255,6 +255,7 @@ def test_losses_are_equal_on_1_and_8_devices(base: str) -> None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_the_factors_are_trained_from_the_loss_of_the_base_model() -> None:
     made, plain = trainer(lora()), trainer(lambda rngs: Net(rngs))
     before = {name: np.asarray(x) for name, x in named_leaves(made.functions.init(0)).items()}

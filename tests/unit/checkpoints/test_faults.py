@@ -243,6 +243,7 @@ def test_a_corrupted_newest_checkpoint_falls_back_to_the_previous_one_with_the_s
     assert names == {"3.corrupted", "4.corrupted", "4", "5", "6"}
 
 
+@pytest.mark.slow
 def test_without_a_valid_checkpoint_the_run_stops_and_changes_nothing(
     small_runs: Path, tmp_path: Path
 ) -> None:

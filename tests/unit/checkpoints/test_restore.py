@@ -394,6 +394,7 @@ def test_the_average_is_that_of_every_step_and_what_is_evaluated(averaging: Run)
         assert read_manifest(path).metrics == {"loss": line["loss"]}
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_number_of_the_run(averaging: Run, tmp_path: Path) -> None:
     lines = metrics(averaging.workdir, "eval")
     assert averaging.trainer.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}

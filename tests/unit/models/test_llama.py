@@ -64,7 +64,8 @@ def arrays(model: Llama) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in named.items()}
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_logits_are_those_of_an_independent_llama(tied: bool) -> None:
     model = randomized(tied=tied)
     weights = unmapped(experiment.weight_map(tied=tied), arrays(model))

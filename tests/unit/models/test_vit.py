@@ -24,6 +24,7 @@ SMALL = ViTConfig(classes=10, image_size=12, patch_size=4, layers=2, width=32, h
 IMAGES = np.random.default_rng(0).normal(size=(8, 12, 12, 3)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_an_independent_vision_transformer() -> None:
     model = ViT(SMALL, rngs=nnx.Rngs(0))
     random = np.random.default_rng(1)

@@ -38,9 +38,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_in(tmp_path_factory.mktemp("text"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    ["mirrored", *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero", "fully_sharded"))],
+    ["fully_sharded", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("mirrored", "zero"))],
 )
 def test_on_cpu_it_is_what_the_compiled_step_and_the_live_arrays_say(strategy: str) -> None:
     found = planned(DIGITS, "--strategy", strategy)

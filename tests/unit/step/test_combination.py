@@ -79,7 +79,8 @@ def of_two_losses(devices: int, microbatches: int = 1, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_each_term_is_divided_by_its_weight_over_the_whole_batch(microbatches: int) -> None:
     batch = tokens_batch(np.random.default_rng(1))
     batch["examples"][np.arange(ROWS) % 4 < 2] = 0  # no labels in microbatches 0 and 1 of 4

@@ -34,6 +34,7 @@ def test_what_is_finite_is(value: float, places: list[NamedSharding]) -> None:
     assert stays_finite(tree(0.0), tree(value), places)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     leaf=st.sampled_from(FLOATS),

@@ -247,6 +247,7 @@ def wide(rows: int, **options: Any) -> CompiledStep:
     return compiled_step(of, (x, x))
 
 
+@pytest.mark.slow
 def test_microbatches_hold_at_most_one_more_copy_of_the_gradients_and_fewer_activations() -> None:
     rows = 8 * SIDE
     batch = 2 * 4 * rows * SIDE
@@ -271,6 +272,7 @@ def test_by_hand_the_gradients_cross_once_after_the_loop_and_are_not_copied() ->
     assert parts <= whole + KERNEL / 4
 
 
+@pytest.mark.slow
 def test_xla_adds_no_more_than_a_copy_and_on_cpu_reduces_each_microbatch() -> None:
     # On GPU and TPU it moves the all-reduce out of the loop. If it does so here one day, the
     # second half of this test has nothing to say any more, and neither has docs/step.md.

@@ -159,6 +159,7 @@ def test_a_reduction_gets_the_gradients_of_what_is_trained_and_the_axes_of_the_b
 # -- in the compiled step --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hierarchical_sends_between_replicas_each_device_s_part_alone() -> None:
     for microbatches in (1, 4):
         compiled = step(hierarchical, "hybrid", microbatches)

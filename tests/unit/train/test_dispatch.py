@@ -233,6 +233,7 @@ def test_steps_that_are_not_compiled_are_made_one_by_one() -> None:
     np.testing.assert_allclose(found.train["loss"], expected.train["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_on_cpu_convolutions_of_several_steps_are_not_in_a_loop(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

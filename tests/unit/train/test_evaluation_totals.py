@@ -224,6 +224,7 @@ def test_a_metric_that_is_not_one_number_is_refused(metric: Any, message: str) -
         make(1, wrong).evaluate(rows, global_batch_size=32)
 
 
+@pytest.mark.slow
 def test_media_cannot_rank_checkpoints() -> None:
     with pytest.raises(UserError, match="best_metric is 'confusion', which this evaluation does"):
         make(1, best_metric="confusion").fit(DATA, validation=DATA, global_batch_size=32, steps=1)

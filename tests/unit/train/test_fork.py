@@ -33,6 +33,7 @@ def values(of: Trainer) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in named_leaves(of.state).items()}
 
 
+@pytest.mark.slow
 def test_a_fork_continues_from_the_whole_state_and_prints_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
