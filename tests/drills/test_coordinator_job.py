@@ -233,6 +233,7 @@ def test_a_job_does_what_tensorflows_does_says_what_cannot_be_and_can_save(tmp_p
     assert "not finite: NonFiniteError: the parameters are not finite after a push" in output
 
 
+@pytest.mark.nightly
 def test_a_job_that_ends_while_workers_start_ends_quietly(tmp_path: Path) -> None:
     body = """
 shared = coordinator.share({"w": jnp.zeros(4)}, optax.sgd(0.1))

@@ -147,8 +147,8 @@ TOPOLOGIES = {
     "name",
     [
         "2x4",
-        *(pytest.param(x, marks=pytest.mark.drill) for x in ("1+3", "4x2-tensor")),
-        pytest.param("4x2", marks=[pytest.mark.drill, pytest.mark.nightly]),
+        pytest.param("4x2-tensor", marks=pytest.mark.drill),
+        *(pytest.param(x, marks=[pytest.mark.drill, pytest.mark.nightly]) for x in ("1+3", "4x2")),
     ],
 )
 def test_from_a_common_state_several_processes_compute_the_values_of_one(

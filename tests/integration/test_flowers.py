@@ -228,7 +228,7 @@ def test_loss_and_gradients_are_equal_on_1_and_8_devices(steps: dict[int, Step])
     assert_same(steps[8], steps[1], "on 8 devices")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batch_statistics_are_those_of_the_global_batch(
     steps: dict[int, Step], pictures: Path, shallow: None
 ) -> None:

@@ -153,7 +153,10 @@ def check_same_values(found: Any, expected: Any) -> None:
 # -- what Keras' own training gives ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(x, marks=[pytest.mark.nightly] * (x != "functional")) for x in KINDS],
+)
 def test_losses_and_values_are_those_of_keras_fit(kind: str) -> None:
     theirs = made(KINDS[kind])
     before = values(theirs)
@@ -307,7 +310,10 @@ SPLITS: dict[str, tuple[dict[str, Any], P]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", SPLITS)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(x, marks=[pytest.mark.nightly] * (x == "mirrored")) for x in SPLITS],
+)
 def test_rules_find_variables_by_their_keras_paths(strategy: str) -> None:
     options, spec = SPLITS[strategy]
     model = made(sequential)

@@ -222,12 +222,17 @@ def test_the_dim_of_stacked_layers_has_a_name_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nnx with names", "nnx with explicit axes"])
+@pytest.mark.parametrize(
+    "name",
+    ["nnx with names", pytest.param("nnx with explicit axes", marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
         ({"strategy": "mirrored"}, (WIDTH, HIDDEN)),
-        ({"strategy": "tensor_parallel"}, (WIDTH, HIDDEN // 2)),
+        pytest.param(
+            {"strategy": "tensor_parallel"}, (WIDTH, HIDDEN // 2), marks=pytest.mark.nightly
+        ),
         ({"strategy": "fully_sharded+tensor_parallel"}, (WIDTH // 4, HIDDEN // 2)),
         (
             {"strategy": "hybrid+fully_sharded", "mesh": MeshSpec(replica=2, tensor=2)},

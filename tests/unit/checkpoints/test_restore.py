@@ -497,7 +497,9 @@ def of_all_leaves(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.nightly] * (x != "mixed")) for x in TREES]
+)
 def test_parameters_of_any_structure_are_loaded_resumed_and_exported(
     name: str, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ def train(
     return {name: np.asarray(leaf) for name, leaf in named_leaves(trainer.state.params).items()}
 
 
-@pytest.mark.parametrize("what", ["moved", "cut short"])
+@pytest.mark.parametrize("what", ["moved", pytest.param("cut short", marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_files_that_vanish_in_mid_epoch_are_named_and_the_run_resumes(
     what: str, tmp_path: Path
@@ -133,7 +133,10 @@ def array_record(path: Path) -> Any:
     ("read", "spoil", "error", "expected"),
     [
         (parquet, os.unlink, StorageError, "removed since"),
-        (parquet, lambda path: os.truncate(path, 500), UserError, "changed since"),
+        pytest.param(
+            *(parquet, lambda path: os.truncate(path, 500), UserError, "changed since"),
+            marks=pytest.mark.nightly,
+        ),
         (array_record, lambda path: os.truncate(path, 70_000), UserError, "changed since"),
         (json_lines, lambda path: os.truncate(path, 0), UserError, "truncated since"),
     ],

@@ -282,7 +282,10 @@ def wanted() -> dict[str, np.ndarray]:
     ("implementation", "options"),
     [
         ("xla", {"remat": "attention"}),
-        ("splash", {"remat": "attention"}),  # flattened gradients: each device computes alone
+        pytest.param(  # flattened gradients: each device computes alone
+            *("splash", {"remat": "attention"}),
+            marks=pytest.mark.nightly,
+        ),
         (
             "splash",
             {
@@ -293,7 +296,7 @@ def wanted() -> dict[str, np.ndarray]:
             },
         ),
         ("splash", {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)}),
-        (
+        pytest.param(
             "splash",
             {
                 "strategy": "tensor_parallel",
@@ -301,6 +304,7 @@ def wanted() -> dict[str, np.ndarray]:
                 "rules": RULES,
                 "remat": "attention",
             },
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=["xla", "mirrored", "hybrid", "fully_sharded", "tensor_parallel"],

@@ -493,7 +493,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.nightly] * (x == "unmarked")) for x in PROGRAMS],
+    [pytest.param(x, marks=[pytest.mark.nightly] * (x != "marked")) for x in PROGRAMS],
 )
 def test_a_policy_computes_again_what_it_says_and_changes_no_number(name: str) -> None:
     model, programs = PROGRAMS[name]
@@ -564,13 +564,18 @@ FROZEN = {"layers/0/kernel", "layers/0/bias", "layers/1/kernel"}
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"microbatches": 4},
-        {"mesh": on(1)},
-        {"strategy": "zero", "sharding": ShardingOptions(min_size=1)},
         {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)},
         {"collectives": BY_HAND, "microbatches": 2},
-        {"compute_dtype": "bfloat16", "remat": "full"},
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in (
+                {},
+                {"microbatches": 4},
+                {"mesh": on(1)},
+                {"strategy": "zero", "sharding": ShardingOptions(min_size=1)},
+                {"compute_dtype": "bfloat16", "remat": "full"},
+            )
+        ),
     ],
 )
 def test_frozen_parameters_keep_every_bit_and_have_no_optimizer_state(

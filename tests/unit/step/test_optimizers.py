@@ -110,7 +110,10 @@ def check_equal(found: PyTree, expected: PyTree, rtol: float = 1e-5) -> None:
 
 
 # Rows of optimizers that a step runs as other rows, or without any extra argument.
-NIGHTLY = ("the same", "as in optax", "the learning rate that they estimate is not logged")
+NIGHTLY = (
+    *("the same", "as in optax", "the learning rate that they estimate is not logged"),
+    "line search: the loss of the same global batch is evaluated several times in a step",
+)
 
 
 def shown() -> list[Any]:

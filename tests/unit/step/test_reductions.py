@@ -83,7 +83,13 @@ NIGHTLY = ("mirrored in microbatches", "hybrid")
     "place",
     [pytest.param(x, marks=[pytest.mark.nightly] * (x in NIGHTLY)) for x in PLACES],
 )
-@pytest.mark.parametrize("reduction", [all_reduce, hierarchical, flattened, one_device])
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        *(all_reduce, hierarchical),
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in (flattened, one_device)),
+    ],
+)
 def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
     reduction: Reduction, place: str
 ) -> None:
@@ -177,7 +183,13 @@ def test_hierarchical_sends_between_replicas_each_device_s_part_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["mirrored", "hybrid", "zero", "central_storage"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("hybrid", "zero"),
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in ("mirrored", "central_storage")),
+    ],
+)
 def test_all_reduce_crosses_once_however_many_microbatches(strategy: str) -> None:
     for microbatches in (1, 4):
         compiled = step(all_reduce, strategy, microbatches)

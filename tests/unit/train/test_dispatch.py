@@ -349,8 +349,11 @@ def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("devices", "shape"),
     [
-        *((1, ()), (8, (5,)), (8, (2, 3, 4))),
-        *(pytest.param(n, x, marks=pytest.mark.nightly) for n, x in ((1, (5,)), (8, ()))),
+        (8, (5,)),
+        *(
+            pytest.param(n, x, marks=pytest.mark.nightly)
+            for n, x in ((1, ()), (8, (2, 3, 4)), (1, (5,)), (8, ()))
+        ),
     ],
 )
 def test_whatever_is_not_finite_is_seen_wherever_it_is(
