@@ -12,14 +12,15 @@ from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import make_placement, use_placement
 
 ROWS, TOKENS, WIDTH, HEAD, VOCABULARY = 8, 5, 16, 40, 37
-KEYS = jax.random.split(jax.random.key(0), 5)
+RANDOM = np.random.default_rng(0)
 ARRAYS = {
-    "hidden": jax.random.normal(KEYS[0], (ROWS, TOKENS, WIDTH), jnp.bfloat16),
-    "head": jax.random.normal(KEYS[1], (HEAD, WIDTH), jnp.bfloat16),
-    "bias": jax.random.normal(KEYS[2], (HEAD,), jnp.bfloat16),
+    "hidden": RANDOM.normal(size=(ROWS, TOKENS, WIDTH)).astype(jnp.bfloat16),
+    "head": RANDOM.normal(size=(HEAD, WIDTH)).astype(jnp.bfloat16),
+    "bias": RANDOM.normal(size=HEAD).astype(jnp.bfloat16),
 }
-TARGETS = jax.random.randint(KEYS[3], (ROWS, TOKENS), 0, VOCABULARY)
-WEIGHTS = jax.random.uniform(KEYS[4], (ROWS, TOKENS)).at[0].set(0)  # a row of padding
+TARGETS = RANDOM.integers(0, VOCABULARY, (ROWS, TOKENS)).astype(np.int32)
+WEIGHTS = RANDOM.uniform(size=(ROWS, TOKENS)).astype(np.float32)
+WEIGHTS[0] = 0  # a row of padding
 
 
 def total(arrays: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, TokenLosses]:
@@ -50,7 +51,7 @@ def computed(arrays: dict[str, jax.Array], **options: Any) -> Any:
 def test_values_are_equal_and_gradients_round_to_16_bits(
     names: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    arrays = {name: ARRAYS[name] for name in names}
+    arrays = {name: jnp.asarray(ARRAYS[name]) for name in names}
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     with reference_kernels():
         expected, gradients = computed(wide, **options)

@@ -11,11 +11,9 @@ from spmdtrain.models import head_projection
 from spmdtrain.models.activations import squared_relu
 from spmdtrain.models.head_projection import project_qkv
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (2, 5, 16))
-KERNEL = jax.random.normal(KEYS[1], (16, 3, 4, 8))
-BIAS = jax.random.normal(KEYS[2], (3, 4, 8))
-TARGET = jax.random.normal(KEYS[3], (3, 2, 5, 4, 8))
+SHAPES = (2, 5, 16), (16, 3, 4, 8), (3, 4, 8), (3, 2, 5, 4, 8)
+RANDOM = np.random.default_rng(0)
+X, KERNEL, BIAS, TARGET = (RANDOM.normal(size=shape).astype(np.float32) for shape in SHAPES)
 
 
 def products(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
@@ -24,7 +22,7 @@ def products(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 def test_heads_first_changes_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (X, KERNEL, BIAS)
+    given = tuple(map(jnp.asarray, (X, KERNEL, BIAS)))
     expected = project_qkv(*given), jax.grad(products, argnums=(0, 1, 2))(*given)
     device = SimpleNamespace(platform="tpu")
     monkeypatch.setattr(head_projection, "current_device", lambda: device)
