@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import constrain_sharding, current_batch_shards, current_device
+from spmdtrain.sharding.placement import (
+    constrain_sharding,
+    current_batch_axis,
+    current_batch_shards,
+    current_device,
+)
 
 # Expansion, channels, blocks, and stride of the first block: t, c, n and s of table 2.
 STAGES = (
@@ -239,6 +244,10 @@ def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       Two arrays (C,).
     """
+    if (axis := current_batch_axis()) is not None:
+        dims = tuple(range(x.ndim - 1))
+        mean = jax.lax.pmean(x.mean(dims), axis)
+        return mean, jax.lax.pmean(jnp.square(x - mean).mean(dims), axis)
     parts = current_batch_shards()
     if len(x) % parts:
         parts = 1
