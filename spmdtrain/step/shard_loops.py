@@ -99,18 +99,7 @@ def synchronized_loops(
       UserError: If a shared result may differ between virtual shards, or if the function adds up
         values over them in a loop of its own.
     """
-    leaves, structure = jax.tree.flatten(slices)
-
-    def of_leaves(turn: jax.Array, *leaves: jax.Array) -> tuple[PyTree, PyTree]:
-        return function(turn, jax.tree.unflatten(structure, leaves))
-
-    given = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
-    given.insert(0, jax.ShapeDtypeStruct((), jnp.int32))
-    axes = [(VIRTUAL_SHARD, shards)]
-    nested, shapes = jax.make_jaxpr(of_leaves, axis_env=axes, return_shape=True)(*given)
-    flat = jax.make_jaxpr(partial(_flat, nested.jaxpr, nested.consts), axis_env=axes)(*given)
-    outs = flat.jaxpr.outvars
-    jaxpr, _ = partial_eval.dce_jaxpr(flat.jaxpr, [True] * len(outs), instantiate=True)
+    jaxpr, consts, shapes = _trace(function, slices, shards)
     count = len(jax.tree.leaves(shapes[0]))
     cutter = _Cutter(jaxpr, count)
     names = map(path_name, (path for path, _ in jax.tree_util.tree_leaves_with_path(shapes[1])))
@@ -124,26 +113,24 @@ def synchronized_loops(
             )
 
     turn, *rows = jaxpr.invars
-    by_turn = dict(zip(rows, leaves, strict=True))  # arrays with an entry for each turn
-    whole = dict(zip(jaxpr.constvars, flat.consts, strict=True))
+    by_turn = dict(zip(rows, jax.tree.leaves(slices), strict=True))  # with an entry for each turn
+    whole = dict(zip(jaxpr.constvars, consts, strict=True))
     totals: dict[int, jax.Array] = {}
+
+    def read(x: Any, now: jax.Array) -> jax.Array:
+        if x is turn:
+            return now
+        return by_turn[x][now] if x in by_turn else whole[x]
+
     for segment in cutter.segments():
-        cuts, summands = len(segment.cuts), len(segment.cuts) + len(segment.sums)
-
-        def of_turn(now: jax.Array, segment: _Segment = segment) -> tuple[Leaves, Leaves]:
-            known = {turn: now} | {x: by_turn[x][now] for x in segment.jaxpr.invars if x in by_turn}
-            values = [known[x] if x in known else whole[x] for x in segment.jaxpr.invars]
-            results = jax.core.eval_jaxpr(segment.jaxpr, (), *values)
-            return results[:summands], results[summands:]
-
-        sums, kept = tree_loop(of_turn, turns)
-        totals |= dict(zip(segment.sums, sums[cuts:], strict=True))
-        by_turn |= dict(zip(segment.kept, kept, strict=True))
+        sums, kept = tree_loop(partial(segment.evaluate, read), turns)
+        cuts = len(segment.cuts)
+        reduced = reduce(sums[:cuts]) if cuts else []
         # With an entry for each turn as well. XLA would move operations on a value that is the
         # same in each turn out of the loop, and fuse them with the reduction.
-        reduced = reduce(sums[:cuts]) if cuts else []
         repeated = [jnp.broadcast_to(x, (turns, *x.shape)) for x in reduced]
-        by_turn |= dict(zip(segment.cuts, repeated, strict=True))
+        by_turn |= zip((*segment.cuts, *segment.kept), (*repeated, *kept), strict=True)
+        totals |= zip(segment.sums, sums[cuts:], strict=True)
 
     def shared(atom: Any) -> Any:
         if hasattr(atom, "val"):
@@ -153,6 +140,31 @@ def synchronized_loops(
     results = [totals[i] for i in range(count)] + list(map(shared, jaxpr.outvars[count:]))
     found: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(shapes), results)
     return found
+
+
+def _trace(
+    function: Callable[[jax.Array, PyTree], PyTree], slices: PyTree, shards: int
+) -> tuple[Any, list[Any], PyTree]:
+    """Traces `function` (see `synchronized_loops`).
+
+    Returns:
+      A jaxpr with the sums over the virtual shards outside of inner functions, whose arguments are
+      the number of the turn and the leaves of its slices; its constants; the shapes of its results.
+    """
+    structure = jax.tree.structure(slices)
+    first = jax.ShapeDtypeStruct((), jnp.int32)
+    given = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(slices)]
+    axes = [(VIRTUAL_SHARD, shards)]
+
+    def of_leaves(turn: jax.Array, *leaves: jax.Array) -> PyTree:
+        return function(turn, jax.tree.unflatten(structure, leaves))
+
+    nested, shapes = jax.make_jaxpr(of_leaves, axis_env=axes, return_shape=True)(first, *given)
+    of_flat = partial(_flat, nested.jaxpr, nested.consts)
+    flat = jax.make_jaxpr(of_flat, axis_env=axes)(first, *given)
+    results = [True] * len(flat.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(flat.jaxpr, results, instantiate=True)
+    return jaxpr, flat.consts, shapes
 
 
 def _flat(jaxpr: Any, consts: Iterable[Any], *args: Any) -> list[Any]:
@@ -202,6 +214,20 @@ class _Segment:
     cuts: Sequence[Any]
     sums: Sequence[int]
     kept: Sequence[Any]
+
+    def evaluate(
+        self, read: Callable[[Any, jax.Array], jax.Array], turn: jax.Array
+    ) -> tuple[Leaves, Leaves]:
+        """Returns the summands and the values of `kept` of a turn.
+
+        Args:
+          read: Returns the value of a variable in a turn.
+          turn: The number of the turn.
+        """
+        values = [read(x, turn) for x in self.jaxpr.invars]
+        results = jax.core.eval_jaxpr(self.jaxpr, (), *values)
+        summands = len(self.cuts) + len(self.sums)
+        return results[:summands], results[summands:]
 
 
 class _Cutter:

@@ -2,10 +2,12 @@
 
 from spmdtrain.xla.padding_rules import FIXED, Mixed, Op, Rows, Value
 
-_ADDITIVE = frozenset(
-    "add add_any broadcast_in_dim concatenate convert_element_type neg reduce_sum reshape squeeze "
-    "stack sub".split()
-)
+_NAMES = """
+add add_any broadcast_in_dim concatenate convert_element_type neg reduce_sum reshape squeeze stack
+sub
+"""
+_ADDITIVE = frozenset(_NAMES.split())
+"""Primitives whose results are sums over the rows if all operands are."""
 
 
 def batch_sum(op: Op) -> Mixed | None:

@@ -202,7 +202,7 @@ class _Classifier:
             return total
         for value in op.ins:
             if isinstance(value, Mixed):
-                return value
+                return Mixed(value.why)  # neither a sum nor a number any more
         if not _same_params(op.first.params, op.second.params):
             return op.mixed()
         creates = name in ("iota", "broadcast_in_dim", "random_bits", "random_split")
