@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from spmdtrain.adapters.base import Function, Mode, Variables
 from spmdtrain.sharding.annotations import Annotation
+from spmdtrain.sharding.placement import current_batch_axis
 from spmdtrain.tree import path_name
 
 PyTree = Any
@@ -52,7 +53,12 @@ class LinenModel:
     ) -> tuple[PyTree, PyTree]:
         bound = BoundLinen(self.module, variables, key, self.streams, training=mode is Mode.TRAIN)
         frozen = self._frozen_state if mode is Mode.TRAIN else frozenset()
-        with _stored_statistics(frozen) if frozen else contextlib.nullcontext():
+        axis = current_batch_axis()
+        with contextlib.ExitStack() as stack:
+            if frozen:
+                stack.enter_context(_stored_statistics(frozen))
+            if axis is not None:
+                stack.enter_context(_averaged_statistics(axis))
             result = function(bound, batch)
         return result, bound.model_state
 
@@ -101,6 +107,20 @@ def _stored_statistics(frozen: Collection[str]) -> contextlib.AbstractContextMan
         fixed = layer.clone(parent=layer.scope, use_running_average=True)
         others = {name: x for name, x in kwargs.items() if name != "use_running_average"}
         return fixed(args[0], **others) if args else fixed(**others)
+
+    return linen.intercept_methods(intercept)
+
+
+def _averaged_statistics(axis: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which batch normalizations average their statistics over an axis."""
+    from flax import linen  # slow to import
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer = context.module
+        is_call = isinstance(layer, linen.BatchNorm) and context.method_name == "__call__"
+        if not is_call or layer.axis_name == axis:
+            return call(*args, **kwargs)
+        return layer.clone(parent=layer.scope, axis_name=axis)(*args, **kwargs)
 
     return linen.intercept_methods(intercept)
 

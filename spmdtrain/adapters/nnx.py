@@ -12,6 +12,7 @@ from flax import nnx, traverse_util
 from spmdtrain.adapters.base import Function, Mode, Variables
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import Annotation
+from spmdtrain.sharding.placement import current_batch_axis
 
 PyTree = Any
 
@@ -76,6 +77,8 @@ class NnxModel:
         model = structure.merge(variables, key, mode)
         if mode is Mode.TRAIN and self._frozen_state:
             _use_stored_statistics(model, self._frozen_state)
+        if (axis := current_batch_axis()) is not None:
+            _average_statistics(model, axis)
         result = function(model, batch)
         nnx.pop(model, nnx.Intermediate)  # values from `sow` are not state
         _, _, _, rest = _split(model)
@@ -147,6 +150,13 @@ def _use_stored_statistics(model: nnx.Module, frozen: Collection[str]) -> None:
     for path, module in nnx.iter_modules(model):
         if "/".join(map(str, path)) in layers and hasattr(module, "use_running_average"):
             module.use_running_average = True
+
+
+def _average_statistics(model: nnx.Module, axis: str) -> None:
+    """Sets the batch normalizations to average their statistics over a named axis."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm):
+            module.axis_name = axis
 
 
 _VALUE = jax.tree_util.GetAttrKey("value")  # the last entry of the path of a Variable's value

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import constrain_sharding, current_batch_shards, current_device
+from spmdtrain.sharding.placement import (
+    constrain_sharding,
+    current_batch_axis,
+    current_batch_shards,
+    current_device,
+)
 
 # Expansion, channels, blocks, and stride of the first block: t, c, n and s of table 2.
 STAGES = (
@@ -221,7 +226,9 @@ class _Norm(nnx.BatchNorm):
             return super().__call__(x, fixed, mask=mask)
         assert self.scale is not None and self.bias is not None  # the defaults of flax
         x = x.astype(self.mean.dtype)
-        mean, var = moments(x)
+        axis = current_batch_axis()
+        near = jax.lax.stop_gradient(self.mean[...])
+        mean, var = moments(x) if axis is None else moments_over(axis, x, near)
         for average, now in ((self.mean, mean), (self.var, var)):
             new = self.momentum * average[...] + (1 - self.momentum) * now
             average[...] = jax.lax.stop_gradient(new)
@@ -250,3 +257,18 @@ def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     means, variances = constrain_sharding(both, None, None, None)
     mean = means.mean(0)
     return mean, (variances + jnp.square(means - mean)).mean(0)
+
+
+def moments_over(axis: str, x: jax.Array, near: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the same, by one mean over a named axis (see `current_batch_axis`).
+
+    Args:
+      axis: The name of the axis.
+      x: The rows of this part of the batch (b, ..., C).
+      near: (C,), numbers near the means, such as their averages. Squares of differences from them
+        do not lose precision if values are far from 0.
+    """
+    dims, shifted = tuple(range(x.ndim - 1)), x - near
+    both = jnp.stack([shifted.mean(dims), jnp.square(shifted).mean(dims)])
+    mean, square = jax.lax.pmean(both, axis)
+    return near + mean, jnp.maximum(square - jnp.square(mean), 0.0)

@@ -50,12 +50,14 @@ class Placement:
       mesh: The mesh; None under the default strategy, whose arrays are on the default device.
       context_method: The method of attention over the axis "context"; None if shapes decide.
       limits_shards: Whether the strategy's `max_shards` has limited the axis fsdp.
+      batch_axis: See `current_batch_axis`.
     """
 
     strategy: Strategy
     mesh: Mesh | None
     context_method: ContextMethod | None = None
     limits_shards: bool = False
+    batch_axis: str | None = None
 
     @property
     def name(self) -> str:
@@ -174,6 +176,15 @@ def current_batch_shards() -> int:
     For code whose results do not depend on the number. Other code calls `current_strategy`.
     """
     return _strategy().batch_shards
+
+
+def current_batch_axis() -> str | None:
+    """Returns the named axis over which the calling code has one of the parts of the batch.
+
+    The parts have the same number of rows, so `jax.lax.pmean(x.mean(0), axis)` is the mean over the
+    batch. It is None if the calling code has the whole batch.
+    """
+    return _strategy().batch_axis
 
 
 def is_under_shard_map(placement: Placement) -> bool:

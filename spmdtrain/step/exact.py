@@ -9,10 +9,10 @@ order of one binary tree: its lower levels in nested loops on each device, the o
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmdtrain.adapters.base import Variables
@@ -32,9 +32,12 @@ from spmdtrain.step.metrics import EvaluationSums
 from spmdtrain.step.optimizer import Update, Updated
 from spmdtrain.step.outputs import PredictedRows
 from spmdtrain.step.reductions import accumulation_dtype, pairwise
+from spmdtrain.step.shard_loops import VIRTUAL_SHARD, synchronized_loops, tree_loop
+from spmdtrain.strategies import DEFAULT
 
 PyTree = Any
-Leaves = list[jax.Array]
+ON_VIRTUAL_SHARD = Placement(DEFAULT, None, batch_axis=VIRTUAL_SHARD)
+"""The placement of code that computes one virtual shard."""
 Evaluate = Callable[[Variables, PyTree, jax.Array, jax.Array], EvaluationSums]
 """(variables, batch, mask, draw) -> sums: see `Forward.evaluate`."""
 
@@ -72,8 +75,12 @@ class ExactGradients(Gradients):
         return True
 
     @property
+    def part_placement(self) -> Placement:
+        return ON_VIRTUAL_SHARD
+
+    @property
     def traced_on(self) -> Placement:
-        return ON_ONE_DEVICE
+        return self.part_placement
 
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -95,21 +102,26 @@ class ExactGradients(Gradients):
             shards = jax.tree.map(lambda x: x.reshape(turns, -1, *x.shape[1:]), batch)
             first = jax.lax.axis_index(BATCH_AXES) * turns
 
-            def of_turn(turn: jax.Array) -> tuple[PyTree, PyTree]:
-                rows = jax.tree.map(lambda x: x[turn], shards)
+            def of_turn(turn: jax.Array, rows: PyTree) -> tuple[PyTree, PyTree]:
                 shard_key = jax.random.fold_in(key, first + turn)
                 output = self.of_sum(params, frozen, model_state, rows, shard_key)
                 check_exact_sums(output.metrics)
                 wide = jax.tree.map(
                     lambda x: x.astype(accumulation_dtype(x.dtype)), output.gradients
                 )
-                return (wide, output.metrics), None
+                return (wide, output.metrics), output.model_state
 
-            with use_placement(ON_ONE_DEVICE):
-                sums, _ = tree_loop(of_turn, turns)
+            with use_placement(self.part_placement):
+                sums, after = synchronized_loops(
+                    of_turn,
+                    shards,
+                    turns=turns,
+                    shards=self.shards,
+                    reduce=partial(pairwise, axes=BATCH_AXES),
+                )
             gradients, metrics = pairwise(sums, BATCH_AXES)
             gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, params)
-            return GradientOutput(to_mean(gradients, metrics), metrics, model_state)
+            return GradientOutput(to_mean(gradients, metrics), metrics, after)
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
         return jax.shard_map(
@@ -164,52 +176,6 @@ def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:
         return found
 
     return run
-
-
-def tree_loop(
-    function: Callable[[jax.Array], tuple[PyTree, PyTree]], turns: int
-) -> tuple[PyTree, PyTree]:
-    """Evaluates a function for each turn, and adds up its first results as a binary tree.
-
-    The loops are nested, with two turns each, so that one sum for each level is in memory instead
-    of one for each turn. The function is traced once, because its results may have static parts
-    that differ between traces: the function of a `SumMetric`, for example.
-
-    Args:
-      function: Maps the number of a turn to (summands, values).
-      turns: Number of turns, a power of two.
-
-    Returns:
-      The sums, and the values with a leading dim of `turns`.
-    """
-    first_turn = jnp.zeros((), jnp.int32)
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(first_turn)
-    of_sums, of_values = map(jax.tree.structure, shapes)
-    summands = jax.tree.leaves(shapes[0])
-
-    def one(turn: jax.Array) -> tuple[Leaves, Leaves]:
-        leaves = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, turn)
-        return leaves[: len(summands)], leaves[len(summands) :]
-
-    def level(turns: int) -> Callable[[jax.Array], tuple[Leaves, Leaves]]:
-        if turns == 1:
-            return one
-        half = level(turns // 2)
-
-        def add(total: Leaves, first: jax.Array) -> tuple[Leaves, Leaves]:
-            sums, values = half(first)
-            return jax.tree.map(jnp.add, total, sums), values
-
-        def both(first: jax.Array) -> tuple[Leaves, Leaves]:
-            zeros = [jnp.zeros(x.shape, x.dtype) for x in summands]
-            return jax.lax.scan(add, zeros, first + jnp.arange(2) * (turns // 2))
-
-        return both
-
-    sums, values = level(turns)(first_turn)
-    levels = turns.bit_length() - 1
-    values = [x.reshape(turns, *x.shape[levels:]) for x in values]
-    return jax.tree.unflatten(of_sums, sums), jax.tree.unflatten(of_values, values)
 
 
 @dataclass(frozen=True, kw_only=True)

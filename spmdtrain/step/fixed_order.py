@@ -12,7 +12,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.reductions import tree_sum
-from spmdtrain.xla.jaxpr import inner_jaxprs
+from spmdtrain.xla.jaxpr import evaluate, inner_jaxprs
 
 PyTree = Any
 
@@ -138,11 +138,7 @@ def _evaluate(
             results = [total(read(equation.invars[0]))]
         else:
             _check(equation)
-            given = list(dict.fromkeys(x for x in equation.invars if not hasattr(x, "val")))
-            alone = jaxpr.replace(
-                constvars=[], invars=given, outvars=equation.outvars, eqns=[equation], effects=set()
-            )
-            results = jax.core.eval_jaxpr(alone, (), *map(read, given))
+            results = evaluate(jaxpr, equation, read)
         known.update(zip(equation.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 

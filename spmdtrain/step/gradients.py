@@ -89,6 +89,20 @@ class Gradients:
         return self.per_replica
 
     @property
+    def part_placement(self) -> Placement:
+        """The placement of the code that computes one of the parts."""
+        return ON_ONE_DEVICE
+
+    @property
+    def batch_axes(self) -> list[tuple[str, int]]:
+        """The named axis over which a part averages batch statistics, with its size.
+
+        With one, all parts compute the same model state, that of the global batch.
+        """
+        axis = self.part_placement.batch_axis
+        return [] if axis is None else [(axis, self.parts)]
+
+    @property
     def traced_on(self) -> Placement:
         """The placement under which the objective is traced for checks: that of a step."""
         return self.placement

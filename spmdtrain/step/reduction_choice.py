@@ -159,7 +159,7 @@ def shard_map_blocker(
     if gradients.placement.size("context") > 1:
         return "mesh.context splits the tokens of each example, whose gradients XLA reduces"
     state_leaves = jax.tree.leaves(model_state)
-    if state_leaves and not gradients.per_replica:
+    if state_leaves and not gradients.per_replica and not gradients.batch_axes:
         return (
             f"the model carries state ({len(state_leaves)} arrays, for example batch "
             "statistics), which would differ between devices"
@@ -168,14 +168,16 @@ def shard_map_blocker(
     key = jax.eval_shape(jax.random.key, 0)
     gathers = ParamGathers(None)
     with record_strategy_queries() as queries, use_gathers(gathers):
-        jaxpr = jax.make_jaxpr(single.of_sum)(params, frozen, model_state, batch, key)
+        trace = jax.make_jaxpr(single.of_sum, axis_env=gradients.batch_axes)
+        jaxpr = trace(params, frozen, model_state, batch, key)
     if scatters and (whole := set(layout.gathered_per_layer()) - gathers.in_loop):
         return f"the model does not pass {min(whole)} to scan_layers, so it would be gathered whole"
     if queries:
         return "the objective calls current_strategy(), which is unknown on a single device"
-    if jaxpr.effects:
+    named = dict(gradients.batch_axes)
+    if effects := [x for x in jaxpr.effects if getattr(x, "name", None) not in named]:
         return (
-            f"the objective has side effects ({', '.join(map(str, jaxpr.effects))}), "
+            f"the objective has side effects ({', '.join(map(str, effects))}), "
             "which each device would repeat"
         )
     constraints = {"sharding_constraint", "reshard", "shard_map"}
@@ -189,13 +191,14 @@ def shard_map_blocker(
         )
     if (parts := gradients.parts) == 1:
         return None
-    with use_placement(ON_ONE_DEVICE):
+    with use_placement(gradients.part_placement):
         why = why_parts_differ(
             lambda given, rows: values(given[0], given[1], given[2], rows),
             (params, frozen, model_state),
             batch,
             parts,
             own_draws=gradients.own_draws,
+            axes=gradients.batch_axes,
         )
     if why:
         return (

@@ -84,6 +84,7 @@ def one_device(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 _WIDTH = 256  # elements of a row of `flattened`
 _MAX_COPIED = 2**19  # elements above which a separate collective is cheaper than a copy
+_MAX_GATHERED = 2**12  # elements up to which one collective is cheaper than two with fewer bytes
 
 
 def flattened(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
@@ -103,7 +104,8 @@ def pairwise(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
     The shares are added up in the order of a binary tree. If each share is the sum of a subtree,
     the result is that of the whole tree. Each device adds up its part of every array, so as many
-    bytes are sent as in a ring all-reduce.
+    bytes are sent as in a ring all-reduce. Small arrays, such as batch statistics, are gathered and
+    added up on each device instead, by one collective.
 
     Args:
       gradients: This device's share of the gradients.
@@ -114,12 +116,15 @@ def pairwise(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
         return gradients
 
     def reduce(x: jax.Array) -> jax.Array:
+        if x.size <= _MAX_GATHERED:
+            return tree_sum(jax.lax.all_gather(x, axes))
         flat = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
         parts = jax.lax.all_to_all(flat, axes, 0, 0, tiled=True)
         whole = jax.lax.all_gather(tree_sum(parts), axes, tiled=True)
         return whole[: x.size].reshape(x.shape)
 
-    return _packed(reduce, gradients)
+    is_alone = len(jax.tree.leaves(gradients)) == 1
+    return jax.tree.map(reduce, gradients) if is_alone else _packed(reduce, gradients)
 
 
 def tree_sum(x: jax.Array) -> jax.Array:

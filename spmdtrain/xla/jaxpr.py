@@ -1,7 +1,9 @@
-"""Iteration over the equations of a jaxpr."""
+"""Iteration over the equations of a jaxpr, and their evaluation one by one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import jax
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -27,3 +29,31 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
             inner = getattr(part, "jaxpr", part)  # the open jaxpr of a closed one
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def evaluate(jaxpr: Any, equation: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """Evaluates one equation of a jaxpr.
+
+    Args:
+        jaxpr: The open jaxpr.
+        equation: One of its equations.
+        read: Returns the value of a variable.
+
+    Returns:
+        The values of the equation's results.
+    """
+    given = variables(equation.invars)
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=given,
+        outvars=equation.outvars,
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    values: list[Any] = jax.core.eval_jaxpr(alone, (), *map(read, given))
+    return values
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the distinct variables among the operands of an equation, without the literals."""
+    return list(dict.fromkeys(x for x in atoms if not hasattr(x, "val")))

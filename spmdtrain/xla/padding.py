@@ -6,7 +6,7 @@ A function of a batch is traced at two batch sizes, and each of its values is cl
 - `Rows`: one dim holds the rows of the batch in order. The values of a row depend neither on later
   rows nor on the number of rows. If they depend on the row's index or on earlier rows, they are
   `positional`: padding does not change them, but splitting the batch does.
-- `Mixed`: anything else, including every primitive without a rule.
+- `Mixed`: anything else, including every primitive without a rule, and sums over the rows.
 
 A single trace does not show whether a constant or a dim that equals the batch size depends on it
 (`values / len(values)`) or equals it by coincidence. The comparison of the two traces shows it.
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.xla.batch_sums import batch_sum, sum_over_parts
 from spmdtrain.xla.padding_rules import (
     CALLS,
     DRAWS,
@@ -59,6 +60,7 @@ def why_parts_differ(
     parts: int,
     *,
     own_draws: bool = False,
+    axes: Sequence[tuple[str, int]] = (),
 ) -> str | None:
     """Returns why a function of a part of a batch could return other values for its rows.
 
@@ -68,15 +70,16 @@ def why_parts_differ(
         batch: See `why_padding_matters`.
         parts: Number of equal parts.
         own_draws: Whether each part may draw its own random numbers.
+        axes: Named axes, with their sizes, over which the function may add up sums of its rows.
 
     Returns:
-        The reason; None if a row's values are proven to depend on this row alone: not on other
-        rows, their number, or its index.
+        The reason; None if a row's values are proven to depend on this row alone, and on sums over
+        all rows of all parts: not on other rows, their number, or its index.
     """
     size = _size(batch)
     # Never traced with one row: a dim of size 1 would be broadcast.
     other = size // parts if size // parts > 1 else 2 * size
-    results = _results(function, fixed, batch, other, positional_draws=not own_draws)
+    results = _results(function, fixed, batch, other, positional_draws=not own_draws, axes=axes)
     if isinstance(results, str):
         return results
     if any(isinstance(value, Rows) and value.positional for value in results):
@@ -96,6 +99,7 @@ def _results(
     other: int,
     *,
     positional_draws: bool = True,
+    axes: Sequence[tuple[str, int]] = (),
 ) -> list[Value] | str:
     """Classifies the results by comparing a trace of the batch with one of `other` rows.
 
@@ -105,7 +109,7 @@ def _results(
 
     def trace(rows: int) -> Any:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-        return jax.make_jaxpr(function)(fixed, shapes)
+        return jax.make_jaxpr(function, axis_env=axes)(fixed, shapes)
 
     size = _size(batch)
     first = trace(size)
@@ -163,7 +167,7 @@ class _Classifier:
                 return known[a]
             if hasattr(b, "val") and _same_array(a.val, b.val):
                 return FIXED
-            return Mixed("it uses the batch size as a number")
+            return Mixed("it uses the batch size as a number", is_number=not _shape(a))
 
         for a, b in zip(first.eqns, second.eqns, strict=True):
             ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
@@ -192,9 +196,13 @@ class _Classifier:
         """Applies the rule of a single operation."""
         if name == "select_n" and isinstance(op.ins[0], Rows) and op.ins[0].all_false:
             return op.ins[1]
+        if name == "psum":
+            return sum_over_parts(op)
+        if (total := batch_sum(op)) is not None:
+            return total
         for value in op.ins:
             if isinstance(value, Mixed):
-                return value
+                return Mixed(value.why)  # neither a sum nor a number any more
         if not _same_params(op.first.params, op.second.params):
             return op.mixed()
         creates = name in ("iota", "broadcast_in_dim", "random_bits", "random_split")

@@ -30,6 +30,10 @@ class Mixed(NamedTuple):
     """An array that padding may change."""
 
     why: str
+    is_sum: bool = False
+    """Whether it is a sum over the rows of values that each depend on one row."""
+    is_number: bool = False
+    """Whether it is a constant number that depends on the batch size."""
 
 
 FIXED = None

@@ -33,7 +33,7 @@ from spmdtrain import (
 from spmdtrain.models import MLP, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
-from spmdtrain.step.exact import tree_loop
+from spmdtrain.step.shard_loops import tree_loop
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
