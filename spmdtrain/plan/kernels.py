@@ -23,6 +23,7 @@ Attention kernels are reported at 50 to 73 % of a chip's peak ("FlashAttention-2
 """
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
+_INDICES = "ragged-dot-metadata"  # XLA's kernel for the groups of `jax.lax.ragged_dot`
 _CALLS = ("pallas_call", "mpmd_map")  # the last part of the operation's name
 _TARGETS = ("tpu_custom_call", "mosaic_gpu")
 
@@ -157,6 +158,8 @@ def planned_kernels(
         elif call.stated is not None:
             flops = padded = float(call.stated)
             basis = CostBasis.STATED.value
+        elif call.name == _INDICES:
+            flops, basis = 0.0, CostBasis.INDICES.value
         size, traffic = _traffic(call, match)
         seconds = max(padded / (KERNEL_EFFICIENCY * peak), size / bandwidth)
         kernels.append(

@@ -36,6 +36,7 @@ class CostBasis(enum.StrEnum):
 
     STATED = "its cost_estimate"
     BODY = "its body at each point of its grid"
+    INDICES = "indices, without products"
 
 
 @dataclass(frozen=True)

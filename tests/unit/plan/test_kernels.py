@@ -18,6 +18,7 @@ from spmdtrain.plan.kernels import (
     planned_kernels,
 )
 from spmdtrain.plan.matmul_flops import products
+from spmdtrain.plan.notes import kernel_notes
 from spmdtrain.plan.time_model import (
     InstructionTimes,
     Times,
@@ -26,6 +27,7 @@ from spmdtrain.plan.time_model import (
     overlapped_seconds,
     permute_direction,
 )
+from spmdtrain.step.flops import Flops
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.xla.chips import CHIPS
 from spmdtrain.xla.hlo_parser import Module
@@ -120,6 +122,13 @@ def test_a_kernel_without_a_name_is_found_by_its_shapes() -> None:
     other = dataclasses.replace(unnamed, operands=((8, 1024, 64),), flops=10**12)
     (found,) = planned_kernels([call], [other, unnamed], peak=1e12, bandwidth=1e9, pads=True)
     assert found.flops == KNOWN.flops
+
+
+def test_the_kernel_for_the_groups_of_a_grouped_product_has_no_operations() -> None:
+    """The kernel of the product itself states its operations."""
+    call = dataclasses.replace(kernel_calls(Module(TEXT))[0], name="ragged-dot-metadata")
+    found = planned_kernels([call], [], peak=1e12, bandwidth=1e9, pads=True)
+    assert (found[0].flops, kernel_notes(found, Flops())) == (0, [])
 
 
 @pytest.mark.parametrize("call", ["add/pallas_call", "add/mpmd_map"])
