@@ -7,7 +7,8 @@ whole sequence on one device ("full") is compared with each `--context.method` o
 temporary memory of a device is that of the compiled program, also of lengths that are not run. The
 methods run in turns, and the ratios of their speeds are within a round. All devices share the
 processors of one machine, so a ratio compares the work of all devices, not the time of a cluster.
-The figures are written to benchmarks/results/w9-context.json, from which `report.py` makes a table.
+The figures are written to benchmarks/results/w9-context.json, where those of other lengths are
+kept, and `report.py` makes a table of them.
 """
 
 import argparse
@@ -123,9 +124,13 @@ def main() -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
     import bench
 
-    result = {"origin": bench.origin(), "rounds": options.rounds}
-    result["lengths"] = measure(options.lengths, options.timed, options.rounds)
-    (options.results / f"{RESULT}.json").write_text(json.dumps(result, indent=1) + "\n")
+    file = options.results / f"{RESULT}.json"
+    before = json.loads(file.read_text())["lengths"] if file.exists() else []
+    found = measure(options.lengths, options.timed, options.rounds)
+    kept = [each for each in before if each["tokens"] not in options.lengths]
+    lengths = sorted([*kept, *found], key=lambda each: each["tokens"])
+    result = {"origin": bench.origin(), "rounds": options.rounds, "lengths": lengths}
+    file.write_text(json.dumps(result, indent=1) + "\n")
     for row in table(result):
         print("  ".join(f"{cell:>12}" for cell in row))
 
