@@ -31,7 +31,7 @@ from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one all-reduce.
+# ends with one sum over it (see `split_residual`).
 LLAMA_AXIS_RULES = AxisRules(
     {
         "vocab": "tensor",

@@ -27,7 +27,7 @@ from spmdtrain.sharding.rules import GatherPolicy, Rule
 from spmdtrain.step.layer_loop import scan_layers
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one all-reduce. The first dim of arrays in blocks is the layer.
+# ends with one sum over it (see `split_residual`). The first dim of arrays in blocks is the layer.
 TRANSFORMER_RULES: tuple[Rule, ...] = (
     Rule(
         "blocks/attention/qkv$",

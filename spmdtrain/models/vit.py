@@ -20,7 +20,7 @@ from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one all-reduce.
+# ends with one sum over it (see `split_residual`).
 VIT_AXIS_RULES = AxisRules({"embed": "fsdp", "heads": "tensor", "mlp": "tensor"})
 
 _EPSILON = 1e-12  # of the published models

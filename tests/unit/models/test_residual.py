@@ -1,4 +1,4 @@
-"""The residual stream of transformers with split tokens: its memory, and its collectives on TPUs."""
+"""The residual stream of transformers with split tokens: its memory, and collectives on TPUs."""
 
 import json
 import os

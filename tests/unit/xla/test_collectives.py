@@ -297,18 +297,19 @@ def test_pieces_of_a_collective_on_a_tpu_are_counted_once() -> None:
 
 
 def test_a_fused_slice_of_an_all_reduce_is_a_reduce_scatter_on_a_tpu() -> None:
-    text = """
-%all-reduce-scatter.1 (input.1: bf16[4,256,256]) -> bf16[4,64,256] {
-  %input.1 = bf16[4,256,256]{2,1,0} parameter(0)
-  %all-reduce.81 = bf16[4,256,256]{2,1,0} all-reduce(%input.1), channel_id=8, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true, to_apply=%add.3
-  %constant.1 = u32[] constant(0)
-  ROOT %dynamic-slice.1 = bf16[4,64,256]{2,1,0} dynamic-slice(%all-reduce.81, %constant.1, %constant.1, %constant.1), dynamic_slice_sizes={4,64,256}
-}
+    whole, part = "bf16[4,256,256]{2,1,0}", "bf16[4,64,256]{2,1,0}"
+    text = f"""
+%all-reduce-scatter.1 (input.1: bf16[4,256,256]) -> bf16[4,64,256] {{
+  %input.1 = {whole} parameter(0)
+  %all-reduce.8 = {whole} all-reduce(%input.1), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}
+  %zero = u32[] constant(0)
+  ROOT %slice.1 = {part} dynamic-slice(%all-reduce.8, %zero, %zero, %zero)
+}}
 
-ENTRY %main {
-  %x = bf16[4,256,256]{2,1,0} parameter(0)
-  ROOT %fusion.1 = bf16[4,64,256]{2,1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
-}
+ENTRY %main {{
+  %x = {whole} parameter(0)
+  ROOT %fusion.1 = {part} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}}
 """
     (found,) = collectives(text, make_mesh(data=2, tensor=4))
     assert (found.kind, found.axes, found.bytes) == ("reduce-scatter", ("tensor",), 2 * 4 * 256**2)
