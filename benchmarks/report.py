@@ -10,6 +10,7 @@ from typing import Any
 import bench
 import checkpoints
 import compare
+import context
 import data_input
 import scaling
 from work import TRANSFORMERS, Shape
@@ -118,6 +119,10 @@ def page(folder: Path) -> str:
             if (where := machine(result["origin"])) != current:
                 lines, current = [*lines, where, ""], where
             lines += scaled(name, result)
+    if (result := results.get(context.RESULT)) is not None:
+        if (where := machine(result["origin"])) != current:
+            lines, current = [*lines, where, ""], where
+        lines += split_tokens(result)
     lines += ["## On an accelerator", ""]
     measured = {name: results[name] for name in ON_ACCELERATOR if name in results}
     if not measured:
@@ -158,6 +163,15 @@ def memory(result: dict[str, Any]) -> list[str]:
     note += f"processes that read ahead; {result['origin']['time']}, commit "
     note += f"{result['origin']['commit']}; `benchmarks/results/{data_input.RESULT}.json`."
     return ["## W8: memory while an epoch is read", "", *table(rows), "", note, ""]
+
+
+def split_tokens(result: dict[str, Any]) -> list[str]:
+    """Returns the section about attention over split tokens (W9)."""
+    lengths = " ".join(str(x["tokens"]) for x in result["lengths"] if x["seconds"]["full"])
+    note = f"{context.EXPLANATION} {result['rounds']} rounds; {result['origin']['time']}, commit "
+    note += f"{result['origin']['commit']}; `benchmarks/results/{context.RESULT}.json`. "
+    note += f"`python benchmarks/context.py --timed {lengths} --rounds {result['rounds']}`"
+    return [f"## {context.TITLE}", "", *table(context.table(result)), "", note, ""]
 
 
 def scaled(name: str, result: dict[str, Any]) -> list[str]:

@@ -91,18 +91,23 @@ class Together:
     Args:
       jitted: The result of `jax.jit`.
       constant: Number of leading arguments whose shapes are the same in all calls.
+      check: Called with the open jaxpr before the first call for given shapes; may raise.
     """
 
-    def __init__(self, jitted: Callable[..., Any], constant: int = 0) -> None:
-        self._jitted, self._constant = jitted, constant
+    def __init__(
+        self, jitted: Any, constant: int = 0, check: Callable[[Any], None] | None = None
+    ) -> None:
+        self._jitted, self._constant, self._check = jitted, constant, check
         self._compiled: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function. All processes make the same calls, from the thread that trains."""
-        if process_group.count() > 1:
+        if self._check is not None or process_group.count() > 1:
             leaves, treedef = jax.tree.flatten(args[self._constant :])
             shapes = (treedef, *map(jax.typeof, leaves))
             if shapes not in self._compiled:
+                if self._check is not None:
+                    self._check(self._jitted.trace(*args).jaxpr.jaxpr)
                 result = call_together(self._jitted, *args)
                 self._compiled.add(shapes)
                 return result

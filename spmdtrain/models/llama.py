@@ -24,13 +24,14 @@ from spmdtrain.models.decoder_parts import (
 )
 from spmdtrain.models.head_projection import project_heads
 from spmdtrain.models.norms import rms_norm
+from spmdtrain.models.residual import split_residual
 from spmdtrain.models.rotary import Rotation, rotation
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one all-reduce.
+# ends with one sum over it (see `split_residual`).
 LLAMA_AXIS_RULES = AxisRules(
     {
         "vocab": "tensor",
@@ -255,7 +256,7 @@ class Llama(StackedDecoder):
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x = scan_layers(block, self._embed(tokens), weights, config.unroll)
-        return rms_norm(x, self.norm[...], config.epsilon)
+        return split_residual(rms_norm(x, self.norm[...], config.epsilon))
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
@@ -286,7 +287,7 @@ class Llama(StackedDecoder):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         x = embed_tokens(self.embedding[...], tokens, self.config.vocabulary)
-        return constrain_sharding(x, "batch", "context", None)
+        return split_residual(x)
 
     def _rotation(self, positions: int | jax.Array) -> Rotation:
         return rotation(positions, jnp.asarray(self.config.speeds))
@@ -311,7 +312,7 @@ class Llama(StackedDecoder):
         """
         mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
         x = x + jnp.einsum("btnh,nhd->btd", mixed, weights["attention"]["out"])
-        x = constrain_sharding(x, "batch", "context", None)
+        x = split_residual(x)
         mlp = weights["mlp"]
         normal = rms_norm(x, mlp["norm"], self.config.epsilon)
         gate, up = (
@@ -319,4 +320,4 @@ class Llama(StackedDecoder):
             for name in ("gate", "up")
         )
         x = x + (jax.nn.silu(gate) * up) @ mlp["down"]
-        return constrain_sharding(x, "batch", "context", None)
+        return split_residual(x)

@@ -20,13 +20,14 @@ from spmdtrain.models.decoder_parts import (
 )
 from spmdtrain.models.head_projection import project_qkv
 from spmdtrain.models.norms import layer_norm, rms_norm
+from spmdtrain.models.residual import split_residual
 from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.sharding.rules import GatherPolicy, Rule
 from spmdtrain.step.layer_loop import scan_layers
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one all-reduce. The first dim of arrays in blocks is the layer.
+# ends with one sum over it (see `split_residual`). The first dim of arrays in blocks is the layer.
 TRANSFORMER_RULES: tuple[Rule, ...] = (
     Rule(
         "blocks/attention/qkv$",
@@ -193,19 +194,19 @@ class Transformer(StackedDecoder):
             keys = jax.random.split(self.dropout.rngs(), (config.layers + 1, 2))
             x = self.dropout(x, rngs=keys[-1, 0])
             keys = keys[:-1]
-        x = constrain_sharding(x, "batch", "context", None)
+        x = split_residual(x)
 
         def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             weights, keys = layer
             key, other = (None, None) if keys is None else keys
             x = x + self.dropout(_attention(weights["attention"], x, turn, segments), rngs=key)
-            x = constrain_sharding(x, "batch", "context", None)
+            x = split_residual(x)
             x = x + self.dropout(_mlp(weights["mlp"], x), rngs=other)
-            return constrain_sharding(x, "batch", "context", None), None
+            return split_residual(x), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x = scan_layers(block, x, (weights, keys), config.unroll)
-        return self._last_norm(x)
+        return split_residual(self._last_norm(x))
 
     def _last_norm(self, x: jax.Array) -> jax.Array:
         bias = self.norm_bias[...] if self.config.blocks == "gpt2" else None
@@ -233,14 +234,14 @@ class Transformer(StackedDecoder):
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         x, turn = self._embed(tokens, positions)
-        x = constrain_sharding(x, "batch", "context", None)
+        x = split_residual(x)
 
         def read(x: jax.Array, weights: Any, cached: Any) -> tuple[jax.Array, Any]:
             heads = _heads(weights["attention"], x, turn)
             mixed, cached = attend_to_cache(*heads, cached, positions)
             x = x + _mix_heads(weights["attention"], mixed)
             x = x + _mlp(weights["mlp"], x)
-            return constrain_sharding(x, "batch", "context", None), cached
+            return split_residual(x), cached
 
         x, cache = read_with_cache(read, x, layers, cache)
         return self._last_norm(x), cache

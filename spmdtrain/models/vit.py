@@ -14,12 +14,13 @@ from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import annotated_param, normal_param
 from spmdtrain.models.norms import layer_norm
+from spmdtrain.models.residual import split_residual
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one all-reduce.
+# ends with one sum over it (see `split_residual`).
 VIT_AXIS_RULES = AxisRules({"embed": "fsdp", "heads": "tensor", "mlp": "tensor"})
 
 _EPSILON = 1e-12  # of the published models
@@ -171,8 +172,8 @@ class ViT(nnx.Module):
 
         def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
             x = x + _attention(weights["attention"], x)
-            x = constrain_sharding(x, "batch", None, None)
-            return constrain_sharding(x + _mlp(weights["mlp"], x), "batch", None, None), None
+            x = split_residual(x)
+            return split_residual(x + _mlp(weights["mlp"], x)), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x = scan_layers(block, x, weights, config.unroll)
@@ -198,20 +199,20 @@ class ViT(nnx.Module):
         if config.pooling == "class_token":
             first = jnp.broadcast_to(self.class_token[...], (len(x), 1, config.width))
             x = jnp.concatenate([first, x], axis=1)
-        return constrain_sharding(x + self.positions[...], "batch", None, None)
+        return split_residual(x + self.positions[...])
 
 
 def _attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     x = layer_norm(x, weights["norm"], weights["norm_bias"], _EPSILON)
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"]) + weights["qkv_bias"][:, None, None]
-    query, key, value = constrain_sharding(qkv, None, "batch", None, "tensor", None)
+    query, key, value = constrain_sharding(qkv, None, "batch", "context", "tensor", None)
     mixed = attention(query, key, value, causal=False)
-    mixed = constrain_sharding(mixed, "batch", None, "tensor", None)
+    mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
     return jnp.einsum("btnh,nhd->btd", mixed, weights["out"]) + weights["out_bias"]
 
 
 def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     normal = layer_norm(x, weights["norm"], weights["norm_bias"], _EPSILON)
-    hidden = constrain_sharding(normal @ weights["up"], "batch", None, "tensor")
+    hidden = constrain_sharding(normal @ weights["up"], "batch", "context", "tensor")
     active = jax.nn.gelu(hidden + weights["up_bias"], approximate=False)
     return active @ weights["down"] + weights["down_bias"]

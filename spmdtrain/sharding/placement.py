@@ -300,7 +300,7 @@ def bind_strategy(function: Callable[..., T]) -> Callable[..., T]:
     return called
 
 
-def constrain_sharding(x: jax.Array, *spec: str | None) -> jax.Array:
+def constrain_sharding(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
     """Constrains the sharding of an array inside a model. Without a mesh it has no effect.
 
     A dim that does not divide is left to XLA: unlike the rules of parameters, this is only a hint.
@@ -308,7 +308,7 @@ def constrain_sharding(x: jax.Array, *spec: str | None) -> jax.Array:
     Args:
       x: The array.
       *spec: One entry for each dim: "batch" for the axes that split the batch, the name of an axis,
-        or None.
+        or None. Of a tuple of axes, the last ones are left out until the dim divides.
 
     Returns:
       The constrained array.
@@ -318,7 +318,8 @@ def constrain_sharding(x: jax.Array, *spec: str | None) -> jax.Array:
     """
     if len(spec) != x.ndim:
         raise ValueError(f"constrain_sharding: {len(spec)} entries for an array of shape {x.shape}")
-    named = [a for e in spec if e for a in (BATCH_AXES if e == "batch" else (e,))]
+    split = [_axes_of(entry) for entry in spec]
+    named = [axis for axes in split for axis in axes]
     if unknown := [axis for axis in named if axis not in AXES]:
         raise ValueError(
             f"constrain_sharding: {unknown[0]!r} is not an axis."
@@ -330,15 +331,25 @@ def constrain_sharding(x: jax.Array, *spec: str | None) -> jax.Array:
     if placement.mesh is None or placement.mesh.size == 1 or _queries.get() is not None:
         return x
     entries: list[object] = []
-    for size, entry in zip(x.shape, spec, strict=True):
-        if entry is None:
-            entries.append(None)
-            continue
-        axes = BATCH_AXES if entry == "batch" else (entry,)
-        parts = math.prod(map(placement.size, axes))
-        entries.append(axes if size % parts == 0 else PartitionSpec.UNCONSTRAINED)
+    for size, entry, axes in zip(x.shape, spec, split, strict=True):
+        while isinstance(entry, tuple) and len(axes) > 1 and size % _parts(placement, axes):
+            axes = axes[:-1]
+        divides = size % _parts(placement, axes) == 0
+        entries.append((axes or None) if divides else PartitionSpec.UNCONSTRAINED)
     sharding = NamedSharding(placement.mesh, PartitionSpec(*entries))
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, tuple):
+        return entry
+    return BATCH_AXES if entry == "batch" else (entry,)
+
+
+def _parts(placement: Placement, axes: tuple[str, ...]) -> int:
+    return math.prod(map(placement.size, axes))
 
 
 # -- configurations --------------------------------------------------------------------------------

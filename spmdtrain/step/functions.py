@@ -25,6 +25,8 @@ from spmdtrain.data.loader import batch_of_first_step, examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.attention import check_context_used
+from spmdtrain.kernels.context_attention import CONTEXT
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.annotations import AxisRules
@@ -189,9 +191,11 @@ class StepFunctions:
         places = (variables, None, None, replicated)
         evaluate: Callable[..., Any] = self._forward.evaluate
         evaluate = exact_evaluation(evaluate, self._order) if self._order else evaluate
-        self.evaluate = self._compile(evaluate, places)
+        uses_context = partial(check_context_used, placement=placement)
+        check = uses_context if placement.size(CONTEXT) > 1 else None
+        self.evaluate = self._compile(evaluate, places, check)
         # Replicated predictions, because every process returns all of them.
-        self.predict = self._compile(self._forward.predictions, places)
+        self.predict = self._compile(self._forward.predictions, places, check)
         declared = None if media is None else Declared.of(locate_errors(media))
         self._media = None if declared is None else partial(self._forward.in_eval, declared)
         self.media = None if self._media is None else self._compile(self._media, places)
@@ -419,7 +423,12 @@ class StepFunctions:
                     self._media, self.abstract_state.variables, rows, mask, ABSTRACT_DRAW
                 )
 
-    def _compile(self, function: Callable[..., Any], in_shardings: Any) -> Any:
+    def _compile(
+        self,
+        function: Callable[..., Any],
+        in_shardings: Any,
+        check: Callable[[Any], None] | None = None,
+    ) -> Any:
         """Compiles a function of variables and a batch; its result is replicated."""
         if not self._config.jit:
             return eager(function)
@@ -429,7 +438,7 @@ class StepFunctions:
             out_shardings=self._placement.replicated,
             compiler_options=self.compiler_options or None,
         )
-        return Together(compiled, constant=1)
+        return Together(compiled, constant=1, check=check)
 
 
 def _placed(leaf: Any, sharding: Sharding) -> Any:

@@ -31,6 +31,8 @@ _ELEMENT = re.compile(r"\([^()]*\)|\w+\[[^\]]*\]")
 # TPU programs contain one collective several times, once in each fusion that executes a part of it.
 # The channel alone does not identify it: a function that is called twice keeps its channel.
 _PIECE = re.compile(r'(channel_id=\d+).*(chain_id="\d+").*"async_collective_fusion_config"')
+# On TPUs a reduce-scatter is a computation of this name: an all-reduce, and the slice of a device.
+_SCATTERING = "all-reduce-scatter"
 # Between TPU slices the hosts send a collective, each the part of its own slice.
 _BETWEEN_SLICES = re.compile(
     r'_xla_megascale_target="\{([\d,]+)\}.*_xla_megascale_transfer_type="(\w+)"'
@@ -157,6 +159,8 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
+            if kind == "all-reduce" and computation.name.startswith(_SCATTERING):
+                kind = "reduce-scatter"
             piece = _PIECE.search(instruction.attributes)
             if piece and (kind, *piece.groups()) in pieces:
                 # The whole collective runs as often as the piece that runs least often.
@@ -170,7 +174,7 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
             if piece:
                 pieces[kind, *piece.groups()] = len(result)
             arrays = _payload(instruction.shape, kind, started=started)
-            whole = max(group_size, 1) if kind == "reduce-scatter" else 1
+            whole = max(group_size, 1) if instruction.opcode.startswith("reduce-scatter") else 1
             source = _source(instruction, computation, origins)
             is_sync = _IS_SYNC in instruction.attributes
             is_async = started or piece is not None or computation.name in inside_async

@@ -91,6 +91,26 @@ def test_peers_that_compute_something_else_are_refused_before_they_are_timed(
     assert "| 2.50001 | 1,234 | 5.0 | float32 |" in report.page(tmp_path)
 
 
+def test_attention_over_split_tokens_is_reported_by_ratios_within_a_round(
+    tmp_path: Path, modules: Any
+) -> None:
+    _, report = modules
+    import context
+
+    memory = {method: 10.0 * (number + 1) for number, method in enumerate(context.METHODS)}
+    seconds = {"full": [1.0, 9.0], "ring": [0.5, 4.5], "gather": [1.0, 4.5], "ulysses": [2.0, 18]}
+    none: dict[str, list[float]] = {method: [] for method in context.METHODS}
+    lengths = [
+        {"tokens": tokens, "temporary_mb": memory, "seconds": of}
+        for tokens, of in ((1024, seconds), (65536, none))
+    ]
+    result = {"origin": ORIGIN | {"time": "today", "commit": "abc"}, "rounds": 2}
+    (tmp_path / "w9-context.json").write_text(json.dumps(result | {"lengths": lengths}))
+    page = report.page(tmp_path)
+    assert "| 1,024 | 10.0 | 20.0 | 30.0 | 40.0 | 2.00 | 1.50 | 0.50 | 0.20 |" in page
+    assert "| 65,536 | 10.0 | 20.0 | 30.0 | 40.0 |" + 4 * " not run |" in page
+
+
 def test_scaling_is_reported_by_ratios_within_a_round(tmp_path: Path, modules: Any) -> None:
     _, report = modules
     import scaling

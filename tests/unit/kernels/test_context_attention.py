@@ -1,21 +1,34 @@
 """Attention over split tokens: the numbers of whole sequences, and the training of a model."""
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import environment
+from jax.sharding import PartitionSpec
+from plan_helpers import needs_libtpu
 
 from spmdtrain import MeshSpec, Trainer, UserError, attention
 from spmdtrain.config.option_groups import ContextMethod, ContextOptions
+from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, merge_mixed, nothing
 from spmdtrain.models import MLP
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
-from spmdtrain.sharding.mesh import build_mesh
+from spmdtrain.plan import aot, topologies
+from spmdtrain.sharding.mesh import abstract_devices, build_mesh
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
+from spmdtrain.xla.collectives import collectives
 
 METHODS = ("ring", "gather", "ulysses")
 # Sizes of data, context and tensor; tokens; heads; key-value heads; options; with documents.
@@ -149,5 +162,95 @@ def test_a_model_that_does_not_split_its_tokens_is_refused() -> None:
         mesh=MeshSpec(data=2, context=4),
         terminal=Terminal(quiet=True),
     )
+    batch = {"x": np.ones((8, 4), "f")}
     with pytest.raises(UserError, match="mesh axis context=4 is not used"):
-        trainer.fit({"x": np.ones((8, 4), "f")}, steps=1, global_batch_size=8)
+        trainer.fit(batch, steps=1, global_batch_size=8)
+    for function in (trainer.evaluate, trainer.predict):
+        with pytest.raises(UserError, match="mesh axis context=4 is not used"):
+            function(batch, global_batch_size=8)
+
+
+# -- compiled programs -----------------------------------------------------------------------------
+
+
+def gradients_of(
+    mix: Callable[..., jax.Array], of: Placement | None, shape: tuple[int, ...], dtype: Any
+) -> jax.stages.Compiled:
+    """Compiles the gradients of attention, whose tokens are split if there is a placement."""
+    sharding = None if of is None else of.sharding(PartitionSpec(None, "context"))
+    one = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        return jnp.square(mix(*arrays).astype(jnp.float32)).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(one, one, one).compile()
+
+
+def plain_ring(mesh: jax.sharding.Mesh, size: int) -> Callable[..., jax.Array]:
+    """Returns a causal ring whose gradients JAX derives, so that it keeps keys of all devices."""
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        device, length = jax.lax.axis_index("context"), query.shape[1]
+        of = Tokens(device * length + jnp.arange(length), None)
+        pattern = Pattern(causal=True, window=None, scale=query.shape[3] ** -0.5)
+        mixed = nothing(query)
+        for turn in range(size):
+            to = Tokens((device - turn) % size * length + jnp.arange(length), None)
+            found = attend(query, key, value, of, to, pattern, every=False)
+            mixed = merge_mixed(mixed, found)
+            by_one = [(n, (n + 1) % size) for n in range(size)]
+            key, value = (jax.lax.ppermute(x, "context", by_one) for x in (key, value))
+        return mixed.values
+
+    split = PartitionSpec(None, "context")
+    return jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+
+
+@pytest.mark.slow
+def test_a_ring_takes_a_fiftieth_of_the_memory_of_whole_sequences() -> None:
+    shape, of = (1, 8192, 8, 64), placement((1, 8, 1), "ring")
+    causal = partial(attention, causal=True)
+    whole = gradients_of(causal, None, shape, jnp.float32)
+    with use_placement(of):
+        ring = gradients_of(causal, of, shape, jnp.float32)
+    assert of.mesh is not None
+    derived = gradients_of(plain_ring(of.mesh, 8), of, shape, jnp.float32)
+    memory: Any = [x.memory_analysis() for x in (ring, whole, derived)]
+    took, of_whole, of_derived = (x.temp_size_in_bytes for x in memory)
+    assert took <= of_whole / 50 and took <= of_derived / 4, (took, of_whole, of_derived)
+
+
+def print_collectives_for_tpus() -> None:
+    """Prints the kind, bytes and overlap of the collectives of a ring for each kind of TPU."""
+    found = {}
+    for name in ("v5e:2x4", "v5p:2x2x2"):
+        with abstract_devices(aot.devices_of(topologies.parse(name))):
+            of = placement((1, 8, 1), "ring")
+            with use_placement(of):
+                text = gradients_of(
+                    partial(attention, causal=True), of, (1, 2048, 8, 128), jnp.bfloat16
+                ).as_text()
+        assert text is not None
+        assert of.mesh is not None
+        found[name] = [(x.kind, x.bytes, x.overlapped) for x in collectives(text, of.mesh)]
+    print(json.dumps(found))
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_for_tpus_a_ring_sends_while_it_computes_and_gathers_nothing() -> None:
+    # In a process of its own, because programs for absent devices cannot be read from the cache.
+    code = f"import {__name__}; {__name__}.print_collectives_for_tpus()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(8) | aot.environment(topologies.parse("v5e:2x4")) | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for of_chip in json.loads(ended.stdout.splitlines()[-1]).values():
+        permutes = [overlapped for kind, _, overlapped in of_chip if kind == "collective-permute"]
+        assert len(permutes) >= 8 and all(permutes), of_chip
+        assert not [size for kind, size, _ in of_chip if kind == "all-gather" and size > 1e6]

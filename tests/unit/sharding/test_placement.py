@@ -303,7 +303,7 @@ def test_under_ends_with_its_block_and_nests() -> None:
 # --- How an array inside a model lies on the mesh ---
 
 
-def laid_out(placement: Placement, shape: tuple[int, ...], *spec: str | None) -> P:
+def laid_out(placement: Placement, shape: tuple[int, ...], *spec: Any) -> P:
     """The spec of a computed array whose layout is constrained."""
     with use_placement(placement):
         found = jax.jit(lambda x: constrain_sharding(jnp.sin(x), *spec))(jnp.ones(shape))
@@ -330,10 +330,13 @@ def test_without_a_mesh_an_array_stays_as_it_is(placement: Placement) -> None:
         ({"tensor": 4}, (None, "tensor"), (16, 2)),
         ({"fsdp": 4}, ("fsdp", "data"), (4, 4)),
         ({"tensor": 2}, (None, None), (16, 8)),
+        ({"context": 4, "tensor": 2}, (None, ("context", "tensor")), (16, 1)),
+        ({"context": 2, "tensor": 4}, (None, ("tensor", "context")), (16, 1)),
+        ({"context": 8}, (("context", "tensor"), "batch"), (2, 8)),
     ],
 )
-def test_a_dim_lies_along_the_axis_that_is_named(
-    sizes: dict[str, Any], spec: tuple[str | None, ...], shard: tuple[int, ...]
+def test_a_dim_lies_along_the_axes_that_are_named(
+    sizes: dict[str, Any], spec: tuple[Any, ...], shard: tuple[int, ...]
 ) -> None:
     placement = placed(**sizes)
     with use_placement(placement):
@@ -368,6 +371,8 @@ def test_a_dim_that_does_not_divide_is_left_to_the_compiler() -> None:
     assert "spec=P(UNCONSTRAINED, 'tensor', None)" in program
     assert laid_out(placement, (6, 4), "batch", "tensor")[1] == "tensor"
     assert laid_out(placement, (4, 3), "batch", "tensor")[0] is not None
+    several = placed(context=2, tensor=4)
+    assert laid_out(several, (6, 4), ("context", "tensor"), None) == P("context")
 
 
 @pytest.mark.slow

@@ -296,6 +296,25 @@ def test_pieces_of_a_collective_on_a_tpu_are_counted_once() -> None:
     assert len(collectives(text, make_mesh(data=8))) == 2
 
 
+def test_a_fused_slice_of_an_all_reduce_is_a_reduce_scatter_on_a_tpu() -> None:
+    whole, part = "bf16[4,256,256]{2,1,0}", "bf16[4,64,256]{2,1,0}"
+    text = f"""
+%all-reduce-scatter.1 (input.1: bf16[4,256,256]) -> bf16[4,64,256] {{
+  %input.1 = {whole} parameter(0)
+  %all-reduce.8 = {whole} all-reduce(%input.1), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}
+  %zero = u32[] constant(0)
+  ROOT %slice.1 = {part} dynamic-slice(%all-reduce.8, %zero, %zero, %zero)
+}}
+
+ENTRY %main {{
+  %x = {whole} parameter(0)
+  ROOT %fusion.1 = {part} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}}
+"""
+    (found,) = collectives(text, make_mesh(data=2, tensor=4))
+    assert (found.kind, found.axes, found.bytes) == ("reduce-scatter", ("tensor",), 2 * 4 * 256**2)
+
+
 def test_a_shared_channel_is_not_a_piece() -> None:
     # What a function called twice compiles to.
     text = "\n".join([all_reduce("{}"), all_reduce("{}").replace("psum.7", "psum.8")])
