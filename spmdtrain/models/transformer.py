@@ -204,7 +204,7 @@ class Transformer(StackedDecoder):
             return constrain_sharding(x, "batch", "context", None), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x = scan_layers(block, x, (weights, keys), config.unroll)
+        x, _ = scan_layers(block, x, (weights, keys), config.unroll)
         return self._last_norm(x)
 
     def _last_norm(self, x: jax.Array) -> jax.Array:
