@@ -24,6 +24,7 @@ _HOMES = {
     "DeviceFaultError": "errors",
     "EarlyStopping": "train.stopping",
     "Experiment": "train.experiment",
+    "ExpertOutput": "kernels.experts",
     "Figure": "trackers.media",
     "FitResult": "train.epochs",
     "FixedShards": "parameter_server.partition",
@@ -89,6 +90,7 @@ _HOMES = {
     "confusion_table": "train.shipped_metrics",
     "constrain_sharding": "sharding.placement",
     "current_strategy": "sharding.placement",
+    "experts": "kernels.experts",
     "export_params": "checkpoints.export",
     "find_idx": "data.idx",
     "initialize": "distributed.initialize",
@@ -125,6 +127,7 @@ __all__ = [
     "DeviceFaultError",
     "EarlyStopping",
     "Experiment",
+    "ExpertOutput",
     "Figure",
     "FitResult",
     "FixedShards",
@@ -190,6 +193,7 @@ __all__ = [
     "confusion_table",
     "constrain_sharding",
     "current_strategy",
+    "experts",
     "export_params",
     "find_idx",
     "initialize",
@@ -251,6 +255,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from spmdtrain.kernels.attention import attention
+    from spmdtrain.kernels.experts import ExpertOutput, experts
     from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
     from spmdtrain.parameter_server.coordinator import Coordinator
     from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from spmdtrain.errors import UserError, did_you_mean
 
-AXES = ("replica", "data", "fsdp", "context", "tensor")  # in mesh order: the slowest links first
+AXES = ("replica", "data", "fsdp", "expert", "context", "tensor")  # the slowest links first
 STATE = ("params", "opt_state", "averaged")  # fields of the state with the size of the parameters
 
 
@@ -109,8 +109,9 @@ def strategy(name: str) -> Strategy:
 def mesh_sizes(of: Strategy, given: Mapping[str, int | None]) -> dict[str, int]:
     """Returns axis name to size, in mesh order: the given size, or the strategy's default.
 
-    At most one of data, fsdp, context and tensor is -1 (the remaining devices), unless the user
-    gives -1 twice. A replica of -1 means one group for each host or slice (see `mesh.build_mesh`).
+    At most one of data, fsdp, expert, context and tensor is -1 (the remaining devices), unless the
+    user gives -1 twice. A replica of -1 means one group for each host or slice (see
+    `mesh.build_mesh`).
 
     Args:
       of: The strategy.

@@ -101,6 +101,12 @@ def check_run(config: "RunConfig") -> None:
             f"context.method is {config.context.method}, and mesh.context is not given: give the "
             "number of devices that split the tokens, or leave context.method out"
         )
+    if (given := not_default(config.expert)) and config.mesh.expert in (None, 1):
+        raise UserError(
+            f"expert.{given[0]} is {getattr(config.expert, given[0])}, and mesh.expert is not "
+            "given: give the number of devices that split the experts, or leave "
+            f"expert.{given[0]} out"
+        )
     if config.init_from_strict != "all" and not config.init_from:
         raise UserError(
             f"init_from_strict is {config.init_from_strict}, and init_from is not given: give both"
@@ -360,6 +366,11 @@ def _check_servers(config: "RunConfig") -> None:
                 f"servers.{name} is for parameter_server, but the strategy is {config.strategy}"
             )
         return
+    if config.mesh.expert not in (None, 1):
+        raise UserError(
+            f"mesh.expert is {config.mesh.expert}, but under parameter_server each worker reads "
+            "whole parameters from the servers: leave it out"
+        )
     for name, required, why in (
         ("steps_per_dispatch", 1, "a worker computes one step at a time"),
         ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),

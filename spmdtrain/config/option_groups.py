@@ -1,5 +1,6 @@
 """Groups of options, each of which is one field of `RunConfig`."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.strategies import AXES
 
 ContextMethod = Literal["ring", "gather", "ulysses"]
+ExpertExchange = Literal["all_to_all", "ragged_all_to_all"]
 
 
 class OptionGroup:
@@ -39,6 +41,9 @@ class MeshSpec(OptionGroup):
     fsdp: int | None = None
     """Number of devices along the axis that splits the batch and can shard the state; -1 takes the
     remaining devices."""
+    expert: int | None = None
+    """Number of devices along the axis that splits the batch and the experts of each layer; -1
+    takes the remaining devices."""
     context: int | None = None
     """Number of devices along the axis that splits the tokens of each sequence; -1 takes the
     remaining devices."""
@@ -73,6 +78,26 @@ class ContextOptions(OptionGroup):
 
     def check(self) -> None:
         check_values(self, ContextOptions, "context.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions(OptionGroup):
+    """Exchange of tokens between the devices of mesh.expert."""
+
+    exchange: ExpertExchange = "all_to_all"
+    """all_to_all: each device sends a buffer of fixed size to each other one. ragged_all_to_all: it
+    sends the rows in use alone, which XLA does not support on CPU."""
+    capacity_factor: float = 2.0
+    """Size of the buffers, relative to an even load of the experts: at least 1. If the tokens of a
+    layer do not fit, its devices gather all tokens instead, which is slower and equally exact."""
+
+    def check(self) -> None:
+        check_values(self, ExpertOptions, "expert.")
+        if not 1 <= self.capacity_factor < math.inf:
+            raise UserError(
+                f"expert.capacity_factor is {self.capacity_factor}: it must be at least 1, which "
+                "is room for an even load of the experts"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

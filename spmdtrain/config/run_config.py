@@ -11,6 +11,7 @@ from spmdtrain.config.checks import check_compute_dtype, check_run, check_values
 from spmdtrain.config.option_groups import (
     CollectiveOptions,
     ContextOptions,
+    ExpertOptions,
     MeshSpec,
     ParameterServerOptions,
     ShardingOptions,
@@ -108,6 +109,7 @@ class RunConfig:
     central_storage, hybrid or parameter_server. Join several by + (hybrid+zero)."""
     sharding: ShardingOptions = ShardingOptions()
     context: ContextOptions = ContextOptions()
+    expert: ExpertOptions = ExpertOptions()
     collectives: CollectiveOptions = CollectiveOptions()
     servers: ParameterServerOptions = ParameterServerOptions()
     microbatches: int = 1
@@ -217,7 +219,8 @@ class RunConfig:
         # functions that begin a run do (`sharding.resolution.check_inherited`).
         check_compute_dtype(self.compute_dtype)  # first: it explains why float16 is no choice
         check_values(self, RunConfig)
-        for group in (self.mesh, self.sharding, self.context, self.collectives, self.servers):
+        groups = (self.mesh, self.sharding, self.context, self.expert)
+        for group in (*groups, self.collectives, self.servers):
             group.check()
         check_run(self)
 

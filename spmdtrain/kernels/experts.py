@@ -1,37 +1,50 @@
-"""Mixtures of experts: each token is computed by those experts that its router chooses."""
+"""Mixtures of experts: each token's sum over the experts that a router chooses for it."""
 
-from collections.abc import Callable
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.reference import uses_reference
+from spmdtrain.kernels.expert_exchange import (
+    ExpertLayer,
+    Ffn,
+    all_experts,
+    chosen_kernels,
+    split_experts,
+)
+from spmdtrain.kernels.reference import optimized_implementation, uses_reference
+from spmdtrain.sharding.mesh import BATCH_AXES, EXPERT
+from spmdtrain.sharding.placement import (
+    CurrentMesh,
+    current_device,
+    current_expert_options,
+    current_mesh,
+)
 
 PyTree = Any
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
-"""Multiplies each row (n, in) with its expert's matrix of a kernel (experts, in, out)."""
-Ffn = Callable[[jax.Array, PyTree, Dot], jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertOutput:
-    """The output of a mixture of experts, and what its router did.
+    """The output of a layer of experts, and the values of its router by row of the batch.
 
     Attributes:
-      output: (B, T, width), the weighted sum over each token's experts.
-      balance: f32 (B,), the load-balance loss of each row, of its own tokens: the number of experts
-        times the sum over experts of the fraction of the row's choices times the mean probability
-        (Switch Transformer, arXiv 2101.03961). It is 1 if all experts are equally probable.
-      z: f32 (B,), the mean over the row's tokens of the square of the logits' normalizer
-        log(sum(exp(logits))) (ST-MoE, arXiv 2202.08906).
-      entropy: f32 (B,), the mean over the row's tokens of the entropy of the probabilities, in
-        nats.
-      load: f32 (B, experts), the number of the row's choices for each expert.
-      overflow: f32 scalar, 1 if this call gathered all tokens because a buffer was too small.
+      output: (B, T, width), each token's weighted sum over its `top_k` experts, in the dtype of x.
+      balance: f32 (B,), the load-balance loss of each row: E * sum_e f_e * p_e, where f_e is the
+        fraction of the row's choices that fell on expert e, and p_e the mean of its probability
+        (Fedus et al. 2021, arXiv:2101.03961; by sequence as in arXiv:2412.19437). It is 1 if both
+        are even.
+      z: f32 (B,), mean over the tokens of logsumexp(router_logits)**2 (Zoph et al. 2022,
+        arXiv:2202.08906).
+      entropy: f32 (B,), mean over the tokens of the entropy of the router's probabilities, in nats.
+      load: f32 (B, E), number of the row's choices for each expert.
+      overflow: f32 scalar, 1 if a buffer would have overflowed, so that all devices of the axis
+        "expert" gathered all tokens; else 0. The output is the same.
     """
 
     output: jax.Array
@@ -51,75 +64,115 @@ def experts(
     top_k: int,
     normalize: bool = True,
 ) -> ExpertOutput:
-    """Computes each token with the `top_k` experts that have its largest router logits.
+    """Returns each token's sum over its `top_k` experts, weighted by the router's probabilities.
 
-    No token is dropped, so that a token's output does not depend on the others.
+    No token is dropped, however many choose the same expert. On a mesh the batch and the tokens
+    ("context") may be split, and the experts over "expert": tokens are sent to the devices of their
+    experts and back.
 
     Args:
-      x: (B, T, width).
-      router_logits: f32 (B, T, experts).
-      weights: The experts' arrays, of leading dim `experts`.
-      ffn: Maps (rows, weights, dot) to the experts' output: rows (n, width) sorted by expert to
-        (n, width), with products `dot(rows, kernel)`.
-      top_k: Number of experts for each token.
+      x: The tokens, (B, T, width).
+      router_logits: f32 (B, T, E), whose softmax are the probabilities of the experts.
+      weights: A pytree of arrays of leading dim E, split over "expert" by their rule:
+        `PartitionSpec("expert", ...)`.
+      ffn: Maps (rows, weights, dot) to (n, width). `rows` (n, width) are sorted by expert, and
+        `dot(rows, kernel)` multiplies each row with the matrix of its expert, of a kernel (experts,
+        in, out). It depends on nothing but its arguments.
+      top_k: Number of experts of a token.
       normalize: Whether the probabilities of a token's experts are divided by their sum.
 
-    Returns:
-      The output, and the values of the router.
-
     Raises:
-      UserError: If the logits are not f32, or `top_k` is not from 1 to the number of experts.
+      UserError: If the arguments do not fit together, or the experts do not divide over "expert".
     """
-    count = router_logits.shape[-1]
-    if router_logits.dtype != jnp.float32:
-        raise UserError(f"router_logits are {router_logits.dtype}: compute them in float32")
-    if not 1 <= top_k <= count:
-        raise UserError(f"top_k is {top_k}: it must be from 1 to the number of experts, {count}")
-    probabilities = jax.nn.softmax(router_logits)
-    values, chosen = jax.lax.top_k(probabilities, top_k)
-    if normalize:
-        values /= values.sum(-1, keepdims=True)
-    load = jax.nn.one_hot(chosen, count).sum((1, 2))
-    log_sum = jax.nn.logsumexp(router_logits, axis=-1)
+    _check(x, router_logits, weights, top_k)
+    probabilities = jax.nn.softmax(router_logits, axis=-1)
+    over = current_mesh()
+    if over is None or not over.free or uses_reference():
+        over = CurrentMesh(None, {}, ())
+    manual = {axis for axis in over.free if axis != "tensor" or over.parts(axis) == 1}
+    count, devices = router_logits.shape[-1], over.parts(EXPERT)
+    layer = _layer(ffn, count, devices, tuple(sorted(manual))) if devices > 1 else None
 
-    def mixed(weights: PyTree, x: jax.Array, values: jax.Array, chosen: jax.Array) -> jax.Array:
-        return _mixed(x, values, chosen, count, lambda rows, dot: ffn(rows, weights, dot))
+    def local(
+        x: jax.Array, probabilities: jax.Array, weights: PyTree
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        scale, chosen = jax.lax.top_k(probabilities, top_k)
+        if normalize:
+            scale = scale / scale.sum(-1, keepdims=True)
+        tokens = x.reshape(-1, x.shape[-1]), chosen.reshape(-1, top_k), scale.reshape(-1, top_k)
+        overflow = jnp.zeros((), bool)
+        if uses_reference():
+            total = chosen_kernels(*tokens, weights, ffn)
+        elif layer is None:
+            total = all_experts(*tokens, weights, ffn, count)
+        else:
+            total, overflow = split_experts(layer, *tokens, weights)
+        return total.reshape(x.shape).astype(x.dtype), chosen, overflow
 
-    if uses_reference():
-        # Row by row, so that the trace shows that no row depends on another one.
-        copies = jax.tree.map(lambda w: jnp.broadcast_to(w, (len(x), *w.shape)), weights)
-        output = jax.vmap(mixed)(copies, x, values, chosen)
-    else:
-        output = mixed(weights, *(a.reshape(-1, a.shape[-1]) for a in (x, values, chosen)))
+    if over.parts(*manual) > 1:
+        rows = tuple(axis for axis in BATCH_AXES if axis in over.free)
+        length, parts = x.shape[1], over.parts("context")
+        split = PartitionSpec(
+            rows if len(x) % over.parts(*rows) == 0 else None,
+            "context" if "context" in over.free and length % parts == 0 else None,
+        )
+        # Without the check of varying axes: the gradients of the branches are written by hand.
+        local = jax.shard_map(
+            local,
+            mesh=over.mesh,
+            in_specs=(split, split, PartitionSpec(EXPERT if layer else None)),
+            out_specs=(split, split, PartitionSpec()),
+            axis_names=manual,
+            check_vma=False,
+        )
+    with optimized_implementation() if not uses_reference() else contextlib.nullcontext():
+        output, chosen, overflow = local(x, probabilities, weights)
+    load = (chosen[..., None] == jnp.arange(count)).sum((1, 2), dtype=jnp.float32)
+    fraction = load / (x.shape[1] * top_k)
+    logs = jax.nn.log_softmax(router_logits, axis=-1)
     return ExpertOutput(
-        output=output.reshape(x.shape),
-        balance=count * (load / chosen[0].size * probabilities.mean(1)).sum(-1),
-        z=jnp.square(log_sum).mean(1),
-        entropy=(log_sum - (probabilities * router_logits).sum(-1)).mean(1),
+        output=output,
+        balance=count * (fraction * probabilities.mean(1)).sum(-1),
+        z=jnp.square(jax.nn.logsumexp(router_logits, axis=-1)).mean(-1),
+        entropy=-(probabilities * logs).sum(-1).mean(-1),
         load=load,
-        overflow=jnp.float32(0),
+        overflow=overflow.astype(jnp.float32),
     )
 
 
-def _mixed(
-    x: jax.Array,
-    values: jax.Array,
-    chosen: jax.Array,
-    count: int,
-    ffn: Callable[[jax.Array, Dot], jax.Array],
-) -> jax.Array:
-    """Returns the weighted sum over each token's experts, (n, width).
+def _layer(ffn: Ffn, count: int, devices: int, axes: tuple[str, ...]) -> ExpertLayer:
+    """Returns the static arguments of experts that are split over devices."""
+    options, on_cpu = current_expert_options(), current_device().platform == "cpu"
+    if count % devices:
+        raise UserError(
+            f"experts: {count} experts do not divide over mesh.expert={devices}: their number must "
+            "be a multiple of the axis"
+        )
+    if on_cpu and options.exchange == "ragged_all_to_all":
+        raise UserError(
+            "expert.exchange is ragged_all_to_all, which XLA does not support on CPU: use "
+            "all_to_all"
+        )
+    return ExpertLayer(ffn, count, devices, options, axes, branches=not on_cpu)
 
-    Args:
-      x: (n, width).
-      values: f32 (n, top_k), the weights of the experts.
-      chosen: int (n, top_k), the experts.
-      count: Number of experts.
-      ffn: Maps (rows sorted by expert, dot) to the experts' output.
-    """
-    top_k = chosen.shape[-1]
-    order = jnp.argsort(chosen.ravel(), stable=True)
-    sizes = (chosen.ravel()[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-    output = ffn(x[order // top_k], lambda rows, kernel: jax.lax.ragged_dot(rows, kernel, sizes))
-    output = output[jnp.argsort(order)].reshape(len(x), top_k, -1)
-    return (output.astype(jnp.float32) * values[..., None]).sum(1).astype(x.dtype)
+
+def _check(x: jax.Array, router_logits: jax.Array, weights: PyTree, top_k: int) -> None:
+    if x.ndim != 3 or router_logits.ndim != 3 or router_logits.shape[:2] != x.shape[:2]:
+        raise UserError(
+            f"experts: x {x.shape} and router_logits {router_logits.shape}: the shapes must be "
+            "(B, T, width) and (B, T, experts)"
+        )
+    if router_logits.dtype != jnp.float32:
+        raise UserError(
+            f"experts: router_logits are {router_logits.dtype}: they must be float32, because the "
+            "choice of experts depends on small differences"
+        )
+    count = router_logits.shape[-1]
+    if not 1 <= top_k <= count:
+        raise UserError(f"experts: top_k is {top_k}: it must be from 1 to {count}, the experts")
+    for each in jax.tree.leaves(weights):
+        if each.shape[:1] != (count,):
+            raise UserError(
+                f"experts: weights of shape {each.shape} for router_logits of {count} experts: the "
+                f"leading dim must be {count}"
+            )

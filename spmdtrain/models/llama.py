@@ -40,7 +40,7 @@ LLAMA_AXIS_RULES = AxisRules(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
-        "experts": None,
+        "experts": "expert",
     }
 )
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec, Sharding
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of
+from spmdtrain.sharding.axis_checks import check_axes_used
 from spmdtrain.sharding.describe import (
     axes_of_entry,
     axes_of_spec,
@@ -21,7 +22,7 @@ from spmdtrain.sharding.describe import (
     keep_axes,
     split_dims,
 )
-from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.mesh import GATHER_AXES
 from spmdtrain.sharding.param_gather import ParamGathers, current_gathers
 from spmdtrain.sharding.placement import Placement, computes_alone
 from spmdtrain.sharding.rules import REPLICATED, GatherPolicy, Rule
@@ -56,7 +57,7 @@ class Layout:
       on_device: The sharding of each leaf in device memory, while a step computes.
       shardings: The sharding of each leaf between steps: that of `on_device`, or in host memory.
       replicates_params: Whether every device holds all parameters.
-      splits_tensors: Whether parameters are split over other axes than those of the batch.
+      splits_tensors: Whether parameters are split over other axes than those of `GATHER_AXES`.
 
     Raises:
       UserError: If a rule matches nothing, a name is not mapped, a dim does not divide, or a large
@@ -80,7 +81,7 @@ class Layout:
         named = named_leaves(state)
         self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
         self._annotated = self._annotation_rules(annotations or {}, axis_rules)
-        self._check_axes_used()
+        check_axes_used(placement, self._rules, list(self._annotated.values()))
         self.on_device: Any = _with_paths(self._on_device, state)
         if placement.mesh is not None and self._unused:
             patterns = [rule.pattern for rule in self._unused.values()]
@@ -88,8 +89,8 @@ class Layout:
         self.shardings: Any = _with_paths(self._at_rest, state, self.on_device)
         used = {a for n, shape in self._shapes.items() for a in self._used(self._spec(n, shape)[0])}
         self.replicates_params = not used
-        self.splits_tensors = not used <= set(BATCH_AXES)
-        self._gathers = bool(used & set(BATCH_AXES))
+        self.splits_tensors = not used <= set(GATHER_AXES)
+        self._gathers = bool(used & set(GATHER_AXES))
 
     def unsharded_params(self) -> list[str]:
         """Returns the large parameters that the strategy does not split because no dim divides.
@@ -150,9 +151,9 @@ class Layout:
     def gather(self, params: PyTree) -> PyTree:
         """Returns the parameters gathered for the model. Traced under `jit`.
 
-        Those that are split over batch axes are gathered, because each device needs all of them for
-        its own examples. Splits over other axes are kept. Under `use_gathers` they are explicit,
-        and where a device computes alone there is nothing to gather.
+        Those that are split over axes of `GATHER_AXES` are gathered, because each device needs all
+        of them for its own examples. Splits over other axes are kept. Under `use_gathers` they are
+        explicit, and where a device computes alone there is nothing to gather.
 
         Args:
           params: The parameters.
@@ -165,7 +166,7 @@ class Layout:
         return params if alone else self._constrain(params, self._gathered)
 
     def batch_specs(self, params: PyTree, field: str) -> PyTree:
-        """Returns the specs of parameters over the batch axes, for `shard_map`.
+        """Returns the specs of parameters over `GATHER_AXES`, for `shard_map`.
 
         Args:
           params: The parameters, or a part of them.
@@ -242,10 +243,10 @@ class Layout:
         return rule is not None and rule.gather is GatherPolicy.PER_LAYER
 
     def _over_batch(self, name: str, field: str) -> PartitionSpec:
-        """Returns the part of a parameter's spec in a field that is over axes of the batch."""
+        """Returns the part of a parameter's spec in a field that is over `GATHER_AXES`."""
         spec, _ = self._spec(name, self._shapes[name], field=field)
         size = self._placement.size
-        return keep_axes(spec, [axis for axis in BATCH_AXES if size(axis) > 1])
+        return keep_axes(spec, [axis for axis in GATHER_AXES if size(axis) > 1])
 
     def _in_model(self, name: str, shape: Shape) -> PartitionSpec:
         spec, rule = self._spec(name, shape)
@@ -253,7 +254,7 @@ class Layout:
             return spec
         if rule is not None and rule is self._annotated.get(name):
             return rule.spec  # the model was written for this spec
-        return keep_axes(spec, [axis for axis in AXES if axis not in BATCH_AXES])
+        return keep_axes(spec, [axis for axis in AXES if axis not in GATHER_AXES])
 
     def _gradient(self, name: str, leaf: Any) -> Sharding:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
@@ -354,27 +355,6 @@ class Layout:
         return [axis for axis in axes_of_spec(spec) if self._placement.size(axis) > 1]
 
     # -- errors --------------------------------------------------------------------------------
-
-    def _check_axes_used(self) -> None:
-        """Checks that the rules use every axis that only they use; otherwise work is repeated."""
-        placement = self._placement
-        named = {a for r in (*self._rules, *self._annotated.values()) for a in axes_of_spec(r.spec)}
-        used = {*named, *BATCH_AXES, "context"}  # attention uses the last: `check_context_used`
-        for axis in [axis for axis in AXES if axis not in used]:
-            size, needed = placement.size(axis), placement.strategy.needs_rules
-            if size == 1 and not needed:
-                continue
-            instead = "choose another strategy" if needed else f"remove mesh.{axis}"
-            raise UserError(
-                f"mesh axis {axis}={size} is not used: under strategy {placement.name} only "
-                f"sharding rules split over {axis}, and none of the {len(self._rules)} rules"
-                f"{self._or_annotations} names it, so its devices would repeat each other's work. "
-                f"Give rules that name {axis} or {instead}"
-            )
-
-    @property
-    def _or_annotations(self) -> str:
-        return f" and {len(self._annotated)} annotations" if self._annotated else ""
 
     def _check_divides(self, name: str, shape: Shape, rule: Rule) -> None:
         size_of = self._placement.size

@@ -18,7 +18,11 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import STRATEGIES, Strategy, mesh_sizes
 
-BATCH_AXES = ("replica", "data", "fsdp")  # the axes over which a batch's examples are split
+GATHER_AXES = ("replica", "data", "fsdp")
+"""Axes of the batch over which a device gathers the parameters that it needs."""
+EXPERT = "expert"
+"""The axis of the batch over which tokens are sent to the devices of their experts instead."""
+BATCH_AXES = (*GATHER_AXES, EXPERT)  # the axes over which a batch's examples are split
 
 
 def make_cpu_devices(count: int | None) -> None:

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from spmdtrain.config.option_groups import (
     CollectiveOptions,
     ContextMethod,
+    ContextOptions,
+    ExpertOptions,
     MeshSpec,
     ParameterServerOptions,
 )
@@ -49,12 +51,14 @@ class Placement:
       strategy: The strategy.
       mesh: The mesh; None under the default strategy, whose arrays are on the default device.
       context_method: The method of attention over the axis "context"; None if shapes decide.
+      expert: The exchange of tokens over the axis "expert".
       limits_shards: Whether the strategy's `max_shards` has limited the axis fsdp.
     """
 
     strategy: Strategy
     mesh: Mesh | None
     context_method: ContextMethod | None = None
+    expert: ExpertOptions = ExpertOptions()
     limits_shards: bool = False
 
     @property
@@ -124,8 +128,8 @@ def make_placement(config: RunConfig) -> Placement:
         mesh = build_mesh(spec, of, max_shards=shards)
         chooses = shards is None and spec.fsdp is None and spec.data is None
         limits = chooses and of.max_shards is not None and mesh.shape["data"] > 1
-        method = config.context.method
-        return Placement(of, mesh, limits_shards=limits, context_method=method)
+        method, expert = config.context.method, config.expert
+        return Placement(of, mesh, limits_shards=limits, context_method=method, expert=expert)
     if process_group.count() > 1:
         raise UserError(
             f"strategy default is for one process, and there are {process_group.count()}: mirrored "
@@ -166,6 +170,11 @@ def current_device() -> jax.Device:
 def current_context_method() -> ContextMethod | None:
     """Returns the requested method of attention over "context"; None if shapes decide."""
     return _strategy().context_method
+
+
+def current_expert_options() -> ExpertOptions:
+    """Returns the options of the exchange of tokens over "expert"."""
+    return _strategy().expert
 
 
 def current_batch_shards() -> int:
@@ -373,5 +382,7 @@ def local_config(config: Config, log: Callable[[str], None]) -> Config:
             strategy="mirrored",
             sharding=sharding,
             servers=ParameterServerOptions(),
+            context=ContextOptions(),
+            expert=ExpertOptions(),
         )
     return dataclasses.replace(config, learning_rate_scaling="none", learning_rate_table={})

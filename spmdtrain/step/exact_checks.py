@@ -44,6 +44,14 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
                 "leave it out",
             )
         )
+    if (expert := placement.size("expert")) > 1:
+        raise UserError(
+            _message(
+                f"mesh.expert is {expert}, over which the gradients of an expert are added up in "
+                "another order",
+                "leave it out",
+            )
+        )
     if placement.strategy.on_host:
         raise UserError(
             f"exact is {shards} and strategy is {placement.name}, which keeps state in host "

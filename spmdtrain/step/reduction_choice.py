@@ -151,6 +151,8 @@ def shard_map_blocker(
     name = gradients.placement.name
     scatters = isinstance(gradients.reduction, ScatteredReduction)
     splits = layout.splits_tensors if scatters else not layout.replicates_params
+    if gradients.placement.size("expert") > 1:
+        return "mesh.expert splits the parameters of the experts, whose gradients XLA reduces"
     if splits and not gradients.gathers_params:
         return (
             f"the strategy {name} splits the parameters; use mirrored, zero, central_storage or "

@@ -49,7 +49,7 @@ HELP_GROUPS = (
     HelpGroup(
         "Placement",
         ("strategy", "mesh.data", "mesh.fsdp", "mesh.tensor", "cpu_devices"),
-        ("mesh", "sharding", "context", "collectives", "servers", "show_sharding"),
+        ("mesh", "sharding", "context", "expert", "collectives", "servers", "show_sharding"),
     ),
     HelpGroup(
         "Numerics and compilation",

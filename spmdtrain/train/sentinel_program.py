@@ -68,7 +68,7 @@ class GradientSums:
                 f"sentinel_every: strategy {placement.name} on {len(placement.devices)} device(s) "
                 "has no second device that could compute the same examples: use 2 or more"
             )
-        for axis in ("context", "tensor"):
+        for axis in ("expert", "context", "tensor"):
             if (parts := placement.size(axis)) > 1:
                 raise UserError(
                     f"sentinel_every: mesh.{axis} is {parts}, so several devices compute an "

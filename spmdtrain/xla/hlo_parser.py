@@ -35,6 +35,8 @@ _ESCAPES = re.compile(r"\\([0-7]{3}|.)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+RARE_BRANCH = "rare_branch"
+"""`jax.named_scope` of a branch of a `cond` that seldom runs. It counts as not executed."""
 # Errors that parsing a text in an unknown format may raise.
 _PARSE_ERRORS = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
@@ -185,9 +187,11 @@ class Module:
                 if trips is None:
                     trips = 1
                     self.unknown_loops += [instruction] if instruction.opcode == "while" else []
-                # Only the most expensive branch of a `cond` counts.
-                most = max((inner for _, inner in called), key=self._written, default="")
-                self.choices += [instruction] if instruction.opcode == "conditional" else []
+                # Only the most expensive branch of a `cond` counts, of those that are not rare.
+                usual = [inner for _, inner in called if not self._is_rare(inner)]
+                most = max(usual, key=self._written, default="")
+                if instruction.opcode == "conditional" and len(usual) > 1:
+                    self.choices.append(instruction)
                 for role, inner in called:
                     runs = trips + (role == "condition")
                     if instruction.opcode == "conditional" and inner != most:
@@ -197,6 +201,11 @@ class Module:
                     if instruction.opcode == "fusion" or name in fused:
                         fused.add(inner)
         return times, fused
+
+    def _is_rare(self, name: str) -> bool:
+        """Returns whether a computation is a branch with the scope `RARE_BRANCH`."""
+        within = self.computations.get(name, Computation(name)).instructions.values()
+        return any(f"/{RARE_BRANCH}/" in instruction.op_name for instruction in within)
 
     def _written(self, name: str) -> int:
         """Returns the bytes of all results of a computation, as a measure of its cost."""

@@ -291,13 +291,6 @@ def _dot(op: Op) -> Value:
     return Rows(at, inner) if len(op.rows) == (2 if within else 1) else op.mixed()
 
 
-def _ragged_dot(op: Op) -> Value:
-    """A product for each row of the batch, with groups of its own: a batch dim of the product."""
-    (_, batch), value = op.params["ragged_dot_dimension_numbers"].dot_dimension_numbers, op.same()
-    apart = tuple(map(tuple, batch)) == ((0,), (0,)) and len(op.rows) == 3
-    return value if value is not None and value[:2] == (0, 1) and apart else op.mixed()
-
-
 def _conv(op: Op) -> Value:
     numbers, value = op.params["dimension_numbers"], op.ins[0]
     alone = isinstance(value, Rows) and op.ins[1] is FIXED and op.params["batch_group_count"] == 1
@@ -429,7 +422,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"), _batched(2)),
     "fft": _batched(0),
     "dot_general": _dot,
-    "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,
     "gather": _gather,
     **dict.fromkeys(

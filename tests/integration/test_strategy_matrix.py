@@ -277,12 +277,12 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         (
             "--strategy fully_sharded --mesh.fsdp 1",
             "strategy fully_sharded uses the axis fsdp, and the mesh has fsdp=1: replica=1, "
-            "data=8, fsdp=1, context=1, tensor=1 on 8 devices",
+            "data=8, fsdp=1, expert=1, context=1, tensor=1 on 8 devices",
         ),
         (
             "--strategy hybrid --mesh.replica 3",
-            "mesh: replica=3 * fsdp=1 * context=1 * tensor=1 = 3 does not divide 8 devices, so "
-            "data=-1 has no whole size",
+            "mesh: replica=3 * fsdp=1 * expert=1 * context=1 * tensor=1 = 3 does not divide 8 "
+            "devices, so data=-1 has no whole size",
         ),
         (
             "--strategy tensor_parallel --hidden 33",

@@ -162,8 +162,8 @@ CASES = [
         lambda _: linear_model.trainer(mesh=MeshSpec(data=3)),
         UserError,
         (
-            "mesh: replica=1 * data=3 * fsdp=1 * context=1 * tensor=1 = 3 != 8 devices; set one "
-            "axis to -1, or name the devices to use in mesh.devices"
+            "mesh: replica=1 * data=3 * fsdp=1 * expert=1 * context=1 * tensor=1 = 3 != 8 "
+            "devices; set one axis to -1, or name the devices to use in mesh.devices"
         ),
     ),
     Case(

@@ -178,7 +178,7 @@ def test_the_batch_sizes_of_a_learning_rate_table_are_above_zero(size: int) -> N
     assert str(size) in message
 
 
-@pytest.mark.parametrize("axis", ["replica", "data", "fsdp", "context", "tensor"])
+@pytest.mark.parametrize("axis", ["replica", "data", "fsdp", "expert", "context", "tensor"])
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_mesh_axis_has_a_size_above_zero_or_is_the_rest(axis: str, size: int) -> None:
     with pytest.raises(UserError, match=f"mesh.{axis} is {size}"):
@@ -422,7 +422,7 @@ def test_the_configuration_as_json_reads_back_as_it_was() -> None:
     plain = config_as_json(config)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert set(plain) == {field.name for field in dataclasses.fields(Wider)}
-    unsaid = {"replica": None, "fsdp": None, "context": None, "tensor": None}
+    unsaid = {"replica": None, "fsdp": None, "expert": None, "context": None, "tensor": None}
     assert plain["mesh"] == {"data": 2, "devices": [0, "cpu:3"]} | unsaid
     assert plain["learning_rate_table"] == {"32": 1e-3}
     assert (plain["steps"], plain["epochs"], plain["shuffle"]) == (10, None, True)

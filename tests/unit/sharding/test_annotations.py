@@ -59,7 +59,8 @@ def test_metadata_without_names_are_no_annotation() -> None:
             ("embed", "x"),
             [("embed", None)],
             r"^params/w is annotated \('embed', 'x'\): axis_rules "
-            "do not map 'x', and the axes of the mesh are replica, data, fsdp, context, tensor",
+            "do not map 'x', and the axes of the mesh are replica, data, fsdp, expert, "
+            "context, tensor",
         ),
         (
             ("a", "b"),

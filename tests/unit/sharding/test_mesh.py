@@ -79,26 +79,29 @@ def test_by_default_all_devices_are_used() -> None:
 @pytest.mark.parametrize(
     ("spec", "arithmetic"),
     [
-        (MeshSpec(data=3), "replica=1 * data=3 * fsdp=1 * context=1 * tensor=1 = 3 != 8 devices"),
+        (
+            MeshSpec(data=3),
+            "replica=1 * data=3 * fsdp=1 * expert=1 * context=1 * tensor=1 = 3 != 8 devices",
+        ),
         (
             MeshSpec(data=4, tensor=4),
-            "replica=1 * data=4 * fsdp=1 * context=1 * tensor=4 = 16 != 8 devices",
+            "replica=1 * data=4 * fsdp=1 * expert=1 * context=1 * tensor=4 = 16 != 8 devices",
         ),
         (
             MeshSpec(data=4, devices=(0, 1)),
-            " * data=4 * fsdp=1 * context=1 * tensor=1 = 4 != 2 devices",
+            " * data=4 * fsdp=1 * expert=1 * context=1 * tensor=1 = 4 != 2 devices",
         ),
         (
             MeshSpec(tensor=3),
-            "replica=1 * fsdp=1 * context=1 * tensor=3 = 3 does not divide 8 devices",
+            "replica=1 * fsdp=1 * expert=1 * context=1 * tensor=3 = 3 does not divide 8 devices",
         ),
         (
             MeshSpec(fsdp=16),
-            "replica=1 * fsdp=16 * context=1 * tensor=1 = 16 does not divide 8 devices",
+            "replica=1 * fsdp=16 * expert=1 * context=1 * tensor=1 = 16 does not divide 8 devices",
         ),
         (
             MeshSpec(data=2, fsdp=-1, devices=(0, 1, 2)),
-            "replica=1 * data=2 * context=1 * tensor=1 = 2 does",
+            "replica=1 * data=2 * expert=1 * context=1 * tensor=1 = 2 does",
         ),
     ],
 )
@@ -334,7 +337,7 @@ def test_any_bound_on_the_shards_holds_on_any_number_of_devices(count: int, most
 
 def test_a_bound_that_no_size_keeps_together_with_what_is_given_is_refused() -> None:
     message = refusal(MeshSpec(data=2), "fully_sharded", max_shards=2)
-    assert "data=2 * fsdp=2 * context=1 * tensor=1 = 4 != 8 devices" in message
+    assert "data=2 * fsdp=2 * expert=1 * context=1 * tensor=1 = 4 != 8 devices" in message
 
 
 # --- Groups of hosts ---
@@ -389,7 +392,7 @@ def test_a_single_host_is_divided_in_two() -> None:
     assert hybrid(MeshSpec(replica=4)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert hybrid(MeshSpec(devices=(7, 6, 1, 0))) == [[7, 6], [1, 0]]
     message = refusal(MeshSpec(devices=(0, 1, 2)), "hybrid")
-    assert "replica=2 * fsdp=1 * context=1 * tensor=1 = 2 does not divide 3 devices" in message
+    assert "expert=1 * context=1 * tensor=1 = 2 does not divide 3 devices" in message
 
 
 def test_each_host_is_a_group(cluster: Cluster) -> None:
@@ -408,7 +411,7 @@ def test_the_devices_of_a_group_are_of_one_host_whatever_order_they_come_in(
     cluster([0, 1, 0, 1, 0, 1, 0, 1])
     assert hybrid() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     mesh = build_mesh(MeshSpec(tensor=2), strategy("hybrid+tensor_parallel"))
-    assert dict(mesh.shape) == {"replica": 2, "data": 2, "fsdp": 1, "context": 1, "tensor": 2}
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, (2, 2, 1, 1, 1, 2), strict=True))
     assert groups(mesh) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 

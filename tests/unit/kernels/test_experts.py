@@ -1,0 +1,333 @@
+"""Experts: the numbers of a dense layer on any devices and under any skew; programs for TPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import environment
+from jax.sharding import NamedSharding, PartitionSpec
+from plan_helpers import needs_libtpu
+
+from spmdtrain import MeshSpec, Rule, ShardingOptions, Trainer, UserError, experts
+from spmdtrain.config.option_groups import ExpertExchange, ExpertOptions
+from spmdtrain.config.run_config import RunConfig
+from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.plan import aot, topologies
+from spmdtrain.sharding.mesh import BATCH_AXES, abstract_devices, build_mesh
+from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+from spmdtrain.xla.collectives import collectives
+
+PyTree = Any
+ROWS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 8, 8, 12, 8, 2
+SPLIT = {
+    "up": PartitionSpec("expert", None, "tensor"),
+    "down": PartitionSpec("expert", "tensor", None),
+}
+
+
+def ffn(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
+    return dot(jax.nn.silu(dot(rows, weights["up"])), weights["down"])
+
+
+def arrays(skew: float) -> tuple[Any, ...]:
+    """Tokens, router logits, weights and cotangent; each token chooses expert 1 if skewed."""
+    draw = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return draw.normal(size=shape).astype("f")
+
+    weights = {"up": normal(EXPERTS, WIDTH, HIDDEN), "down": normal(EXPERTS, HIDDEN, WIDTH)}
+    logits = normal(ROWS, TOKENS, EXPERTS) + skew * np.eye(EXPERTS, dtype="f")[1]
+    return normal(ROWS, TOKENS, WIDTH), logits, weights, normal(ROWS, TOKENS, WIDTH)
+
+
+def total_of_experts(x: Any, logits: Any, weights: Any, by: Any) -> Any:
+    found = experts(x, logits, weights, ffn, top_k=TOP_K)
+    values = (found.balance + 0.1 * found.z).sum()
+    return (found.output * by).sum() + values, found
+
+
+def total_of_dense(x: Any, logits: Any, weights: Any, by: Any) -> Any:
+    """The same by the definitions: every expert for every token, weighted by 0 if not chosen."""
+    probabilities = jax.nn.softmax(logits)
+    values, chosen = jax.lax.top_k(probabilities, TOP_K)
+    is_chosen = jax.nn.one_hot(chosen, EXPERTS)
+    scale = (is_chosen * (values / values.sum(-1, keepdims=True))[..., None]).sum(2)
+    hidden = jax.nn.silu(jnp.einsum("btw,ewh->bteh", x, weights["up"]))
+    output = jnp.einsum("bteh,ehw,bte->btw", hidden, weights["down"], scale)
+    load = is_chosen.sum((1, 2))
+    share = load / (TOKENS * TOP_K)
+    balance = EXPERTS * (share * probabilities.mean(1)).sum(-1)
+    z = (jax.nn.logsumexp(logits, axis=-1) ** 2).mean(-1)
+    return (output * by).sum() + (balance + 0.1 * z).sum(), (output, balance, z, load)
+
+
+def placement(sizes: dict[str, int], **options: Any) -> Placement:
+    of, count = strategy("mirrored"), int(np.prod([*sizes.values()]))
+    spec = MeshSpec(**{"data": 1} | sizes, devices=tuple(range(count)))  # type: ignore[arg-type]
+    return Placement(of, build_mesh(spec, of), expert=ExpertOptions(**options))
+
+
+def check_equals_dense(sizes: dict[str, int], skew: float, capacity_factor: float) -> float:
+    """Compares output, values and gradients; returns `overflow`."""
+    of_dense = jax.jit(jax.value_and_grad(total_of_dense, (0, 1, 2), has_aux=True))
+    (_, wanted), gradients = of_dense(*arrays(skew))
+    with use_placement(placement(sizes, capacity_factor=capacity_factor)):
+        of_experts = jax.jit(jax.value_and_grad(total_of_experts, (0, 1, 2), has_aux=True))
+        (_, found), own = of_experts(*arrays(skew))
+    values = found.output, found.balance, found.z, found.load
+    pairs = zip(jax.tree.leaves((values, own)), jax.tree.leaves((wanted, gradients)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+    return float(found.overflow)
+
+
+def test_split_experts_are_those_of_a_dense_layer_under_skew() -> None:
+    assert check_equals_dense({"expert": 2}, skew=8, capacity_factor=1.5) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "skew", "capacity_factor", "overflow"),
+    [
+        ({"expert": 8}, 0, 4, 0),
+        ({"fsdp": 2, "expert": 2, "tensor": 2}, 8, 1, 1),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in (
+                ({"data": 1}, 8, 2, 0),
+                ({"expert": 2}, 0, 2, 0),
+                ({"expert": 8}, 8, 2, 1),
+                ({"data": 2, "expert": 2, "context": 2}, 0, 2, 0),
+                ({"data": 8}, 8, 2, 0),
+            )
+        ),
+    ],
+)
+def test_experts_on_other_meshes(
+    sizes: dict[str, int], skew: float, capacity_factor: float, overflow: float
+) -> None:
+    assert check_equals_dense(sizes, skew, capacity_factor) == overflow
+
+
+def test_the_reference_for_analyses_is_the_same_layer() -> None:
+    x, logits, weights, _ = arrays(0)
+    with reference_kernels():
+        found = experts(x, logits, weights, ffn, top_k=TOP_K).output
+    wanted = experts(x, logits, weights, ffn, top_k=TOP_K).output
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": lambda x: x.astype("bfloat16")}, "router_logits are bfloat16: .* float32"),
+        ({"logits": lambda x: x[..., :6]}, r"shape \(8, 8, 12\) .* 6 experts: .* must be 6"),
+        ({"top_k": 9}, "top_k is 9: it must be from 1 to 8"),
+        ({"sizes": {"expert": 3}}, "8 experts do not divide over mesh.expert=3"),
+        ({"exchange": "ragged_all_to_all"}, "XLA does not support on CPU: use all_to_all"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(change: Any, message: str) -> None:
+    x, logits, weights, _ = arrays(0)
+    logits = change.get("logits", lambda x: x)(jnp.asarray(logits))
+    where = placement(
+        change.get("sizes", {"expert": 2}), exchange=change.get("exchange", "all_to_all")
+    )
+    with use_placement(where), pytest.raises(UserError, match=message):
+        experts(x, logits, weights, ffn, top_k=change.get("top_k", TOP_K))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expert": {"capacity_factor": 0.5}}, "capacity_factor is 0.5: it must be at least 1"),
+        ({"expert": {"capacity_factor": 1.5}}, "capacity_factor is 1.5, and mesh.expert is not"),
+        ({"strategy": "parameter_server", "mesh": {"expert": 2}}, "under parameter_server"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(fields: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        RunConfig(
+            strategy=fields.get("strategy", "mirrored"),
+            mesh=MeshSpec(**fields.get("mesh", {})),
+            expert=ExpertOptions(**fields.get("expert", {})),
+        )
+
+
+# -- a model ---------------------------------------------------------------------------------------
+
+
+class Mixture(nnx.Module):
+    """One layer of experts after a dense one."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        def normal(*shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(0.3 * jax.random.normal(rngs.params(), shape))
+
+        self.first = normal(WIDTH, WIDTH)
+        self.router = normal(WIDTH, EXPERTS)
+        self.experts = nnx.Dict(up=normal(EXPERTS, WIDTH, 64), down=normal(EXPERTS, 64, WIDTH))
+
+    def __call__(self, x: jax.Array) -> Any:
+        x = x @ self.first[...]
+        weights = nnx.to_pure_dict(nnx.state(self.experts))
+        found = experts(x, x @ self.router[...], weights, ffn, top_k=TOP_K)
+        return x + found.output, found
+
+
+DATA = {
+    name: np.random.default_rng(seed).normal(size=(64, 4, WIDTH)).astype("f")
+    for seed, name in enumerate("xy")
+}
+RULES = [Rule(f"experts/{name}$", spec) for name, spec in SPLIT.items()]
+
+
+def trainer(sizes: dict[str, int], found: list[float] | None = None, **options: Any) -> Trainer:
+    def objective(model: Any, batch: Any) -> Any:
+        output, of_experts = model(batch["x"])
+        loss = jnp.square(output - batch["y"]).mean((1, 2))
+        return {"loss": loss + 0.1 * of_experts.balance, "balance": of_experts.balance}
+
+    def record(event: Any) -> None:
+        if found is not None:
+            found.append(event.metrics["loss"])
+
+    count = int(np.prod([*sizes.values()]))
+    return Trainer(
+        model=Mixture,
+        objective=objective,
+        optimizer=optax.adam(1e-2),
+        mesh=MeshSpec(**sizes, devices=tuple(range(count))),  # type: ignore[arg-type]
+        rules=RULES if sizes.keys() & {"expert", "tensor"} else (),
+        sharding=ShardingOptions(min_size=1),
+        log_every=1,
+        callbacks={"log": record},
+        terminal=Terminal(quiet=True),
+        **options,
+    )
+
+
+def losses(sizes: dict[str, int], **options: Any) -> list[float]:
+    found: list[float] = []
+    trainer(sizes, found, **options).fit(DATA, steps=20, global_batch_size=16)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (
+            {"fsdp": 2, "expert": 2, "tensor": 2},
+            {"strategy": "fully_sharded", "microbatches": 2},
+        ),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in (
+                ({"expert": 8}, {}),
+                ({"data": 2, "expert": 4}, {"strategy": "zero"}),
+                ({"data": 8}, {}),
+            )
+        ),
+    ],
+)
+def test_a_model_has_the_losses_of_one_device(sizes: dict[str, int], options: Any) -> None:
+    found = losses(sizes, **options)
+    assert found[-1] < 0.9 * found[0]
+    np.testing.assert_allclose(found, losses({"data": 1}), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_another_number_of_devices_for_experts(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"workdir": str(tmp_path), "seed": 3}
+    trainer({"data": 2, "expert": 4}, **options).fit(DATA, steps=3, global_batch_size=16)
+    found: list[float] = []
+    trainer({"data": 4, "expert": 2}, found, **options).fit(DATA, steps=6, global_batch_size=16)
+    whole: list[float] = []
+    trainer({"data": 1}, whole, seed=3).fit(DATA, steps=6, global_batch_size=16)
+    np.testing.assert_allclose(found, whole[3:], rtol=1e-5)
+
+
+def test_an_axis_that_no_rule_names_is_refused() -> None:
+    run = trainer({"data": 2, "expert": 4})
+    unruled = Trainer(
+        model=Mixture,
+        objective=lambda model, batch: {"loss": model(batch["x"])[0].mean((1, 2))},
+        optimizer=optax.sgd(0.1),
+        mesh=MeshSpec(data=2, expert=4),
+        terminal=Terminal(quiet=True),
+    )
+    assert run.placement.batch_shards == 8
+    with pytest.raises(UserError, match=r"expert=4 is not used: .* all parameters.* mesh.data"):
+        unruled.fit(DATA, steps=1, global_batch_size=16)
+
+
+# -- for TPUs that are not there -------------------------------------------------------------------
+
+
+TOPOLOGY = topologies.parse("v5e:2x4")
+
+
+def print_collectives_for_tpus() -> None:
+    """Prints kind, bytes and executions of the collectives over "expert", for each exchange."""
+    found: dict[str, list[tuple[str, int, float]]] = {}
+    for exchange in get_args(ExpertExchange):
+        with abstract_devices(aot.devices_of(TOPOLOGY)):
+            spec, of = MeshSpec(data=2, expert=4), strategy("mirrored")
+            mesh = build_mesh(spec, of)
+            with use_placement(Placement(of, mesh, expert=ExpertOptions(exchange=exchange))):
+                rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+                by_expert = NamedSharding(mesh, PartitionSpec("expert"))
+                step = jax.jit(
+                    jax.value_and_grad(total_of_experts, (0, 1, 2), has_aux=True),
+                    in_shardings=(rows, rows, by_expert, rows),
+                )
+                shapes = (
+                    jax.ShapeDtypeStruct((64, 64, 128), jnp.float32),
+                    jax.ShapeDtypeStruct((64, 64, EXPERTS), jnp.float32),
+                    {
+                        "up": jax.ShapeDtypeStruct((EXPERTS, 128, 256), jnp.float32),
+                        "down": jax.ShapeDtypeStruct((EXPERTS, 256, 128), jnp.float32),
+                    },
+                    jax.ShapeDtypeStruct((64, 64, 128), jnp.float32),
+                )
+                text = step.trace(*shapes).lower().compile().as_text()
+        assert text is not None
+        of_axis = [x for x in collectives(text, mesh) if "expert" in x.axes]
+        found[exchange] = [(x.kind, x.bytes, x.times) for x in of_axis]
+    print(json.dumps(found))
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_on_tpus_only_the_rare_branch_gathers() -> None:
+    # In a process of its own, because programs for absent devices cannot be read from the cache.
+    code = f"import {__name__}; {__name__}.print_collectives_for_tpus()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(8) | aot.environment(TOPOLOGY) | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    for exchange in get_args(ExpertExchange):
+        usual = [(kind, size) for kind, size, times in found[exchange] if times]
+        rare = {kind for kind, _, times in found[exchange] if not times}
+        large = {kind for kind, size in usual if size > 10_000}
+        assert large == {exchange.replace("_", "-")}, usual
+        assert "all-gather" in rare
