@@ -87,7 +87,7 @@ class Config(RunConfig):
     """Experts of each block, in place of its MLP; by default none."""
     experts_per_token: int = 2
     """Experts that the router chooses for each token."""
-    balance_weight: float = 0.01
+    balance_weight: float = 0.02
     """Weight of the loss that balances the load of experts."""
     router_z_weight: float = 1e-3
     """Weight of the loss that keeps the router's logits small."""
@@ -135,13 +135,16 @@ def published(layers: int, width: int, heads: int, mlp_width: int, factor: float
 
 
 _SMALL = Config(
-    steps=1000,
-    learning_rate=1e-2,
+    steps=800,
+    learning_rate=5e-3,
+    eval_every_steps=400,
     layers=2,
     width=64,
     mlp_width=172,
     length=64,
-    eval_every_steps=500,
+    # The first gradients of a tied embedding make the rows of all tokens similar, so that a router
+    # chooses the same experts for all of them.
+    tied=False,
 )
 
 PRESETS = {

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.experts import Dot, experts
+from spmdtrain.kernels.expert_exchange import Dot
+from spmdtrain.kernels.experts import experts
 
 
 @dataclass(frozen=True, kw_only=True)

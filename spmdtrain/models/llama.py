@@ -246,7 +246,7 @@ class Llama(StackedDecoder):
             ),
         )
         if experts is not None:
-            router = stacked(width, experts.count, std=0.02, names=("embed", None))
+            router = stacked(width, experts.count, std=into, names=("embed", None))
             self.blocks["mlp"]["router"] = router
         self.norm = scales(width)
         if not config.tied:
