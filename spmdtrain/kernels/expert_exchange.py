@@ -301,8 +301,9 @@ class ExpertLayer:
         first = jax.lax.axis_index(EXPERT) * held
 
         @jax.checkpoint
-        def of_device(tokens: Any) -> jax.Array:
-            return _held_experts(*tokens, weights, self.ffn, first, held)
+        def of_device(tokens: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            x, chosen, scale = tokens
+            return _held_experts(x, chosen, scale, weights, self.ffn, first, held)
 
         everything = jax.lax.all_gather((x, chosen, scale), EXPERT)
         return jax.lax.psum_scatter(jax.lax.map(of_device, everything), EXPERT)

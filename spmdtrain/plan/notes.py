@@ -58,6 +58,11 @@ def notes_of(
         f"only the most expensive branch is counted, in the lower bound too: {line}"
         for line in dict.fromkeys(summary.choices)
     ]
+    notes += [
+        "a branch that seldom runs is not counted in the times, and its collectives have times 0: "
+        f"{line}"
+        for line in dict.fromkeys(summary.rare)
+    ]
     if summary.refusal:
         notes.append(f"the compiler: {short(Exception(summary.refusal))}")
     if other := other_compiler(topology):
@@ -106,6 +111,8 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
     notes = []
     for kernel in kernels:
         name = _described(kernel)
+        if kernel.flops == 0:
+            continue
         if not kernel.basis:
             notes.append(
                 f"{name}: its operations are unknown, because it states no cost_estimate: its time "
@@ -117,6 +124,8 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
                 f"{name} states no cost_estimate: its operations are assumed to be those of "
                 f"{kernel.basis}{grid}"
             )
+        elif kernel.basis == CostBasis.GROUPED:
+            notes.append(f"{name}: its operations are those of {kernel.basis}, used or not")
         if kernel.basis and kernel.traffic == TrafficBasis.ONCE:
             notes.append(
                 f"{name} copies its arrays by itself: its bytes are assumed to be those of "

@@ -327,11 +327,12 @@ def _traffic(
 ) -> Traffic:
     """Returns the traffic of a step and its minimum.
 
-    There is no formula for the minimum with tensor parallelism or microbatches.
+    There is no formula for the minimum with tensor parallelism, split experts or microbatches.
     """
     placement = trainer.placement
     least = None
-    if placement.mesh is not None and placement.size("tensor") == 1 and config.microbatches == 1:
+    is_known = placement.size("tensor") == placement.size("expert") == config.microbatches == 1
+    if placement.mesh is not None and is_known:
         least = {}
         for row in rows:
             width = jnp.dtype(row.dtype).itemsize

@@ -109,6 +109,7 @@ class CompiledSummary:
         unknown: Source lines that were compiled to loops with an unknown trip count.
         choices: Source lines that were compiled to a conditional, of which the largest branch
             counts.
+        rare: Source lines with a branch that seldom runs and does not count.
         work: Work of the instructions that run one after another; see `work_of`.
         kernels: Calls of Pallas kernels.
         buffers: Temporary arrays that are live at peak memory, the largest first.
@@ -122,6 +123,7 @@ class CompiledSummary:
     products: float
     unknown: list[str]
     choices: list[str] = field(default_factory=list)
+    rare: list[str] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     kernels: list[KernelCall] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
@@ -244,6 +246,7 @@ def _summarize(
         products=products(module),
         unknown=[module.line_of(loop) or loop.name for loop in module.unknown_loops],
         choices=[module.line_of(choice) or choice.name for choice in module.choices],
+        rare=[module.line_of(choice) or choice.name for choice in module.with_rare_branch],
         work=work_of(module),
         kernels=kernel_calls(module),
         buffers=buffers,

@@ -20,6 +20,7 @@ from spmdtrain.kernels.reference import OPTIMIZED, reference_kernels
 from spmdtrain.step import finite, norms, optimizer
 from spmdtrain.step.kernel_flops import KERNEL_CALLS, KernelFlops, kernel_flops
 from spmdtrain.step.product_flops import PRODUCT_FLOPS
+from spmdtrain.xla.hlo_parser import RARE_BRANCH
 from spmdtrain.xla.jaxpr import inner_jaxprs
 from spmdtrain.xla.source_files import is_library
 
@@ -199,9 +200,10 @@ class _Count:
     def _add_branch(
         self, equation: Any, operands: Sequence[np.ndarray | None], times: int, *, again: bool
     ) -> None:
-        """Adds the most expensive branch of a `cond`."""
-        branches = [Flops() for _ in equation.params["branches"]]
-        for found, branch in zip(branches, equation.params["branches"], strict=True):
+        """Adds the most expensive branch of a `cond`, of those that are not rare."""
+        usual = [x for x in equation.params["branches"] if not _is_rare(x.jaxpr)]
+        branches = [Flops() for _ in usual]
+        for found, branch in zip(branches, usual, strict=True):
             given = _pairs(branch.jaxpr.invars, operands)
             _Count(found, self._left_out).add(branch.jaxpr, times, given, again=again)
         largest, flops = max(branches, key=lambda branch: branch.total), self._flops
@@ -211,6 +213,11 @@ class _Count:
         flops.unknown_loops += largest.unknown_loops
         flops.kernels += largest.kernels
         flops.has_reference |= any(branch.has_reference for branch in branches)
+
+
+def _is_rare(branch: Any) -> bool:
+    """Returns whether a branch of a `cond` has the scope `RARE_BRANCH`."""
+    return any(RARE_BRANCH in str(x.source_info.name_stack) for x in branch.eqns)
 
 
 def _known(x: Any) -> np.ndarray | None:

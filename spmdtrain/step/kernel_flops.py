@@ -36,6 +36,7 @@ class CostBasis(enum.StrEnum):
 
     STATED = "its cost_estimate"
     BODY = "its body at each point of its grid"
+    GROUPED = "a grouped product of all of its rows"
 
 
 @dataclass(frozen=True)

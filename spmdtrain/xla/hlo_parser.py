@@ -157,6 +157,8 @@ class Module:
         """Loops with an unknown trip count, which count as one iteration."""
         self.choices: list[Instruction] = []
         """Conditionals, of which only one branch runs."""
+        self.with_rare_branch: list[Instruction] = []
+        """Conditionals with a branch that seldom runs (`RARE_BRANCH`)."""
         self._sizes: dict[str, int] = {}
         self.times, self._fused = self._times()
 
@@ -190,8 +192,11 @@ class Module:
                 # Only the most expensive branch of a `cond` counts, of those that are not rare.
                 usual = [inner for _, inner in called if not self._is_rare(inner)]
                 most = max(usual, key=self._written, default="")
-                if instruction.opcode == "conditional" and len(usual) > 1:
-                    self.choices.append(instruction)
+                if instruction.opcode == "conditional":
+                    if len(usual) > 1:
+                        self.choices.append(instruction)
+                    if len(usual) < len(called):
+                        self.with_rare_branch.append(instruction)
                 for role, inner in called:
                     runs = trips + (role == "condition")
                     if instruction.opcode == "conditional" and inner != most:

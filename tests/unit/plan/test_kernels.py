@@ -18,6 +18,7 @@ from spmdtrain.plan.kernels import (
     planned_kernels,
 )
 from spmdtrain.plan.matmul_flops import products
+from spmdtrain.plan.notes import kernel_notes
 from spmdtrain.plan.time_model import (
     InstructionTimes,
     Times,
@@ -26,6 +27,7 @@ from spmdtrain.plan.time_model import (
     overlapped_seconds,
     permute_direction,
 )
+from spmdtrain.step.flops import Flops
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.xla.chips import CHIPS
 from spmdtrain.xla.hlo_parser import Module
@@ -120,6 +122,21 @@ def test_a_kernel_without_a_name_is_found_by_its_shapes() -> None:
     other = dataclasses.replace(unnamed, operands=((8, 1024, 64),), flops=10**12)
     (found,) = planned_kernels([call], [other, unnamed], peak=1e12, bandwidth=1e9, pads=True)
     assert found.flops == KNOWN.flops
+
+
+def test_the_operations_of_a_grouped_product_follow_from_its_shapes() -> None:
+    """As XLA writes `jax.lax.ragged_dot` for an absent v5e: indices, rows, matrices of 8 groups."""
+    call = dataclasses.replace(
+        kernel_calls(Module(TEXT))[0],
+        name="ragged-dot-none",
+        operands=((1,), (9,), (512, 128), (8, 128, 384)),
+        results=((512, 384),),
+    )
+    indices = dataclasses.replace(call, name="ragged-dot-metadata", operands=((8,),))
+    found = planned_kernels([call, indices], [], peak=1e12, bandwidth=1e9, pads=True)
+    assert [each.flops for each in found] == [2 * 512 * 128 * 384, 0]
+    (first, *_) = kernel_notes(found, Flops())
+    assert first == f"kernel ragged-dot-none: its operations are those of {CostBasis.GROUPED}"
 
 
 @pytest.mark.parametrize("call", ["add/pallas_call", "add/mpmd_map"])

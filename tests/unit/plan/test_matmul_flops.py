@@ -8,7 +8,7 @@ import pytest
 
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.step.flops import count_flops
-from spmdtrain.xla.hlo_parser import Module
+from spmdtrain.xla.hlo_parser import RARE_BRANCH, Module
 
 # A line of a program, the operands' dims and the operations: two for each multiply-add.
 LINES = {
@@ -94,6 +94,19 @@ def test_of_branches_the_one_that_does_most_counts() -> None:
     (choice,) = module.choices
     # The others are known not to run: what is in them is not taken for the program's.
     assert sorted(module.times[name] for _, name in choice.called) == [0, 0, 1]
+
+
+def test_a_rare_branch_counts_as_not_executed() -> None:
+    def rare(x: jax.Array) -> jax.Array:
+        with jax.named_scope(RARE_BRANCH):
+            return x @ x @ x
+
+    step = jax.jit(lambda x: jax.lax.cond(x[0, 0] > 0, rare, lambda x: x @ x, x))
+    traced = step.trace(jnp.zeros((32, 32)))
+    module = Module(traced.lower().compile().as_text() or "")
+    assert products(module) == count_flops(traced.jaxpr).total == 2 * 32**3
+    assert not module.choices
+    assert len(module.with_rare_branch) == 1
 
 
 def test_within_loops_and_fusions_as_often_as_they_run() -> None:

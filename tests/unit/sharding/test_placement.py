@@ -18,7 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
 from spmdtrain import constrain_sharding as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
-from spmdtrain.config.option_groups import ParameterServerOptions, ShardingOptions
+from spmdtrain.config.option_groups import (
+    ExpertOptions,
+    ParameterServerOptions,
+    ShardingOptions,
+)
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (
@@ -428,6 +432,7 @@ def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
             mesh=MeshSpec(data=16),
             sharding=ShardingOptions(offload="optimizer"),
         ),
+        RunConfig(mesh=MeshSpec(expert=16), expert=ExpertOptions(capacity_factor=3)),
         RunConfig(
             strategy="parameter_server",
             mesh=MeshSpec(data=3),
