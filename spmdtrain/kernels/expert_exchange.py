@@ -292,11 +292,7 @@ class ExpertLayer:
     def gathered(
         self, x: jax.Array, chosen: jax.Array, scale: jax.Array, weights: PyTree
     ) -> jax.Array:
-        """Returns the tokens' weighted sums f32 (n, width), for any choices.
-
-        Each device computes its experts for the tokens of one device after the other, so that the
-        memory for hidden values is not larger than with buffers.
-        """
+        """Returns the tokens' weighted sums f32 (n, width), for any choices."""
         held = self.experts // self.devices
         first = jax.lax.axis_index(EXPERT) * held
 
@@ -305,6 +301,7 @@ class ExpertLayer:
             x, chosen, scale = tokens
             return _held_experts(x, chosen, scale, weights, self.ffn, first, held)
 
+        # In a loop over the devices, whose hidden values are no more than with buffers.
         everything = jax.lax.all_gather((x, chosen, scale), EXPERT)
         return jax.lax.psum_scatter(jax.lax.map(of_device, everything), EXPERT)
 

@@ -23,6 +23,7 @@ Attention kernels are reported at 50 to 73 % of a chip's peak ("FlashAttention-2
 """
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
+_INDICES = "ragged-dot-metadata"  # XLA's kernel for the groups of `jax.lax.ragged_dot`
 _CALLS = ("pallas_call", "mpmd_map")  # the last part of the operation's name
 _TARGETS = ("tpu_custom_call", "mosaic_gpu")
 
@@ -157,9 +158,8 @@ def planned_kernels(
         elif call.stated is not None:
             flops = padded = float(call.stated)
             basis = CostBasis.STATED.value
-        elif (grouped := _grouped_flops(call)) is not None:
-            flops = padded = grouped
-            basis = CostBasis.GROUPED.value
+        elif call.name == _INDICES:
+            flops, basis = 0.0, CostBasis.INDICES.value
         size, traffic = _traffic(call, match)
         seconds = max(padded / (KERNEL_EFFICIENCY * peak), size / bandwidth)
         kernels.append(
@@ -176,18 +176,6 @@ def planned_kernels(
             )
         )
     return kernels
-
-
-def _grouped_flops(call: KernelCall) -> float | None:
-    """Returns the operations of a kernel that XLA generates for `jax.lax.ragged_dot` on TPUs.
-
-    It multiplies each row of (rows, in) by one of the matrices of (groups, in, out). Rows that are
-    in no group count as well, because their number is not known. Another kernel computes indices.
-    """
-    if not call.name.startswith("ragged-dot"):
-        return None
-    kernels = [shape for shape in call.operands if len(shape) == 3]
-    return sum(2.0 * math.prod(call.results[0]) * shape[1] for shape in kernels)
 
 
 def _traffic(call: KernelCall, kernel: KernelFlops | None) -> tuple[float, TrafficBasis]:

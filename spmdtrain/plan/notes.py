@@ -111,7 +111,7 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
     notes = []
     for kernel in kernels:
         name = _described(kernel)
-        if kernel.flops == 0:
+        if kernel.basis == CostBasis.INDICES:
             continue
         if not kernel.basis:
             notes.append(
@@ -124,8 +124,6 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
                 f"{name} states no cost_estimate: its operations are assumed to be those of "
                 f"{kernel.basis}{grid}"
             )
-        elif kernel.basis == CostBasis.GROUPED:
-            notes.append(f"{name}: its operations are those of {kernel.basis}, used or not")
         if kernel.basis and kernel.traffic == TrafficBasis.ONCE:
             notes.append(
                 f"{name} copies its arrays by itself: its bytes are assumed to be those of "

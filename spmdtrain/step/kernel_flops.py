@@ -36,7 +36,7 @@ class CostBasis(enum.StrEnum):
 
     STATED = "its cost_estimate"
     BODY = "its body at each point of its grid"
-    GROUPED = "a grouped product of all of its rows"
+    INDICES = "indices, without products"
 
 
 @dataclass(frozen=True)
