@@ -11,13 +11,20 @@ The first 90 % are for training; the last 10 % for validation, which predicts ea
 loss is in nats a byte. `--mode predict` continues `--prompt`. If FOLDER holds train.bin and val.bin
 instead, tokens as llm.c writes them for Llama 3, these are the data.
 
-The presets llama-3.2-1b, llama-3.2-3b and llama-3.1-8b have the shapes of the published models, for
-accelerators:
+`--preset moe` is a small mixture of experts: in place of each MLP of `--preset moe-dense` it has 8
+of half the width, of which a router chooses 2 for each token. So it has 2.6 times the parameters,
+and not more FLOPs per token. Its loss adds two losses of the router, each with a weight of its own,
+to that of the bytes, "cross_entropy". Expected on the validation text after 800 steps, two minutes
+of CPU time: 1.83 nats a byte, and 1.89 with moe-dense.
+
+The presets llama-3.2-1b, llama-3.2-3b, llama-3.1-8b and mixtral-8x7b have the shapes of the
+published models, for accelerators:
 
     python -m spmdtrain.run --config experiments/llama.py --preset llama-3.2-1b --data-dir FOLDER \\
         --init-from LLAMA --strategy fully_sharded
 
-LLAMA is a folder with model.safetensors, such as https://huggingface.co/meta-llama/Llama-3.2-1B.
+LLAMA is a folder with model.safetensors, such as https://huggingface.co/meta-llama/Llama-3.2-1B,
+or https://huggingface.co/mistralai/Mixtral-8x7B-v0.1 for the preset mixtral-8x7b.
 
     python -m spmdtrain.checkpoints export RUN OUT/model.safetensors \\
         --weight-map experiments/llama.py
@@ -27,7 +34,7 @@ config.json of LLAMA beside it, `transformers.LlamaForCausalLM.from_pretrained("
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,15 +42,26 @@ import jax
 import numpy as np
 import optax
 from etils import epath
-from shakespeare_gpt import URL, objective, split
+from shakespeare_gpt import URL, Batch, objective, split
 
-from spmdtrain import Experiment, RunConfig, TokenFile, UserError, WeightRule
+from spmdtrain import (
+    Combination,
+    Experiment,
+    RunConfig,
+    Scalar,
+    SumMetric,
+    TokenFile,
+    UserError,
+    WeightRule,
+)
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
     GenerationOptions,
     Llama,
     Llama3RopeScaling,
     LlamaConfig,
+    RoutedExperts,
+    peak_load,
     stream,
 )
 
@@ -65,7 +83,15 @@ class Config(RunConfig):
     kv_heads: int = 2
     """Key-value heads, each shared by several query heads."""
     mlp_width: int = 432
-    """Width inside each MLP."""
+    """Width inside each MLP, or inside each expert."""
+    experts: int | None = None
+    """Experts of each block, in place of its MLP; by default none."""
+    experts_per_token: int = 2
+    """Experts that the router chooses for each token."""
+    balance_weight: float = 0.02
+    """Weight of the loss that balances the load of experts."""
+    router_z_weight: float = 1e-3
+    """Weight of the loss that keeps the router's logits small."""
     length: int = 96
     """Tokens of an example, and the most tokens that a prediction depends on."""
     rope_base: float = 10_000.0
@@ -88,8 +114,8 @@ class Config(RunConfig):
     """Divides the logits before predict samples; 0 takes the most probable byte."""
 
 
-def published(layers: int, width: int, heads: int, mlp_width: int, factor: float) -> Config:
-    """Returns the shape of a published model; its context of 131,072 tokens is cut to 8,192."""
+def published(layers: int, width: int, heads: int, mlp_width: int, factor: float | None) -> Config:
+    """Returns the shape of a published model, whose context is cut to 8,192 tokens."""
     return Config(
         steps=1000,
         learning_rate=2e-5,
@@ -109,22 +135,66 @@ def published(layers: int, width: int, heads: int, mlp_width: int, factor: float
     )
 
 
+_SMALL = Config(
+    steps=800,
+    learning_rate=5e-3,
+    eval_every_steps=400,
+    layers=2,
+    width=64,
+    mlp_width=172,
+    length=64,
+    # The first gradients of a tied embedding make the rows of all tokens similar, so that a router
+    # chooses the same experts for all of them.
+    tied=False,
+)
+
 PRESETS = {
     "tiny": Config(steps=60, learning_rate=1e-2, eval_every_steps=60, layers=2, width=64),
+    "moe-dense": _SMALL,
+    # The router and 2 experts have 32,768 weights, the MLP of moe-dense 33,024.
+    "moe": replace(_SMALL, experts=8, mlp_width=84, best_metric="cross_entropy"),
     "llama-3.2-1b": published(16, 2048, 32, 8192, factor=32.0),
     "llama-3.2-3b": published(28, 3072, 24, 8192, factor=32.0),
     "llama-3.1-8b": published(32, 4096, 32, 14336, factor=8.0),
+    "mixtral-8x7b": replace(
+        published(32, 4096, 32, 14336, factor=None),
+        vocabulary=32_000,
+        rope_base=1e6,
+        experts=8,
+        best_metric="cross_entropy",
+    ),
 }
 
 
-def weight_map(*, tied: bool) -> tuple[WeightRule, ...]:
-    """Returns the map of the arrays of Hugging Face's `LlamaForCausalLM`."""
+def weight_map(*, tied: bool, experts: bool = False) -> tuple[WeightRule, ...]:
+    """Returns the map of the arrays of Hugging Face's `LlamaForCausalLM`.
+
+    With experts, it is that of `MixtralForCausalLM`.
+    """
 
     def of_block(source: str, target: str, dims: str = "") -> WeightRule:
         return WeightRule(
             f"model.layers.{{layer}}.{source}.weight", f"blocks/{target}[{{layer}}]", dims
         )
 
+    def of_expert(source: str, target: str) -> WeightRule:
+        return WeightRule(
+            f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{source}.weight",
+            f"blocks/mlp/{target}[{{layer}},{{expert}}]",
+            "a b -> b a",
+        )
+
+    mlp = (
+        of_block("mlp.gate_proj", "mlp/gate", "f d -> d f"),
+        of_block("mlp.up_proj", "mlp/up", "f d -> d f"),
+        of_block("mlp.down_proj", "mlp/down", "d f -> f d"),
+    )
+    routed = (
+        of_block("block_sparse_moe.gate", "mlp/router", "e d -> d e"),
+        of_expert("w1", "gate"),
+        of_expert("w3", "up"),
+        of_expert("w2", "down"),
+    )
     head = () if tied else (WeightRule("lm_head.weight", "head"),)
     return (
         WeightRule("model.embed_tokens.weight", "embedding"),
@@ -134,9 +204,7 @@ def weight_map(*, tied: bool) -> tuple[WeightRule, ...]:
         of_block("self_attn.v_proj", "attention/value", "(n h) d -> d n h"),
         of_block("self_attn.o_proj", "attention/out", "d (n h) -> n h d"),
         of_block("post_attention_layernorm", "mlp/norm"),
-        of_block("mlp.gate_proj", "mlp/gate", "f d -> d f"),
-        of_block("mlp.up_proj", "mlp/up", "f d -> d f"),
-        of_block("mlp.down_proj", "mlp/down", "d f -> f d"),
+        *(routed if experts else mlp),
         WeightRule("model.norm.weight", "norm"),
         *head,
     )
@@ -147,7 +215,7 @@ WEIGHT_MAP = weight_map(tied=True)
 
 def shape(config: Config) -> LlamaConfig:
     """Returns the model's shape."""
-    factor = config.rope_factor
+    factor, experts, top_k = config.rope_factor, config.experts, config.experts_per_token
     return LlamaConfig(
         vocabulary=config.vocabulary,
         layers=config.layers,
@@ -160,7 +228,30 @@ def shape(config: Config) -> LlamaConfig:
         rope_scaling=None if factor is None else Llama3RopeScaling(factor=factor),
         tied=config.tied,
         unroll=config.unroll,
+        experts=None if experts is None else RoutedExperts(count=experts, top_k=top_k),
     )
+
+
+def routed_objective(config: Config, model: Llama, batch: Batch) -> dict[str, Any]:
+    """Returns the loss of a model with experts, its terms, and metrics of the router."""
+    hidden, routing = model.hidden_and_routing(batch["tokens"][:, :-1])
+    losses, weights = model.losses(hidden, batch["tokens"][:, 1:]), batch["weights"]
+    terms = {
+        "cross_entropy": 1.0,
+        "balance": config.balance_weight,
+        "router_z": config.router_z_weight,
+    }
+    return {
+        "loss": Combination(terms),
+        "cross_entropy": (losses.loss, weights),
+        "balance": routing.balance,
+        "router_z": routing.z,
+        "accuracy": (losses.correct, weights),
+        "expert_entropy": routing.entropy,
+        "expert_load": peak_load(routing.load),  # within each example
+        "expert_load_total": SumMetric(routing.load, peak_load),  # over all of an evaluation
+        "expert_overflow": Scalar(routing.overflow),
+    }
 
 
 def load(config: Config) -> tuple[Any, Any]:
@@ -221,15 +312,25 @@ def continued(config: Config, model: Llama, write: Callable[[str], None]) -> dic
     return {"tokens": np.concatenate(pieces)[None]}
 
 
+def check_experts(config: Config) -> None:
+    """Checks that options of experts are not given without experts."""
+    if config.experts is not None:
+        return
+    for name in ("experts_per_token", "balance_weight", "router_z_weight"):
+        if (value := getattr(config, name)) != getattr(Config, name):
+            raise UserError(f"{name} is {value}, but the model has no experts: add --experts 8")
+
+
 def build(config: Config) -> Experiment:
+    check_experts(config)
     train, validation = load(config)
     return Experiment(
         model=partial(Llama, shape(config)),
-        objective=objective,
+        objective=objective if config.experts is None else partial(routed_objective, config),
         optimizer=make_optimizer(config, config.total_steps(len(train))),
         train=train,
         validation=validation,
         axis_rules=LLAMA_AXIS_RULES,
-        weight_map=weight_map(tied=config.tied),
+        weight_map=weight_map(tied=config.tied, experts=config.experts is not None),
         generate=partial(continued, config) if config.vocabulary == 256 else None,
     )

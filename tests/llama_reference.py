@@ -20,6 +20,28 @@ def rotary_speeds(head_width: int, base: float, factor: float | None) -> np.ndar
     return np.array(speeds)
 
 
+MLP = ("gate", "up", "down")
+
+
+def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    gated = x @ gate.T
+    out: np.ndarray = (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+    return out
+
+
+def experts(w: dict[str, np.ndarray], at: str, x: np.ndarray, top_k: int) -> np.ndarray:
+    """Token by token: the experts of the largest logits, by a softmax over these logits."""
+    out = np.zeros_like(x)
+    for place in np.ndindex(x.shape[:-1]):
+        scores = x[place] @ w[f"{at}.gate.weight"].T
+        chosen = np.argsort(scores)[-top_k:]
+        shares = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
+        for share, expert in zip(shares, chosen, strict=True):
+            names = (f"{at}.experts.{expert}.{name}.weight" for name in ("w1", "w3", "w2"))
+            out[place] += share * swiglu(x[place], *(w[name] for name in names))
+    return out
+
+
 def logits(
     weights: dict[str, np.ndarray],
     tokens: np.ndarray,
@@ -28,8 +50,9 @@ def logits(
     kv_heads: int,
     base: float,
     factor: float | None,
+    top_k: int = 0,
 ) -> np.ndarray:
-    """The logits in float64."""
+    """The logits in float64; with `top_k`, of a Mixtral with so many experts for each token."""
     w = {name.removeprefix("model."): x.astype(np.float64) for name, x in weights.items()}
     length = tokens.shape[1]
     width = w["norm.weight"].size // heads
@@ -63,7 +86,9 @@ def logits(
             mixed.append(shares / shares.sum(-1, keepdims=True) @ v[shared])
         x = x + np.concatenate(mixed, axis=-1) @ w[f"{at}.self_attn.o_proj.weight"].T
         y = norm(x, f"{at}.post_attention_layernorm")
-        gate, up = (y @ w[f"{at}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{at}.mlp.down_proj.weight"].T
+        if top_k:
+            x = x + experts(w, f"{at}.block_sparse_moe", y, top_k)
+        else:
+            x = x + swiglu(y, *(w[f"{at}.mlp.{name}_proj.weight"] for name in MLP))
     head_weight = w.get("lm_head.weight", w["embed_tokens.weight"])
     return norm(x, "norm") @ head_weight.T

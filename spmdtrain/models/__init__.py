@@ -1,5 +1,6 @@
 """Models that the experiments share; nothing in the library depends on them."""
 
+from spmdtrain.models.expert_mlp import RoutedExperts, Routing, peak_load
 from spmdtrain.models.generation import (
     GenerationOptions,
     NewTokens,
@@ -38,6 +39,8 @@ __all__ = [
     "LlamaConfig",
     "MobileNetV2",
     "NewTokens",
+    "RoutedExperts",
+    "Routing",
     "Transformer",
     "TransformerConfig",
     "ViT",
@@ -45,5 +48,6 @@ __all__ = [
     "generate",
     "in_order",
     "mlp_rules",
+    "peak_load",
     "stream",
 ]

@@ -143,9 +143,21 @@ class StackedDecoder(nnx.Module):
         Returns:
           The losses, (B, T).
         """
-        hidden, head = self.hidden(tokens, segments, positions), self._output_layer()
-        vocabulary = self.config.vocabulary
-        return linear_cross_entropy(hidden, head, targets, vocabulary=vocabulary, z_loss=z_loss)
+        return self.losses(self.hidden(tokens, segments, positions), targets, z_loss=z_loss)
+
+    def losses(self, x: jax.Array, targets: jax.Array, *, z_loss: float = 0.0) -> TokenLosses:
+        """Computes the cross-entropy of the next tokens: see `linear_cross_entropy`.
+
+        Args:
+          x: (B, T, width), from `hidden`.
+          targets: int (B, T), the token after each.
+          z_loss: See `linear_cross_entropy`.
+
+        Returns:
+          The losses, (B, T).
+        """
+        head, vocabulary = self._output_layer(), self.config.vocabulary
+        return linear_cross_entropy(x, head, targets, vocabulary=vocabulary, z_loss=z_loss)
 
     def _unrolls(self) -> bool:
         return unrolls(self.config.layers, self.config.unroll)

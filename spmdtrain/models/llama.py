@@ -1,5 +1,6 @@
 """Decoders with the blocks of Llama: grouped-query attention, SwiGLU, RMS norm, scaled rotations.
 
+With experts in place of the MLP, the blocks are those of Mixtral.
 Their arrays are annotated with logical names, which an `AxisRules` maps to axes of the mesh.
 """
 
@@ -22,6 +23,7 @@ from spmdtrain.models.decoder_parts import (
     embed_tokens,
     read_with_cache,
 )
+from spmdtrain.models.expert_mlp import RoutedExperts, Routing, expert_mlp
 from spmdtrain.models.head_projection import project_heads
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.models.residual import split_residual
@@ -39,6 +41,7 @@ LLAMA_AXIS_RULES = AxisRules(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
+        "experts": "expert",
     }
 )
 
@@ -133,12 +136,13 @@ class LlamaConfig:
       width: Width of the residual stream.
       heads: Number of query heads.
       kv_heads: Number of key-value heads, each shared by `heads / kv_heads` query heads.
-      hidden: Width inside each block's MLP.
+      hidden: Width inside each block's MLP, or inside each expert.
       context: The largest number of tokens of a sequence.
       rope_base: The speeds of rotations fall from 1 to nearly 1 / `rope_base`.
       rope_scaling: Changes the speeds for a longer context.
       tied: Whether the embedding is also the output layer.
       epsilon: Added to the mean square by RMS norms.
+      experts: The experts of each block in place of its MLP; by default none.
       unroll: Whether to compile every layer separately: faster steps, but a compile time
         proportional to the number of layers. By default up to 12 layers.
 
@@ -157,6 +161,7 @@ class LlamaConfig:
     rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
     tied: bool = False
     epsilon: float = 1e-5
+    experts: RoutedExperts | None = None
     unroll: bool | None = None
 
     def __post_init__(self) -> None:
@@ -219,6 +224,8 @@ class Llama(StackedDecoder):
         def scales(*shape: int) -> nnx.Param[jax.Array]:
             return nnx.Param(jnp.ones(shape))
 
+        experts = config.experts
+        count, expert = ((), ()) if experts is None else ((experts.count,), ("experts",))
         self.embedding = normal(config.vocabulary, width, std=0.02, names=("vocab", "embed"))
         self.blocks = nnx.Dict(
             attention=nnx.Dict(
@@ -230,11 +237,18 @@ class Llama(StackedDecoder):
             ),
             mlp=nnx.Dict(
                 norm=scales(layers, width),
-                gate=stacked(width, hidden, std=into, names=("embed", "mlp")),
-                up=stacked(width, hidden, std=into, names=("embed", "mlp")),
-                down=stacked(hidden, width, std=hidden**-0.5 * back, names=("mlp", "embed")),
+                gate=stacked(*count, width, hidden, std=into, names=(*expert, "embed", "mlp")),
+                up=stacked(*count, width, hidden, std=into, names=(*expert, "embed", "mlp")),
+                down=stacked(
+                    *(*count, hidden, width),
+                    std=hidden**-0.5 * back,
+                    names=(*expert, "mlp", "embed"),
+                ),
             ),
         )
+        if experts is not None:
+            router = stacked(width, experts.count, std=into, names=("embed", None))
+            self.blocks["mlp"]["router"] = router
         self.norm = scales(width)
         if not config.tied:
             self.head = normal(config.vocabulary, width, std=into, names=("vocab", "embed"))
@@ -245,18 +259,48 @@ class Llama(StackedDecoder):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
+        return self._run(tokens, segments, positions)[0]
+
+    def hidden_and_routing(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """Computes `hidden`, and the values of the routers.
+
+        Args:
+          tokens: See `hidden`.
+          segments: See `hidden`.
+          positions: See `hidden`.
+
+        Returns:
+          (B, T, width), and the values of the routers.
+
+        Raises:
+          UserError: If the model has no experts, or T is larger than the context.
+        """
+        if self.config.experts is None:
+            raise UserError("hidden_and_routing is for a Llama with experts, and this one has none")
+        x, layers = self._run(tokens, segments, positions)
+        return x, Routing.over_layers(layers)
+
+    def _run(
+        self, tokens: jax.Array, segments: jax.Array | None, positions: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
+        """Returns `hidden`, and the values of each layer's router, stacked."""
         config = self.config
         check_length(tokens.shape[1], config.context)
         turn = self._rotation(tokens.shape[1] if positions is None else positions)
 
-        def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        def block(x: jax.Array, weights: Any) -> tuple[jax.Array, PyTree]:
             heads = self._heads(weights["attention"], x, turn)
             mixed = attention(*heads, causal=True, segments=segments)
-            return self._rest_of_block(weights, x, mixed), None
+            return self._rest_of_block(weights, x, mixed)
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x = scan_layers(block, self._embed(tokens), weights, config.unroll)
-        return split_residual(rms_norm(x, self.norm[...], config.epsilon))
+        x, layers = scan_layers(block, self._embed(tokens), weights, config.unroll)
+        return split_residual(rms_norm(x, self.norm[...], config.epsilon)), layers
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
@@ -280,7 +324,7 @@ class Llama(StackedDecoder):
         def read(x: jax.Array, weights: Any, cached: Any) -> tuple[jax.Array, Any]:
             heads = self._heads(weights["attention"], x, turn)
             mixed, cached = attend_to_cache(*heads, cached, positions)
-            return self._rest_of_block(weights, x, mixed), cached
+            return self._rest_of_block(weights, x, mixed)[0], cached
 
         x, cache = read_with_cache(read, self._embed(tokens), layers, cache)
         return rms_norm(x, self.norm[...], self.config.epsilon), cache
@@ -302,8 +346,8 @@ class Llama(StackedDecoder):
 
     def _rest_of_block(
         self, weights: dict[str, dict[str, jax.Array]], x: jax.Array, mixed: jax.Array
-    ) -> jax.Array:
-        """Returns the output of a block (B, T, width).
+    ) -> tuple[jax.Array, Routing | None]:
+        """Returns the output of a block (B, T, width), and the values of its router if it has one.
 
         Args:
           weights: The block's.
@@ -315,9 +359,12 @@ class Llama(StackedDecoder):
         x = split_residual(x)
         mlp = weights["mlp"]
         normal = rms_norm(x, mlp["norm"], self.config.epsilon)
+        if self.config.experts is not None:
+            y, routing = expert_mlp(normal, mlp, self.config.experts)
+            return split_residual(x + y), routing
         gate, up = (
             constrain_sharding(normal @ mlp[name], "batch", "context", "tensor")
             for name in ("gate", "up")
         )
         x = x + (jax.nn.silu(gate) * up) @ mlp["down"]
-        return split_residual(x)
+        return split_residual(x), None

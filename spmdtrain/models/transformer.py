@@ -205,7 +205,7 @@ class Transformer(StackedDecoder):
             return split_residual(x), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x = scan_layers(block, x, (weights, keys), config.unroll)
+        x, _ = scan_layers(block, x, (weights, keys), config.unroll)
         return split_residual(self._last_norm(x))
 
     def _last_norm(self, x: jax.Array) -> jax.Array:

@@ -176,7 +176,7 @@ class ViT(nnx.Module):
             return split_residual(x + _mlp(weights["mlp"], x)), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x = scan_layers(block, x, weights, config.unroll)
+        x, _ = scan_layers(block, x, weights, config.unroll)
         x = layer_norm(x, self.norm["scale"][...], self.norm["bias"][...], _EPSILON)
         pooled = x[:, 0] if config.pooling == "class_token" else x.mean(axis=1)
         kernel, bias = self.head["kernel"][...], self.head["bias"][...]

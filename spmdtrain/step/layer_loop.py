@@ -30,31 +30,31 @@ def unrolls(layers: int, unroll: bool | None) -> bool:
 
 
 def scan_layers(
-    layer: Callable[[jax.Array, PyTree], tuple[jax.Array, None]],
+    layer: Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]],
     x: jax.Array,
     weights: PyTree,
     unroll: bool | None,
-) -> jax.Array:
+) -> tuple[jax.Array, PyTree]:
     """Applies stacked layers one after the other, each marked by `remat`.
 
     Args:
-      layer: Maps (x, weights of a layer) to (x, None).
+      layer: Maps (x, weights of a layer) to x and other results, or None for no others.
       x: The input of the first layer.
       weights: Arrays whose first dim is the layer.
       unroll: Whether to compile every layer separately; None chooses by their number.
 
     Returns:
-      The output of the last layer.
+      The x after the last layer, and the other results of all layers, stacked.
     """
     count = len(jax.tree.leaves(weights)[0])
     weights = as_shards(weights)
 
-    def gathered(x: jax.Array, weights: PyTree) -> tuple[jax.Array, None]:
+    def gathered(x: jax.Array, weights: PyTree) -> tuple[jax.Array, PyTree]:
         return layer(x, gather_shards(weights))
 
     run = remat_gathers(gathered) if has_shards(weights) else remat(layer)
     with jax.named_scope(_SCOPE):
-        return jax.lax.scan(run, x, weights, unroll=unrolls(count, unroll))[0]
+        return jax.lax.scan(run, x, weights, unroll=unrolls(count, unroll))
 
 
 def describe_layers(jaxpr: Any) -> str:

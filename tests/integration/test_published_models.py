@@ -171,3 +171,20 @@ def test_the_command_trains_exports_and_starts_from_the_export(file: Path, tmp_p
     assert again.returncode == 0, again.stderr
     first, second = metrics(tmp_path / "run", "train"), metrics(tmp_path / "second", "train")
     assert second[0]["loss"] < first[0]["loss"]
+
+
+def test_the_command_logs_the_terms_and_the_load_of_experts(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("All that glisters is not gold.\n" * 100)
+    line: list[Any] = ["--preset", "moe", "--layers", 1, "--width", 32, "--mlp-width", 16]
+    line += ["--data-dir", tmp_path, "--length", 16, "--steps", 2, "--global-batch-size", 8]
+    line += ["--balance-weight", 0.5, "--router-z-weight", 0.25, "--workdir", tmp_path / "run"]
+    found = run(LLAMA, *line, devices=8)
+    assert found.returncode == 0, found.stderr
+    for split in ("train", "eval"):
+        logged = metrics(tmp_path / "run", split)[-1]
+        terms = logged["cross_entropy"] + 0.5 * logged["balance"] + 0.25 * logged["router_z"]
+        assert logged["loss"] == pytest.approx(terms, rel=1e-6)
+        assert 0 < logged["expert_entropy"] <= np.log(8) + 1e-6
+        assert 1 < logged["expert_load"] <= 4 and logged["expert_overflow"] == 0
+        assert ("expert_load_total" in logged) == (split == "eval")
+    assert 1 <= logged["expert_load_total"] < logged["expert_load"]

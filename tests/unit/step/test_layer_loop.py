@@ -18,7 +18,8 @@ from spmdtrain.step.layer_loop import describe_layers, scan_layers
 )
 def test_small_numbers_of_layers_are_unrolled(layers: int, unroll: bool | None, text: str) -> None:
     def loss(weights: jax.Array) -> jax.Array:
-        return scan_layers(lambda x, w: (jnp.sin(x * w), None), jnp.ones(3), weights, unroll).sum()
+        x, _ = scan_layers(lambda x, w: (jnp.sin(x * w), None), jnp.ones(3), weights, unroll)
+        return x.sum()
 
     traced = jax.jit(jax.grad(loss)).trace(jnp.ones((layers, 3)))
     assert describe_layers(traced.jaxpr.jaxpr) == text

@@ -1,0 +1,178 @@
+"""Llamas with experts: an independent Mixtral, the router's values, any number of devices."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import llama_reference
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import REPOSITORY
+
+from spmdtrain import MeshSpec, Trainer, UserError
+from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.models import (
+    LLAMA_AXIS_RULES,
+    GenerationOptions,
+    Llama,
+    LlamaConfig,
+    RoutedExperts,
+    Routing,
+    generate,
+    peak_load,
+)
+from spmdtrain.step.flops import count_flops
+from spmdtrain.train.experiment import load_experiment
+from spmdtrain.tree import named_leaves
+from spmdtrain.weights.weight_map import unmapped
+
+experiment: Any = load_experiment(str(REPOSITORY / "experiments" / "llama.py"), frozenset()).module
+SMALL = LlamaConfig(
+    vocabulary=32,
+    layers=2,
+    width=16,
+    heads=2,
+    kv_heads=1,
+    hidden=24,
+    context=48,
+    rope_base=10_000.0,
+    experts=RoutedExperts(count=4, top_k=2),
+)
+TOKENS = np.random.default_rng(0).integers(0, 32, (8, 13)).astype(np.int32)
+
+
+def randomized(**changes: Any) -> Llama:
+    model = Llama(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+    random = np.random.default_rng(1)
+    state = jax.tree.map(
+        lambda x: jnp.asarray(x + 0.2 * random.normal(size=x.shape), x.dtype), nnx.state(model)
+    )
+    nnx.update(model, state)
+    return model
+
+
+@nnx.jit
+def forward(model: Llama, tokens: jax.Array) -> tuple[jax.Array, Routing]:
+    hidden, routing = model.hidden_and_routing(tokens)
+    return model.logits(hidden), routing
+
+
+def test_logits_and_weight_map_are_those_of_an_independent_mixtral() -> None:
+    model = randomized()
+    named = named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    arrays = {name: np.asarray(x) for name, x in named.items()}
+    weights = unmapped(experiment.weight_map(tied=False, experts=True), arrays)
+    assert weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"].shape == (16, 24)
+    expected = llama_reference.logits(
+        weights, TOKENS, heads=2, kv_heads=1, base=SMALL.rope_base, factor=None, top_k=2
+    )
+    logits, routing = forward(model, jnp.array(TOKENS))
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(logits, expected, atol=2e-5)
+    assert routing.load.shape == (8, 2, 4)
+    np.testing.assert_array_equal(routing.load.sum(-1), 2 * 13)  # no token is dropped
+
+    # All experts are equally probable, and of equal ones the first two are chosen.
+    model.blocks["mlp"]["router"][...] *= 0
+    _, routing = forward(model, jnp.array(TOKENS))
+    np.testing.assert_allclose(routing.balance, 1, rtol=1e-6)
+    np.testing.assert_allclose(routing.entropy, np.log(4), rtol=1e-6)
+    np.testing.assert_allclose(routing.z, np.log(4) ** 2, rtol=1e-6)
+    np.testing.assert_array_equal(routing.load.sum((0, 1)), [8 * 2 * 13, 8 * 2 * 13, 0, 0])
+    np.testing.assert_array_equal(peak_load(routing.load), 2)
+
+
+def test_the_published_shape_has_the_published_number_of_parameters() -> None:
+    shape = experiment.shape(experiment.PRESETS["mixtral-8x7b"])
+    model = nnx.eval_shape(lambda: Llama(shape, rngs=nnx.Rngs(0)))
+    sizes = jax.tree.map(lambda x: x.size, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert sum(jax.tree.leaves(sizes)) == 46_702_792_704
+
+
+def test_the_small_mixture_has_the_flops_of_its_dense_model() -> None:
+    def flops(preset: str) -> int:
+        shape = experiment.shape(experiment.PRESETS[preset])
+        graph, abstract = nnx.split(nnx.eval_shape(lambda: Llama(shape, rngs=nnx.Rngs(0))))
+        with reference_kernels():
+            traced = jax.make_jaxpr(lambda values, x: nnx.merge(graph, values).hidden(x))(
+                abstract, jax.ShapeDtypeStruct((4, 64), jnp.int32)
+            )
+        return count_flops(traced).once
+
+    assert 0.98 < flops("moe") / flops("moe-dense") <= 1
+
+
+def fitted(strategy: str, **options: Any) -> tuple[Trainer, list[dict[str, float]]]:
+    lines: list[dict[str, float]] = []
+    config = experiment.Config(experts=4, balance_weight=0.5, router_z_weight=0.1)
+    trainer = Trainer(
+        model=partial(Llama, SMALL),
+        objective=partial(experiment.routed_objective, config),
+        optimizer=optax.sgd(0.5),
+        axis_rules=LLAMA_AXIS_RULES,
+        strategy=strategy,
+        log_every=1,
+        quiet=True,
+        callbacks={"log": lambda event: lines.append(dict(event.metrics))},
+        **options,
+    )
+    data = {"tokens": TOKENS, "weights": np.ones((8, 12), np.float32)}
+    trainer.fit(data, steps=3, global_batch_size=8)
+    return trainer, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("mirrored", MeshSpec(data=2, expert=4)),
+        pytest.param(
+            "fully_sharded", MeshSpec(fsdp=2, expert=2, tensor=2), marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_eight_devices_have_the_metrics_of_one_also_with_microbatches(
+    strategy: str, mesh: MeshSpec
+) -> None:
+    _, expected = fitted("one_device")
+    trainer, found = fitted(strategy, mesh=mesh)
+    _, parts = fitted("one_device", microbatches=2)
+    for line, on_eight, in_parts in zip(expected, found, parts, strict=True):
+        terms = line["cross_entropy"] + 0.5 * line["balance"] + 0.1 * line["router_z"]
+        assert line["loss"] == pytest.approx(terms, rel=1e-6)
+        assert 1 <= line["expert_load"] <= 2 and 0 < line["expert_entropy"] <= np.log(4)
+        on_eight["expert_overflow"] = 0  # buffers of few tokens may overflow
+        assert on_eight == pytest.approx(line, rel=1e-5)
+        assert in_parts == pytest.approx(line, rel=1e-5)
+    assert expected[2]["loss"] < expected[0]["loss"] - 0.01
+    # A row depends on no other: an evaluation is padded, and compiles once.
+    rows = {"tokens": np.zeros((1, 13), np.int32), "weights": np.zeros((1, 12), np.float32)}
+    assert trainer.functions.checks.why_not_padded(rows, 8) is None
+
+
+@pytest.mark.slow
+def test_the_cache_gives_the_text_of_the_whole_window() -> None:
+    model = randomized(unroll=False)
+    prompts = [[3, 1, 4], [1]]
+    texts = generate(model, prompts, GenerationOptions(max_new_tokens=20, temperature=0.0))
+    for prompt, new in zip(prompts, texts, strict=True):
+        text = jnp.array([[*prompt, *new]])
+        best = np.asarray(forward(model, text)[0]).argmax(-1)[0]
+        assert len(new) == 20 and len(set(new.tolist())) > 3
+        assert best[len(prompt) - 1 : -1].tolist() == new.tolist()
+
+
+def test_numbers_of_experts_that_make_no_sense() -> None:
+    with pytest.raises(UserError, match="each token has 5 of 4 experts"):
+        RoutedExperts(count=4, top_k=5)
+    with pytest.raises(UserError, match=r"balance_weight is 0\.1, but the model has no experts"):
+        experiment.build(experiment.Config(balance_weight=0.1))
+    dense = nnx.eval_shape(
+        lambda: Llama(dataclasses.replace(SMALL, experts=None), rngs=nnx.Rngs(0))
+    )
+    with pytest.raises(UserError, match="is for a Llama with experts"):
+        dense.hidden_and_routing(jnp.array(TOKENS))
