@@ -18,8 +18,8 @@ ARRAYS = {
     "head": RANDOM.normal(size=(HEAD, WIDTH)).astype(jnp.bfloat16),
     "bias": RANDOM.normal(size=HEAD).astype(jnp.bfloat16),
 }
-TARGETS = RANDOM.integers(0, VOCABULARY, (ROWS, TOKENS)).astype(np.int32)
-WEIGHTS = RANDOM.uniform(size=(ROWS, TOKENS)).astype(np.float32)
+TARGETS: Any = RANDOM.integers(0, VOCABULARY, (ROWS, TOKENS)).astype(np.int32)
+WEIGHTS: Any = RANDOM.uniform(size=(ROWS, TOKENS)).astype(np.float32)
 WEIGHTS[0] = 0  # a row of padding
 
 
