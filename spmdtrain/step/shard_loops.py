@@ -302,7 +302,8 @@ class _Cutter:
 
     def _part(self, level: int, results: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Returns the numbers of the equations of a segment, and the variables that it reads."""
-        numbers, reads = set(), {}
+        numbers: set[int] = set()
+        reads: dict[Any, None] = {}
         own = [x for x, n in self._maker.items() if self._level[x] == level]
         todo = variables([*results, *(x for x in own if self._maker[x] not in self._again)])
         while todo:
