@@ -193,13 +193,17 @@ def plain_ring(mesh: jax.sharding.Mesh, size: int) -> Callable[..., jax.Array]:
         device, length = jax.lax.axis_index("context"), query.shape[1]
         of = Tokens(device * length + jnp.arange(length), None)
         pattern = Pattern(causal=True, window=None, scale=query.shape[3] ** -0.5)
-        mixed = nothing(query)
-        for turn in range(size):
-            to = Tokens((device - turn) % size * length + jnp.arange(length), None)
+        by_one = [(n, (n + 1) % size) for n in range(size)]
+
+        def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
+            mixed, key, value = carry
+            to = Tokens((device - number) % size * length + jnp.arange(length), None)
             found = attend(query, key, value, of, to, pattern, every=False)
-            mixed = merge_mixed(mixed, found)
-            by_one = [(n, (n + 1) % size) for n in range(size)]
             key, value = (jax.lax.ppermute(x, "context", by_one) for x in (key, value))
+            return (merge_mixed(mixed, found), key, value), None
+
+        carry = (nothing(query), key, value)
+        (mixed, *_), _ = jax.lax.scan(turn, carry, jnp.arange(size))
         return mixed.values
 
     split = PartitionSpec(None, "context")

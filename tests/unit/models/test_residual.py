@@ -22,7 +22,7 @@ from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
-ROWS, WIDTH, LAYERS = 64, 128, 8
+ROWS, WIDTH, LAYERS = 64, 128, 32
 TOPOLOGY = topologies.parse("v5e:2x4")
 
 
@@ -55,10 +55,9 @@ def step(length: int, layers: int, **options: Any) -> CompiledStep:
 
 @pytest.mark.slow
 def test_a_device_keeps_its_part_of_the_tokens_between_blocks() -> None:
-    split, whole = (step(length, LAYERS, remat="full") for length in (128, 126))
-    kept = 4 * LAYERS * ROWS // 2 * 126 * WIDTH  # bytes of the inputs of all blocks
-    saved = whole.memory.temp_size_in_bytes - split.memory.temp_size_in_bytes
-    assert saved > 0.7 * kept, (split.memory, whole.memory)
+    memory = step(128, LAYERS, remat="full").memory
+    whole = 4 * LAYERS * ROWS // 2 * 128 * WIDTH  # bytes of the inputs of all blocks
+    assert memory.temp_size_in_bytes < 0.7 * whole, memory
 
 
 def print_collectives_for_tpus() -> None:
