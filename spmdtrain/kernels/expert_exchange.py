@@ -257,15 +257,15 @@ class ExpertLayer:
             exceeds = (counts.sum(1) > rows).any()
         return jax.lax.pmax(exceeds.astype(jnp.int32), self.axes) > 0
 
-    def either(self, overflow: jax.Array, path: Callable[["Path"], PyTree]) -> PyTree:
-        """Returns `path(self.gathered)` after an overflow, else `path(self.exchanged)`."""
+    def either(self, overflow: jax.Array, compute: Callable[["LayerPath"], PyTree]) -> PyTree:
+        """Returns `compute(self.gathered)` after an overflow, else `compute(self.exchanged)`."""
 
         def gathered() -> PyTree:
             with jax.named_scope(RARE_BRANCH):
-                return path(self.gathered)
+                return compute(self.gathered)
 
         def exchanged() -> PyTree:
-            return path(self.exchanged)
+            return compute(self.exchanged)
 
         if self.branches:
             return jax.lax.cond(overflow, gathered, exchanged)
@@ -314,7 +314,7 @@ class ExpertLayer:
         return _count(chosen.ravel(), self.experts).reshape(self.devices, -1)
 
 
-Path = Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array]
+LayerPath = Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array]
 """(x, chosen, scale, weights) -> the tokens' weighted sums, f32 (n, width)."""
 
 
@@ -351,7 +351,7 @@ def _forward(
 def _backward(layer: ExpertLayer, kept: Any, cotangents: Any) -> Any:
     x, chosen, scale, weights, overflow = kept
 
-    def gradients(path: Path) -> Any:
+    def gradients(path: LayerPath) -> Any:
         def function(x: jax.Array, scale: jax.Array, weights: PyTree) -> jax.Array:
             return path(x, chosen, scale, weights)
 
