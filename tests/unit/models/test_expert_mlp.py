@@ -35,8 +35,8 @@ SMALL = LlamaConfig(
     vocabulary=32,
     layers=2,
     width=16,
-    heads=2,
-    kv_heads=1,
+    heads=4,
+    kv_heads=2,
     hidden=24,
     context=48,
     rope_base=10_000.0,
@@ -67,7 +67,7 @@ def test_logits_and_weight_map_are_those_of_an_independent_mixtral() -> None:
     weights = unmapped(experiment.weight_map(tied=False, experts=True), arrays)
     assert weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"].shape == (16, 24)
     expected = llama_reference.logits(
-        weights, TOKENS, heads=2, kv_heads=1, base=SMALL.rope_base, factor=None, top_k=2
+        weights, TOKENS, heads=4, kv_heads=2, base=SMALL.rope_base, factor=None, top_k=2
     )
     logits, routing = forward(model, jnp.array(TOKENS))
     assert np.abs(expected).max() > 0.5
