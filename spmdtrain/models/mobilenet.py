@@ -266,7 +266,7 @@ def moments_over(axis: str, x: jax.Array, near: jax.Array) -> tuple[jax.Array, j
       axis: The name of the axis.
       x: The rows of this part of the batch (b, ..., C).
       near: (C,), numbers near the means, such as their averages. Squares of differences from them
-        do not lose precision if values are far from 0.
+        lose no precision if values are far from 0.
     """
     dims, shifted = tuple(range(x.ndim - 1)), x - near
     both = jnp.stack([shifted.mean(dims), jnp.square(shifted).mean(dims)])

@@ -4,6 +4,7 @@ The batch is split into virtual shards of contiguous rows, whose number does not
 devices. Each device computes its virtual shards one after the other in a loop, whose body has the
 same shapes everywhere, and so the same kernels. The sums over virtual shards are added up in the
 order of one binary tree: its lower levels in nested loops on each device, the others over devices.
+Batch statistics are such sums in the middle of the computation (see `synchronized_loops`).
 """
 
 import dataclasses

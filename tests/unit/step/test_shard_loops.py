@@ -118,7 +118,10 @@ def test_a_model_with_batch_statistics_has_one_hash_and_the_numbers_of_plain_ste
     monkeypatch.setattr(
         mobilenet, "STAGES", mobilenet.STAGES[:1]
     )  # compiles in a tenth of the time
-    models = {"layers": Normalized, "mobilenet": partial(MobileNetV2, 10, width_multiplier=0.25)}
+    models: dict[str, Any] = {
+        "layers": Normalized,
+        "mobilenet": partial(MobileNetV2, 10, width_multiplier=0.25),
+    }
     rows = data(64) if name == "layers" else data(8, 8, 3)
     model, optimizer = partial(models[name], dropout=0.0), optax.sgd(0.1, momentum=0.9)
     one, split, plain = (
@@ -148,7 +151,7 @@ def test_linen_models_average_their_statistics_as_well() -> None:
 @pytest.mark.parametrize("library", ["nnx", "linen", "mobilenet"])
 def test_many_steps_have_one_hash(library: str) -> None:
     x, y = data(16, 16, 3) if library == "mobilenet" else data(64)
-    models = {
+    models: dict[str, Any] = {
         "nnx": Normalized,
         "linen": LinenModel(Linen(), x[:ROWS]),
         "mobilenet": partial(MobileNetV2, 10, width_multiplier=0.35),
