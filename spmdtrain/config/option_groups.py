@@ -73,8 +73,8 @@ class ContextOptions(OptionGroup):
     method: ContextMethod | None = None
     """ring: keys and values go around the devices, while products with those of the device before
     are computed. gather: each device gathers the keys and values of all tokens. ulysses: each
-    device gathers all tokens of some of the heads. None means the method that waits least
-    for other devices, by the sizes and the peak rates of the devices."""
+    device gathers all tokens of some of the heads. None means the method that is expected to be
+    the fastest, by the sizes and the peak rates of the devices."""
 
     def check(self) -> None:
         check_values(self, ContextOptions, "context.")

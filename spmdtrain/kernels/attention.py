@@ -89,7 +89,9 @@ def attention(
         chosen = choose_implementation(device, case, implementation, knows_mesh=mesh is not None)
         if mesh is not None and mesh.parts(CONTEXT) > 1:
             method = current_context_method()
-            method = method or choose_context_method(device, query, key, window, mesh)
+            method = method or choose_context_method(
+                device, query, key, window, mesh, has_kernel=chosen == "splash"
+            )
             if implementation not in (None, "xla") and method != "ulysses":
                 raise UserError(
                     f"attention: implementation is {implementation}, and mesh.context splits the "

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,11 +22,12 @@ from plan_helpers import needs_libtpu
 from spmdtrain import MeshSpec, Trainer, UserError, attention
 from spmdtrain.config.option_groups import ContextMethod, ContextOptions
 from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, merge_mixed, nothing
+from spmdtrain.kernels.context_attention import choose_context_method
 from spmdtrain.models import MLP
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices, build_mesh
-from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.sharding.placement import CurrentMesh, Placement, use_placement
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.xla.collectives import collectives
@@ -137,6 +139,28 @@ def test_a_model_with_split_tokens_has_the_losses_of_whole_ones(
     found = losses(sizes, method, **options)
     assert found[-1] < 0.8 * found[0]
     np.testing.assert_allclose(found, losses((1, 1, 1), None, **options), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "options", "method"),
+    [
+        ("TPU v5", 32, {"has_kernel": True}, "ulysses"),
+        ("TPU v5", 32, {"has_kernel": False}, "ring"),
+        ("TPU v5", 4, {"has_kernel": True}, "ring"),  # 4 heads do not divide over 8 devices
+        ("TPU v5", 32, {"has_kernel": True, "window": 1024}, "ring"),
+        ("cpu", 32, {"has_kernel": False}, "ring"),
+    ],
+)
+def test_the_method_is_that_of_the_fastest_products_and_transfers(
+    kind: str, heads: int, options: dict[str, Any], method: ContextMethod
+) -> None:
+    mesh = CurrentMesh(None, {"context": 8, "tensor": 1}, ("context", "tensor"))
+    query, key = (
+        jax.ShapeDtypeStruct((1, 131_072, number, 128), jnp.bfloat16) for number in (heads, 4)
+    )
+    device, given = SimpleNamespace(device_kind=kind), {"window": None} | options
+    found = choose_context_method(device, query, key, over=mesh, **given)  # type: ignore[arg-type]
+    assert found == method
 
 
 @pytest.mark.parametrize(
