@@ -111,7 +111,7 @@ def test_a_loop_that_is_cut_has_the_sums_and_gradients_of_the_whole_batch() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["layers", "mobilenet"])
+@pytest.mark.parametrize("name", ["layers", pytest.param("mobilenet", marks=pytest.mark.nightly)])
 def test_a_model_with_batch_statistics_has_one_hash_and_the_numbers_of_plain_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
