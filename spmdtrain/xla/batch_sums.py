@@ -28,8 +28,12 @@ def batch_sum(op: Op) -> Mixed | None:
             name == "mul" and sums[1] and _is_constant(op.ins[0])
         )
     else:
-        found = name in _ADDITIVE and all(sums)
-    return op.mixed()._replace(is_sum=True) if found and sums else None
+        found = name in _ADDITIVE and bool(sums) and all(sums)
+    if not found:
+        return None
+    # The reason for an error is the operation that added up the rows.
+    origin = next((x for x in op.ins if isinstance(x, Mixed) and x.is_sum), op.mixed())
+    return origin._replace(is_sum=True)
 
 
 def sum_over_parts(op: Op) -> Value:

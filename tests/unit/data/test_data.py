@@ -581,7 +581,7 @@ def test_a_batch_is_whole_on_a_mesh_with_a_tensor_axis() -> None:
     assert sorted(shard.data.tolist() for shard in batch.addressable_shards) == sorted(
         [order(6, 0, seed=2)[:3].tolist()] * 4 + [order(6, 0, seed=2)[3:].tolist()] * 4
     )
-    assert batch.sharding.spec == PartitionSpec(("replica", "data", "fsdp"))
+    assert batch.sharding.spec == PartitionSpec(("replica", "data", "fsdp", "expert"))
 
 
 # --- Placing ahead ---
