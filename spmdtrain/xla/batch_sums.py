@@ -22,7 +22,7 @@ def batch_sum(op: Op) -> Mixed | None:
     name = op.first.primitive.name
     sums = [isinstance(x, Mixed) and x.is_sum for x in op.ins]
     if name == "reduce_sum" and isinstance(rows := op.ins[0], Rows):
-        found = rows.dim in op.params["axes"]
+        found = rows.dim in op.params["axes"] and not rows.positional
     elif name in ("mul", "div"):
         found = (sums[0] and _is_constant(op.ins[1])) or (
             name == "mul" and sums[1] and _is_constant(op.ins[0])
@@ -40,13 +40,13 @@ def sum_over_parts(op: Op) -> Value:
     """Returns the class of a sum over all parts of a batch (`jax.lax.psum`).
 
     It is fixed if it adds up sums over the rows of each part, because it is then the sum over all
-    rows of the batch.
+    rows of the batch. The number of a row within its part must not matter to these sums.
 
     Args:
       op: The operation.
     """
     known = all(x is FIXED or (isinstance(x, Mixed) and x.is_sum) for x in op.ins)
-    return FIXED if known else op.mixed()
+    return FIXED if known and op.params.get("axis_index_groups") is None else op.mixed()
 
 
 def _is_constant(value: Value) -> bool:

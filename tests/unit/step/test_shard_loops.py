@@ -1,5 +1,6 @@
 """Batch statistics with `exact`: those of the global batch, with the same bits on any devices."""
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.step.shard_loops import VIRTUAL_SHARD, synchronized_loops
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
+from spmdtrain.xla.padding import why_parts_differ
 
 SHARDS, ROWS = 16, 32
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
@@ -108,6 +110,42 @@ def test_a_loop_that_is_cut_has_the_sums_and_gradients_of_the_whole_batch() -> N
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5)
     np.testing.assert_allclose(mean, x.mean(0), rtol=1e-6)
     assert turns == 0 + 1
+
+
+@pytest.mark.parametrize(
+    ("statistic", "is_sum"),
+    [
+        (lambda x, axis: jax.lax.pmean(x.mean(0), axis), True),
+        (lambda x, axis: jax.lax.pmax(x.max(0), axis), False),
+        (lambda x, axis: jax.lax.psum(x.sum(0), axis, axis_index_groups=[[0], [1]]), False),
+        (lambda x, axis: x.sum(0) * jax.lax.axis_index(axis), False),
+    ],
+    ids=["mean", "maximum", "groups", "index"],
+)
+def test_collectives_that_are_no_sums_over_all_are_refused(statistic: Any, is_sum: bool) -> None:
+    def of_turn(turn: jax.Array, rows: jax.Array) -> Any:
+        return turn, statistic(rows, VIRTUAL_SHARD)
+
+    def loops() -> Any:
+        slices = jnp.ones((2, 4, 3))
+        return synchronized_loops(of_turn, slices, turns=2, shards=2, reduce=lambda sums: sums)
+
+    def values(_: Any, rows: jax.Array) -> jax.Array:
+        return rows - statistic(rows, VIRTUAL_SHARD)
+
+    axes = [(VIRTUAL_SHARD, 2)]
+    assert (why_parts_differ(values, (), np.ones((8, 3)), 2, axes=axes) is None) == is_sum
+    with contextlib.nullcontext() if is_sum else pytest.raises(UserError, match="parts of a batch"):
+        jax.make_jaxpr(loops)()
+
+
+def test_a_sum_must_not_depend_on_the_number_of_a_row_within_its_part() -> None:
+    def values(_: Any, rows: jax.Array) -> jax.Array:
+        weighted = rows * jnp.arange(len(rows))[:, None]
+        return rows - jax.lax.pmean(weighted.mean(0), VIRTUAL_SHARD)
+
+    axes = [(VIRTUAL_SHARD, 2)]
+    assert why_parts_differ(values, (), np.ones((8, 3)), 2, axes=axes) is not None
 
 
 @pytest.mark.slow
