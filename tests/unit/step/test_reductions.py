@@ -159,7 +159,7 @@ def test_a_reduction_gets_the_gradients_of_what_is_trained_and_the_axes_of_the_b
     found = gradients(tokens(reduction=reduction, freeze=("second",), microbatches=2), BATCH)
     check_equal(found, {name: x for name, x in expected().items() if name != "second"})
     shapes = {"first": (5, 7), "second": None, "shift": ()}
-    assert all(one == (shapes, ("replica", "data", "fsdp")) for one in seen) and seen
+    assert all(one == (shapes, ("replica", "data", "fsdp", "expert")) for one in seen) and seen
 
 
 # -- in the compiled step --------------------------------------------------------------------------
