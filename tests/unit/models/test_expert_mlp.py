@@ -124,14 +124,12 @@ def fitted(strategy: str, **options: Any) -> tuple[Trainer, list[dict[str, float
     return trainer, lines
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/drills/test_mesh_axes.py has the losses of the experiment
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [
         ("mirrored", MeshSpec(data=2, expert=4)),
-        pytest.param(
-            "fully_sharded", MeshSpec(fsdp=2, expert=2, tensor=2), marks=pytest.mark.nightly
-        ),
+        ("fully_sharded", MeshSpec(fsdp=2, expert=2, tensor=2)),
     ],
 )
 def test_eight_devices_have_the_metrics_of_one_also_with_microbatches(
