@@ -98,17 +98,18 @@ def test_a_loop_that_is_cut_has_the_sums_and_gradients_of_the_whole_batch() -> N
     def of_turn(turn: jax.Array, rows: jax.Array) -> Any:
         over_all = partial(jax.lax.pmean, axis_name=VIRTUAL_SHARD)
         value, gradient = jax.value_and_grad(normalized)(weights, rows, over_all)
-        return (value, gradient, turn), over_all(rows.mean(0))
+        return (value, gradient, turn), over_all((rows.mean(0), rows.max(0)))
 
     def loops() -> Any:
         slices = jnp.asarray(x).reshape(2, -1, 6)
         return synchronized_loops(of_turn, slices, turns=2, shards=2, reduce=lambda sums: sums)
 
-    (value, gradient, turns), mean = jax.jit(loops)()
+    (value, gradient, turns), (mean, largest) = jax.jit(loops)()
     expected = jax.value_and_grad(normalized)(weights, x, lambda x: x)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5)
     np.testing.assert_allclose(mean, x.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(largest, x.reshape(2, -1, 6).max(1).mean(0), rtol=1e-6)
     assert turns == 0 + 1
 
 
