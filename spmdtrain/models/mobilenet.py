@@ -260,7 +260,7 @@ def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def moments_over(axis: str, x: jax.Array, near: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the same, by one mean over a named axis (see `current_batch_axis`).
+    """Returns mean and variance of each channel by one mean over a named axis (`current_batch_axis`).
 
     Args:
       axis: The name of the axis.
