@@ -60,7 +60,10 @@ def reference(x: Any, chosen: Any, scale: Any, weights: Any) -> Any:
 @pytest.mark.parametrize("exchange", get_args(ExpertExchange))
 @pytest.mark.parametrize(("capacity_factor", "overflows"), [(1.0, True), (2.0, False)])
 def test_each_exchange_and_branch_has_the_sums_and_gradients_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, exchange: ExpertExchange, capacity_factor: float, overflows: bool
+    monkeypatch: pytest.MonkeyPatch,
+    exchange: ExpertExchange,
+    capacity_factor: float,
+    overflows: bool,
 ) -> None:
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(jax.lax, "ragged_dot", ragged_dot)
