@@ -26,10 +26,10 @@ TITLE = "W9: attention over split tokens"
 EXPLANATION = (
     "A step computes causal attention of one sequence and its gradients, with 8 heads of 64 values "
     "in f32: the whole sequence on one device (full), or split over 8 virtual devices of the same "
-    "processors by each `--context.method`. XLA compiles full attention for CPU without a fused kernel, so it "
-    "writes all scores. *MB* is the temporary memory of a device in the "
-    "compiled program. *speed* is relative to full attention in the same round: all devices share "
-    "the processors, so it compares the work of all devices, not the time on as many chips."
+    "processors by each `--context.method`. XLA compiles full attention for CPU without a fused "
+    "kernel, so it writes all scores. *MB* is the temporary memory of a device in the compiled "
+    "program. *speed* is relative to full attention in the same round: all devices share the "
+    "processors, so it compares the work of all devices, not the time on as many chips."
 )
 DEVICES, HEADS, WIDTH = 8, 8, 64
 METHODS = ("full", "ring", "gather", "ulysses")

@@ -219,14 +219,15 @@ WEIGHT_MAP = weight_map(tied=True)
 EXPERTS_PER_TOKEN, BALANCE_WEIGHT, ROUTER_Z_WEIGHT = 2, 0.02, 1e-3
 
 
-def _or_default[T](value: T | None, default: T) -> T:
+def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
 def shape(config: Config) -> LlamaConfig:
     """Returns the model's shape."""
     factor, experts = config.rope_factor, config.experts
-    top_k = _or_default(config.experts_per_token, EXPERTS_PER_TOKEN)
+    top_k = config.experts_per_token
+    top_k = EXPERTS_PER_TOKEN if top_k is None else top_k
     return LlamaConfig(
         vocabulary=config.vocabulary,
         layers=config.layers,
