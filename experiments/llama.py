@@ -15,7 +15,7 @@ instead, tokens as llm.c writes them for Llama 3, these are the data.
 of half the width, of which a router chooses 2 for each token. So it has 2.6 times the parameters,
 and not more FLOPs per token. Its loss adds two losses of the router, each with a weight of its own,
 to that of the bytes, "cross_entropy". Expected on the validation text after 800 steps, two minutes
-of CPU time: 1.83 nats a byte, and 1.89 with moe-dense.
+of CPU time: 1.83 nats a byte, and 1.89 with moe-dense (1.88 with seed 0, the default).
 
 The presets llama-3.2-1b, llama-3.2-3b, llama-3.1-8b and mixtral-8x7b have the shapes of the
 published models, for accelerators:
@@ -30,7 +30,10 @@ or https://huggingface.co/mistralai/Mixtral-8x7B-v0.1 for the preset mixtral-8x7
         --weight-map experiments/llama.py
 
 writes a trained model of the 3.2 family with the names and shapes of the published file: with the
-config.json of LLAMA beside it, `transformers.LlamaForCausalLM.from_pretrained("OUT")` loads it.
+config.json of LLAMA beside it, `transformers.LlamaForCausalLM.from_pretrained("OUT")` loads it. The
+command uses `WEIGHT_MAP`, which is for a tied embedding. The others are exported in Python:
+`export_params(..., weight_map=weight_map(tied=False))` for llama-3.1-8b, and for mixtral-8x7b with
+`weight_map(tied=False, experts=True)`, which `transformers.MixtralForCausalLM` loads.
 """
 
 from collections.abc import Callable
@@ -86,12 +89,12 @@ class Config(RunConfig):
     """Width inside each MLP, or inside each expert."""
     experts: int | None = None
     """Experts of each block, in place of its MLP; by default none."""
-    experts_per_token: int = 2
-    """Experts that the router chooses for each token."""
-    balance_weight: float = 0.02
-    """Weight of the loss that balances the load of experts."""
-    router_z_weight: float = 1e-3
-    """Weight of the loss that keeps the router's logits small."""
+    experts_per_token: int | None = None
+    """Experts that the router chooses for each token; by default 2."""
+    balance_weight: float | None = None
+    """Weight of the loss that balances the load of experts; by default 0.02."""
+    router_z_weight: float | None = None
+    """Weight of the loss that keeps the router's logits small; by default 0.001."""
     length: int = 96
     """Tokens of an example, and the most tokens that a prediction depends on."""
     rope_base: float = 10_000.0
@@ -212,10 +215,19 @@ def weight_map(*, tied: bool, experts: bool = False) -> tuple[WeightRule, ...]:
 
 WEIGHT_MAP = weight_map(tied=True)
 
+# The defaults of options that only a model with experts has.
+EXPERTS_PER_TOKEN, BALANCE_WEIGHT, ROUTER_Z_WEIGHT = 2, 0.02, 1e-3
+
+
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
 
 def shape(config: Config) -> LlamaConfig:
     """Returns the model's shape."""
-    factor, experts, top_k = config.rope_factor, config.experts, config.experts_per_token
+    factor, experts = config.rope_factor, config.experts
+    top_k = config.experts_per_token
+    top_k = EXPERTS_PER_TOKEN if top_k is None else top_k
     return LlamaConfig(
         vocabulary=config.vocabulary,
         layers=config.layers,
@@ -238,8 +250,8 @@ def routed_objective(config: Config, model: Llama, batch: Batch) -> dict[str, An
     losses, weights = model.losses(hidden, batch["tokens"][:, 1:]), batch["weights"]
     terms = {
         "cross_entropy": 1.0,
-        "balance": config.balance_weight,
-        "router_z": config.router_z_weight,
+        "balance": _or_default(config.balance_weight, BALANCE_WEIGHT),
+        "router_z": _or_default(config.router_z_weight, ROUTER_Z_WEIGHT),
     }
     return {
         "loss": Combination(terms),
@@ -317,7 +329,7 @@ def check_experts(config: Config) -> None:
     if config.experts is not None:
         return
     for name in ("experts_per_token", "balance_weight", "router_z_weight"):
-        if (value := getattr(config, name)) != getattr(Config, name):
+        if (value := getattr(config, name)) is not None:
             raise UserError(f"{name} is {value}, but the model has no experts: add --experts 8")
 
 

@@ -21,7 +21,13 @@ Ffn = Callable[[jax.Array, PyTree, Dot], jax.Array]
 
 
 class _Sorted(NamedTuple):
-    """The order of keys: `order` sorts them, `place` is each one's place, `counts` that of each."""
+    """The order of keys.
+
+    Attributes:
+      order: The indices that sort the keys.
+      place: The place of each key in the sorted order.
+      counts: The number of keys of each group.
+    """
 
     order: jax.Array
     place: jax.Array
@@ -52,7 +58,12 @@ def _some_rows(rows: jax.Array, counts: jax.Array, weights: PyTree, ffn: Ffn) ->
 
 
 def _weighted(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the sums of (n * top_k, width) values, f32 (n, width), times f32 (n, top_k)."""
+    """Returns each token's sum of its top_k values times their factors, f32 (n, width).
+
+    Args:
+      values: (n * top_k, width), those of a token in succession.
+      scale: f32 (n, top_k), the factors.
+    """
     values = values.reshape(*scale.shape, -1).astype(jnp.float32)
     return (values * scale[..., None]).sum(1)
 

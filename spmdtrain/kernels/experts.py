@@ -72,7 +72,7 @@ def experts(
 
     Args:
       x: The tokens, (B, T, width).
-      router_logits: f32 (B, T, E), whose softmax are the probabilities of the experts.
+      router_logits: f32 (B, T, E); their softmax gives the probabilities of the experts.
       weights: A pytree of arrays of leading dim E, split over "expert" by their rule:
         `PartitionSpec("expert", ...)`.
       ffn: Maps (rows, weights, dot) to (n, width). `rows` (n, width) are sorted by expert, and

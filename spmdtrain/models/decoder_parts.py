@@ -27,7 +27,8 @@ def embed_tokens(embedding: jax.Array, tokens: jax.Array, vocabulary: int) -> ja
       tokens: int (B, T). Any that is not from 0 to `vocabulary` - 1 is embedded as NaN.
       vocabulary: Number of tokens.
     """
-    # Whole over "tensor", which splits the rows of the embedding: each device looks up its own.
+    # "tensor" splits the rows of the embedding. Each of its devices needs all tokens, to look up
+    # those that are in its rows.
     tokens = constrain_sharding(tokens, "batch", "context")
     # Looked up in f32, so that the gradients of frequent tokens are added up in f32.
     x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)

@@ -260,10 +260,10 @@ def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def moments_over(axis: str, x: jax.Array, near: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the same, by one mean over a named axis (see `current_batch_axis`).
+    """Returns mean and variance of each channel, by one mean over a named axis.
 
     Args:
-      axis: The name of the axis.
+      axis: The name of the axis (see `current_batch_axis`).
       x: The rows of this part of the batch (b, ..., C).
       near: (C,), numbers near the means, such as their averages. Squares of differences from them
         lose no precision if values are far from 0.

@@ -1,4 +1,4 @@
-"""Checks that sharding rules use the axes of the mesh that only rules can use."""
+"""Checks that the sharding rules name each axis of the mesh that is of use by rules alone."""
 
 from collections.abc import Sequence
 

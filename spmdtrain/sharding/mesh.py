@@ -21,7 +21,7 @@ from spmdtrain.strategies import STRATEGIES, Strategy, mesh_sizes
 GATHER_AXES = ("replica", "data", "fsdp")
 """Axes of the batch over which a device gathers the parameters that it needs."""
 EXPERT = "expert"
-"""The axis of the batch over which tokens are sent to the devices of their experts instead."""
+"""The axis of the batch whose devices hold different experts and send each other their tokens."""
 BATCH_AXES = (*GATHER_AXES, EXPERT)  # the axes over which a batch's examples are split
 
 

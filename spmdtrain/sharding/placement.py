@@ -118,7 +118,7 @@ def make_placement(config: RunConfig) -> Placement:
     """Returns the placement of a configuration on the devices.
 
     Args:
-      config: Its `strategy`, `mesh` and `sharding.max_shards` are read.
+      config: Its `strategy`, `mesh`, `sharding.max_shards`, `context.method` and `expert` are read.
 
     Raises:
       UserError: If the mesh does not fit the devices, or the strategy does not support several

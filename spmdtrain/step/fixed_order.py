@@ -109,7 +109,8 @@ def in_loop_of_one_turn(
       values: A pytree of arrays.
       before: With `values`, the results of all collectives before the loop.
     """
-    count = sum((jnp.isfinite(x).sum() for x in before), start=jnp.zeros((), jnp.int32))
+    numbers = [x for x in before if jnp.issubdtype(x.dtype, jnp.number)]  # no PRNG keys
+    count = sum((jnp.isfinite(x).sum() for x in numbers), start=jnp.zeros((), jnp.int32))
     turns = 2 - (count >= 0)  # 1, which XLA does not know
 
     def body(given: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:

@@ -200,8 +200,9 @@ class _Count:
     def _add_branch(
         self, equation: Any, operands: Sequence[np.ndarray | None], times: int, *, again: bool
     ) -> None:
-        """Adds the most expensive branch of a `cond`, of those that are not rare."""
-        usual = [x for x in equation.params["branches"] if not _is_rare(x.jaxpr)]
+        """Adds the most expensive branch of a `cond`; rare ones count only if all are rare."""
+        every = equation.params["branches"]
+        usual = [x for x in every if not _is_rare(x.jaxpr)] or every
         branches = [Flops() for _ in usual]
         for found, branch in zip(branches, usual, strict=True):
             given = _pairs(branch.jaxpr.invars, operands)

@@ -128,6 +128,30 @@ def test_the_reference_for_analyses_is_the_same_layer() -> None:
     np.testing.assert_allclose(found[1].output, wanted[1].output, atol=1e-5)
 
 
+def test_without_normalize_the_probabilities_of_all_experts_weight_the_output() -> None:
+    x, logits, weights, _ = arrays(0)
+    one, other = (
+        jax.jit(lambda *given, n=n: experts(*given, ffn, top_k=TOP_K, normalize=n).output)(
+            x, logits, weights
+        )
+        for n in (False, True)
+    )
+    total = np.sort(jax.nn.softmax(logits))[..., -TOP_K:].sum(-1, keepdims=True)
+    np.testing.assert_allclose(one, other * total, atol=1e-5)
+
+
+def test_a_batch_that_does_not_divide_over_the_axis_has_the_same_output() -> None:
+    x, logits, weights, _ = arrays(0)
+
+    def output(*given: Any) -> Any:
+        return experts(*given, ffn, top_k=TOP_K).output
+
+    wanted = jax.jit(output)(x[:3], logits[:3], weights)
+    with use_placement(placement({"expert": 2})):
+        found = jax.jit(output)(x[:3], logits[:3], weights)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -246,6 +270,17 @@ def test_a_run_on_any_devices_for_experts_has_the_losses_of_one_device(tmp_path:
 @pytest.mark.parametrize(("sizes", "options"), [*RUNS, ({"data": 8}, {})])
 def test_a_model_has_the_losses_of_one_device(sizes: dict[str, int], options: Any) -> None:
     np.testing.assert_allclose(losses(sizes, **options), losses({"data": 1}), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_without_the_axis_exact_has_the_bits_of_one_device_on_two() -> None:
+    states = []
+    for count in (1, 2):
+        of = trainer({"data": count}, exact=4)
+        of.fit(DATA, steps=2, global_batch_size=16)
+        states.append(jax.tree.leaves(of.state))
+    for one, other in zip(*states, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def test_an_axis_that_no_rule_names_is_refused() -> None:

@@ -23,6 +23,7 @@ from step_helpers import on
 
 from spmdtrain import (
     Combination,
+    MeshSpec,
     PredictionMetric,
     ShardingOptions,
     SumMetric,
@@ -230,6 +231,7 @@ def combined(model: Any, batch: Any) -> dict[str, Any]:
         ),
         ({"strategy": "default"}, "strategy default has no mesh"),
         ({"strategy": "central_storage"}, "strategy is central_storage, which keeps state in host"),
+        ({"mesh": MeshSpec(expert=2)}, "mesh.expert is 2, over which the gradients of an expert"),
         ({"steps_per_dispatch": 2}, "exact is 16 and steps_per_dispatch is 2"),
         ({"uneven_batch": "pad"}, "exact is 16 and uneven_batch is pad"),
         ({"reduction": jax.lax.psum}, "a reduction function is given"),

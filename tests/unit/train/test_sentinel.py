@@ -17,12 +17,14 @@ from gradient_faults import NONE, SIGN, WIDTH, examples, fault, model, objective
 from helpers import saved_steps, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from spmdtrain import (
     CallbackContext,
     DeviceFaultError,
     MeshSpec,
     ReplicaError,
+    Rule,
     RunConfig,
     ShardingOptions,
     Trainer,
@@ -375,6 +377,10 @@ def test_options_that_it_cannot_work_with_are_refused(
     ("options", "message"),
     [
         ({"mesh": MeshSpec(devices=(0,))}, "no second device"),
+        (
+            {"mesh": MeshSpec(expert=2), "rules": (Rule("kernel$", PartitionSpec("expert")),)},
+            "mesh.expert is 2, so several devices compute an example together",
+        ),
         ({"sentinel_action": "rollback"}, "needs a workdir"),
     ],
 )
