@@ -96,6 +96,11 @@ def check_run(config: "RunConfig") -> None:
             f"mesh.context is {config.mesh.context} and jit is False: only a compiled step shows "
             "whether the model's attention uses the axis; leave one of the two out"
         )
+    if not config.jit and config.mesh.expert not in (None, 1):
+        raise UserError(
+            f"mesh.expert is {config.mesh.expert} and jit is False: experts are split in compiled "
+            "steps alone; leave one of the two out"
+        )
     if config.context.method is not None and config.mesh.context in (None, 1):
         raise UserError(
             f"context.method is {config.context.method}, and mesh.context is not given: give the "

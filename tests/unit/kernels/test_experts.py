@@ -178,6 +178,7 @@ def test_what_cannot_be_computed_is_refused(change: Any, message: str) -> None:
         ({"expert": {"capacity_factor": 0.5}}, "capacity_factor is 0.5: it must be at least 1"),
         ({"expert": {"capacity_factor": 1.5}}, "capacity_factor is 1.5, and mesh.expert is not"),
         ({"strategy": "parameter_server", "mesh": {"expert": 2}}, "under parameter_server"),
+        ({"jit": False, "mesh": {"expert": 2}}, "mesh.expert is 2 and jit is False"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(fields: Any, message: str) -> None:
@@ -186,6 +187,7 @@ def test_options_that_do_not_fit_are_refused(fields: Any, message: str) -> None:
             strategy=fields.get("strategy", "mirrored"),
             mesh=MeshSpec(**fields.get("mesh", {})),
             expert=ExpertOptions(**fields.get("expert", {})),
+            jit=fields.get("jit", True),
         )
 
 
