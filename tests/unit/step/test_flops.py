@@ -21,6 +21,7 @@ from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.flops import Flops, count_flops
 from spmdtrain.train.experiment import load_experiment
+from spmdtrain.xla.hlo_parser import RARE_BRANCH
 
 
 def traced(file: Path, **options: Any) -> Flops:
@@ -127,6 +128,11 @@ def twice(x: jax.Array) -> jax.Array:
     return W @ (W @ x)
 
 
+def rarely(x: Any) -> Any:
+    with jax.named_scope(RARE_BRANCH):
+        return W @ x
+
+
 @pytest.mark.parametrize(
     ("function", "products"),
     [
@@ -134,6 +140,8 @@ def twice(x: jax.Array) -> jax.Array:
         (lambda x: lax.fori_loop(0, 5, lambda _, c: W @ c, x), 5),
         (lambda x: lax.cond(x.sum() > 0, twice, lambda x: x, x), 2),
         (lambda x: lax.cond(x.sum() > 0, lambda x: W @ x, twice, x), 2),
+        (lambda x: lax.cond(x.sum() > 0, rarely, lambda x: x, x), 0),
+        (lambda x: lax.cond(x.sum() > 0, rarely, rarely, x), 1),
         (lambda x: jax.checkpoint(twice)(x), 2),
         (lambda x: jax.jit(jax.vmap(lambda row: W @ row))(x), 1),
     ],
