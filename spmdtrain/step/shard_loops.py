@@ -178,7 +178,7 @@ def _flat(jaxpr: Any, consts: Iterable[Any], *args: Any) -> list[Any]:
     for equation in jaxpr.eqns:
         inner = list(inner_jaxprs(equation))
         if not inner or not _is_cut(equation):
-            _check_sum(equation)
+            _require_sum(equation)
             results = evaluate(jaxpr, equation, read)
         elif equation.primitive.name in CALLS:
             closed = next(x for x in equation.params.values() if hasattr(x, "eqns"))
@@ -199,7 +199,7 @@ def _is_cut(equation: Any) -> bool:
     return any(getattr(x, "name", None) == VIRTUAL_SHARD for x in equation.effects)
 
 
-def _check_sum(equation: Any) -> None:
+def _require_sum(equation: Any) -> None:
     """Raises `UserError` for a collective over the virtual shards that is not a sum over all."""
     name, groups = equation.primitive.name, equation.params.get("axis_index_groups")
     if _is_cut(equation) and (name != "psum" or groups is not None):

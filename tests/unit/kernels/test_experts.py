@@ -131,10 +131,8 @@ def test_the_reference_for_analyses_is_the_same_layer() -> None:
 def test_without_normalize_the_probabilities_of_all_experts_weight_the_output() -> None:
     x, logits, weights, _ = arrays(0)
     one, other = (
-        jax.jit(lambda *given, n=n: experts(*given, ffn, top_k=TOP_K, normalize=n).output)(
-            x, logits, weights
-        )
-        for n in (False, True)
+        experts(x, logits, weights, ffn, top_k=TOP_K, normalize=normalize).output
+        for normalize in (False, True)
     )
     total = np.sort(jax.nn.softmax(logits))[..., -TOP_K:].sum(-1, keepdims=True)
     np.testing.assert_allclose(one, other * total, atol=1e-5)
@@ -143,8 +141,8 @@ def test_without_normalize_the_probabilities_of_all_experts_weight_the_output() 
 def test_a_batch_that_does_not_divide_over_the_axis_has_the_same_output() -> None:
     x, logits, weights, _ = arrays(0)
 
-    def output(*given: Any) -> Any:
-        return experts(*given, ffn, top_k=TOP_K).output
+    def output(x: Any, logits: Any, weights: Any) -> Any:
+        return experts(x, logits, weights, ffn, top_k=TOP_K).output
 
     wanted = jax.jit(output)(x[:3], logits[:3], weights)
     with use_placement(placement({"expert": 2})):
