@@ -57,6 +57,7 @@ def reference(x: Any, chosen: Any, scale: Any, weights: Any) -> Any:
     return jnp.einsum("dtkh,dtkho,dtk->dto", hidden, down, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", get_args(ExpertExchange))
 @pytest.mark.parametrize(("capacity_factor", "overflows"), [(1.0, True), (2.0, False)])
 def test_each_exchange_and_branch_has_the_sums_and_gradients_of_the_definition(

@@ -18,6 +18,7 @@ import optax
 import pytest
 from collective_order import unordered_collectives
 from helpers import environment
+from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
 from step_helpers import on
 
@@ -25,6 +26,7 @@ from spmdtrain import (
     Combination,
     MeshSpec,
     PredictionMetric,
+    Rule,
     ShardingOptions,
     SumMetric,
     Trainer,
@@ -231,7 +233,10 @@ def combined(model: Any, batch: Any) -> dict[str, Any]:
         ),
         ({"strategy": "default"}, "strategy default has no mesh"),
         ({"strategy": "central_storage"}, "strategy is central_storage, which keeps state in host"),
-        ({"mesh": MeshSpec(expert=2)}, "mesh.expert is 2, over which the gradients of an expert"),
+        (
+            {"mesh": MeshSpec(expert=2), "rules": (Rule("kernel$", PartitionSpec("expert")),)},
+            "mesh.expert is 2, over which the gradients of an expert",
+        ),
         ({"steps_per_dispatch": 2}, "exact is 16 and steps_per_dispatch is 2"),
         ({"uneven_batch": "pad"}, "exact is 16 and uneven_batch is pad"),
         ({"reduction": jax.lax.psum}, "a reduction function is given"),

@@ -378,7 +378,13 @@ def test_options_that_it_cannot_work_with_are_refused(
     [
         ({"mesh": MeshSpec(devices=(0,))}, "no second device"),
         (
-            {"mesh": MeshSpec(expert=2), "rules": (Rule("kernel$", PartitionSpec("expert")),)},
+            {
+                "model": partial(MLP, WIDTH, (64, 64), 1),
+                "objective": lambda model, batch: {"loss": model(batch[0])[:, 0]},
+                "freeze": (),
+                "mesh": MeshSpec(expert=2),
+                "rules": (Rule("kernel$", PartitionSpec("expert")),),
+            },
             "mesh.expert is 2, so several devices compute an example together",
         ),
         ({"sentinel_action": "rollback"}, "needs a workdir"),
