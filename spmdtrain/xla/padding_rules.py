@@ -31,9 +31,9 @@ class Mixed(NamedTuple):
 
     why: str
     is_sum: bool = False
-    """Whether it is a sum over the rows of values that each depend on one row."""
+    """True of a sum over the rows of values that each depend on one row."""
     is_number: bool = False
-    """Whether it is a constant number that depends on the batch size."""
+    """True of a constant number that depends on the batch size."""
 
 
 FIXED = None
