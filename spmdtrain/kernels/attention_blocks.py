@@ -27,7 +27,7 @@ class Pattern:
 
     @property
     def is_full(self) -> bool:
-        """Whether every token attends to every other of its document."""
+        """True if every token attends to every other of its document."""
         return not self.causal and self.window is None
 
 
