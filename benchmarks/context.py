@@ -1,12 +1,14 @@
 """Memory and speed of attention over split tokens, on 8 virtual devices.
 
-    python benchmarks/context.py [--lengths 1024 ...] [--timed 1024 2048 4096] [--rounds 5]
+    python benchmarks/context.py [--lengths 1024 ...] [--timed 1024 ...] [--rounds 5]
 
 A step computes attention and its gradients: causal, one sequence, 8 heads of 64 values, f32. The
 whole sequence on one device ("full") is compared with each `--context.method` over 8 devices. The
 temporary memory of a device is that of the compiled program, also of lengths that are not run. The
-methods run in turns, and the ratios of their speeds are within a round. All devices share the
-processors of one machine, so a ratio compares the work of all devices, not the time of a cluster.
+methods run in turns, and the ratios of their speeds are within a round; a length has fewer rounds
+if they take more than a minute. A method does not run if its temporary memory is more than half of
+the machine's. All devices share the processors of one machine, so a ratio compares the work of all
+devices, not the time of a cluster.
 The figures are written to benchmarks/results/w9-context.json, in place of those of the run before,
 and `report.py` makes a table of them.
 """
@@ -28,11 +30,15 @@ EXPLANATION = (
     "in f32: the whole sequence on one device (full), or split over 8 virtual devices of the same "
     "processors by each `--context.method`. XLA compiles full attention for CPU without a fused "
     "kernel, so it writes all scores. *MB* is the temporary memory of a device in the compiled "
-    "program. *speed* is relative to full attention in the same round: all devices share the "
-    "processors, so it compares the work of all devices, not the time on as many chips."
+    "program. *speed* is relative to the ring in the same round: all devices share the processors, "
+    "so it compares the work of all devices, not the time on as many chips. A method that needs "
+    "more than half of the machine's memory does not fit."
 )
 DEVICES, HEADS, WIDTH = 8, 8, 64
 METHODS = ("full", "ring", "gather", "ulysses")
+COMPARED = tuple(method for method in METHODS if method != "ring")
+SECONDS = 60.0
+"""A length has no further round after this time."""
 
 
 def compiled(method: str, length: int) -> tuple[Any, tuple[Any, ...]]:
@@ -64,9 +70,7 @@ def compiled(method: str, length: int) -> tuple[Any, tuple[Any, ...]]:
 
 def measure(lengths: list[int], timed: list[int], rounds: int) -> list[dict[str, Any]]:
     """Returns megabytes and seconds of each method for each length."""
-    import jax
-    import numpy as np
-
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2e6
     found = []
     for length in lengths:
         programs = {method: compiled(method, length) for method in METHODS}
@@ -74,41 +78,57 @@ def measure(lengths: list[int], timed: list[int], rounds: int) -> list[dict[str,
             method: program.memory_analysis().temp_size_in_bytes / 1e6
             for method, (program, _) in programs.items()
         }
-        seconds: dict[str, list[float]] = {method: [] for method in METHODS}
-        if length in timed:
-            draws = np.random.default_rng(0)
-            for number in range(rounds + 1):
-                for method, (program, shapes) in programs.items():
-                    arrays = [
-                        jax.device_put(draws.normal(size=x.shape).astype("f"), x.sharding)
-                        for x in shapes
-                    ]
-                    jax.block_until_ready(arrays)
-                    began = time.perf_counter()
-                    jax.block_until_ready(program(*arrays))
-                    if number:  # the first one warms up
-                        seconds[method].append(time.perf_counter() - began)
+        fitting = {
+            method: program
+            for method, program in programs.items()
+            if memory[method] * (1 if method == "full" else DEVICES) <= half
+        }
+        seconds = times(fitting, rounds) if length in timed else {}
         found.append({"tokens": length, "temporary_mb": memory, "seconds": seconds})
         print(json.dumps(found[-1]), flush=True)
     return found
 
 
+def times(programs: dict[str, tuple[Any, tuple[Any, ...]]], rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of a step of each method, by round."""
+    import jax
+    import numpy as np
+
+    seconds: dict[str, list[float]] = {method: [] for method in programs}
+    draws = np.random.default_rng(0)
+    end = time.perf_counter() + SECONDS
+    for number in range(rounds + 1):
+        if number and time.perf_counter() > end:
+            break
+        for method, (program, shapes) in programs.items():
+            arrays = [
+                jax.device_put(draws.normal(size=x.shape).astype("f"), x.sharding) for x in shapes
+            ]
+            jax.block_until_ready(arrays)
+            began = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            seconds[method].append(time.perf_counter() - began)
+    # The first round warms up: it counts only if it is the only one.
+    return {method: each[1:] or each for method, each in seconds.items()}
+
+
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """Returns rows of the temporary memory, and of the speed relative to full attention."""
-    split = METHODS[1:]
-    speeds = [f"speed of {method}" for method in split]
-    rows = [["tokens", *(f"MB, {method}" for method in METHODS), *speeds, "steps/s of full"]]
+    """Returns rows of the temporary memory, and of the speed relative to the ring."""
+    speeds = [f"speed of {method}" for method in COMPARED]
+    heading = ["tokens", *(f"MB, {method}" for method in METHODS), *speeds]
+    rows = [[*heading, "steps/s of ring", "rounds"]]
     for each in result["lengths"]:
         row = [f"{each['tokens']:,}"]
         row += [f"{each['temporary_mb'][method]:,.1f}" for method in METHODS]
-        if full := each["seconds"]["full"]:
-            for method in split:
-                pairs = zip(full, each["seconds"][method], strict=True)
-                row.append(f"{statistics.median(whole / part for whole, part in pairs):.2f}")
-            row.append(f"{1 / statistics.median(full):.2f}")
-        else:
-            row += ["not run"] * (len(split) + 1)
-        rows.append(row)
+        if not (seconds := each["seconds"]):
+            rows.append([*row, *["not run"] * len(COMPARED), "not run", "0"])
+            continue
+        ring = seconds["ring"]
+        for method in COMPARED:
+            pairs = zip(ring, seconds.get(method, ()), strict=method in seconds)
+            ratios = [base / other for base, other in pairs]
+            row.append(f"{statistics.median(ratios):.2f}" if ratios else "does not fit")
+        rows.append([*row, f"{1 / statistics.median(ring):.3g}", str(len(ring))])
     return rows
 
 
@@ -117,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     lengths = [1024 * 2**power for power in range(7)]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--timed", type=int, nargs="*", default=lengths[:3])
+    parser.add_argument("--timed", type=int, nargs="*", default=lengths)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
@@ -128,8 +148,9 @@ def main() -> None:
     import bench
 
     file = options.results / f"{RESULT}.json"
+    origin = bench.origin()
     found = measure(sorted(options.lengths), options.timed, options.rounds)
-    result = {"origin": bench.origin(), "rounds": options.rounds, "lengths": found}
+    result = {"origin": origin, "rounds": options.rounds, "lengths": found}
     file.write_text(json.dumps(result, indent=1) + "\n")
     for row in table(result):
         print("  ".join(f"{cell:>12}" for cell in row))

@@ -12,6 +12,7 @@ import checkpoints
 import compare
 import context
 import data_input
+import experts
 import scaling
 from work import TRANSFORMERS, Shape
 
@@ -123,6 +124,10 @@ def page(folder: Path) -> str:
         if (where := machine(result["origin"])) != current:
             lines, current = [*lines, where, ""], where
         lines += split_tokens(result)
+    if (result := results.get(experts.RESULT)) is not None:
+        if (where := machine(result["origin"])) != current:
+            lines, current = [*lines, where, ""], where
+        lines += mixture(result)
     lines += ["## On an accelerator", ""]
     measured = {name: results[name] for name in ON_ACCELERATOR if name in results}
     if not measured:
@@ -167,11 +172,19 @@ def memory(result: dict[str, Any]) -> list[str]:
 
 def split_tokens(result: dict[str, Any]) -> list[str]:
     """Returns the section about attention over split tokens (W9)."""
-    lengths = " ".join(str(x["tokens"]) for x in result["lengths"] if x["seconds"]["full"])
-    note = f"{context.EXPLANATION} {result['rounds']} rounds; {result['origin']['time']}, commit "
+    lengths = " ".join(str(x["tokens"]) for x in result["lengths"] if x["seconds"])
+    note = f"{context.EXPLANATION} {result['origin']['time']}, commit "
     note += f"{result['origin']['commit']}; `benchmarks/results/{context.RESULT}.json`. "
     note += f"`python benchmarks/context.py --timed {lengths} --rounds {result['rounds']}`"
     return [f"## {context.TITLE}", "", *table(context.table(result)), "", note, ""]
+
+
+def mixture(result: dict[str, Any]) -> list[str]:
+    """Returns the section about a mixture of experts (W10)."""
+    note = f"{experts.EXPLANATION} {result['rounds']} rounds; {result['origin']['time']}, commit "
+    note += f"{result['origin']['commit']}; `benchmarks/results/{experts.RESULT}.json`. "
+    note += "`python benchmarks/experts.py`"
+    return [f"## {experts.TITLE}", "", *table(experts.table(result)), "", note, ""]
 
 
 def scaled(name: str, result: dict[str, Any]) -> list[str]:

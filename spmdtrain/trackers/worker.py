@@ -12,6 +12,9 @@ from spmdtrain.trackers.base import Tracker
 
 MAX_PENDING = 10_000
 """Sum of the sizes of pending calls."""
+PAUSE = 0.2
+"""Seconds for which the thread collects calls after it has made those that were pending. Waking it
+for each line of the log, and flushing a file for each, took a tenth of a small network's time."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class TrackerWorker:
         self._lock = threading.Lock()
         self._current = ""  # what the thread is doing
         self._begun = self._failed = self._over = False
+        self._ended = threading.Event()  # ends the pause
         self._thread = threading.Thread(
             target=self._run, name=f"tracker {tracker.name}", daemon=True
         )
@@ -80,6 +84,7 @@ class TrackerWorker:
         if not self._over:
             self._over = True
             self._queue.put(status)
+            self._ended.set()
 
     def wait(self, timeout: float, spent: float = 0.0) -> None:
         """Waits until the tracker is closed, and prints what is lost if it takes too long.
@@ -106,10 +111,11 @@ class TrackerWorker:
                 self._close(call)
                 return
             self._current, self._begun = call.what, True
+            is_last = False
             try:
                 if not self._failed:
                     call.run(self.tracker)
-                    if self._queue.empty():
+                    if is_last := self._queue.empty():
                         self.tracker.flush()
             except BaseException as error:  # also a SystemExit, which would end the thread
                 self._fail(error)
@@ -117,6 +123,8 @@ class TrackerWorker:
             size, call = call.size, _DONE
             with self._lock:
                 self._pending -= size
+            if is_last:
+                self._ended.wait(PAUSE)
 
     def _close(self, status: Status) -> None:
         if not self._begun:  # the run failed before its start

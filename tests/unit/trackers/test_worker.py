@@ -2,7 +2,9 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from helpers import metrics
 
 from spmdtrain import RunConfig, RunInfo, Tracker, Trainer, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status, Writer
+from spmdtrain.trackers import worker as worker_module
 from spmdtrain.trackers.media import Text
 from spmdtrain.trackers.run_trackers import RunTrackers, choose_trackers, evaluator_trackers
-from spmdtrain.trackers.worker import MAX_PENDING
+from spmdtrain.trackers.worker import MAX_PENDING, TrackerCall, TrackerWorker
 
 X = np.arange(32, dtype=np.float32).reshape(32, 1) / 32
 Y = 3 * X
@@ -63,6 +66,29 @@ def fit(tracker: Tracker, workdir: Path | None = None, steps: int = 3, **options
         log_every=1,
         **options,
     ).fit((X, Y), steps=steps, validation=(X, Y))
+
+
+def test_calls_that_follow_each_other_are_flushed_together_and_none_is_lost_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Waking the thread and flushing a file for each line slows small networks down."""
+    monkeypatch.setattr(worker_module, "PAUSE", 60.0)  # the end ends the pause
+    flushes: list[int] = []
+
+    class Counting(Recorder):
+        def flush(self) -> None:
+            flushes.append(len(self.calls))
+
+    tracker = Counting()
+    worker = TrackerWorker(tracker, print)
+    for step in range(50):
+        worker.add(TrackerCall(f"step {step}", methodcaller("scalars", step, {})))
+        time.sleep(0.002)  # longer than a call takes
+    worker.end(Status.FINISHED)
+    worker.wait(30)
+    assert [step for _, step, *_ in tracker.calls[:-1]] == list(range(50))
+    assert tracker.calls[-1] == ("close", "finished")
+    assert len(flushes) < 10
 
 
 def test_a_tracker_gets_what_the_metrics_file_has_and_continues_after_a_resume(
