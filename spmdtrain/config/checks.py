@@ -371,11 +371,14 @@ def _check_servers(config: "RunConfig") -> None:
                 f"servers.{name} is for parameter_server, but the strategy is {config.strategy}"
             )
         return
-    if config.mesh.expert not in (None, 1):
-        raise UserError(
-            f"mesh.expert is {config.mesh.expert}, but under parameter_server each worker reads "
-            "whole parameters from the servers: leave it out"
-        )
+    for name, why in (
+        ("expert", "each worker reads whole parameters from the servers"),
+        ("context", "a worker's devices split its batch alone"),
+    ):
+        if (size := getattr(config.mesh, name)) not in (None, 1):
+            raise UserError(
+                f"mesh.{name} is {size}, but under parameter_server {why}: leave it out"
+            )
     for name, required, why in (
         ("steps_per_dispatch", 1, "a worker computes one step at a time"),
         ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),

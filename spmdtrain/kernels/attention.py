@@ -90,7 +90,7 @@ def attention(
         if mesh is not None and mesh.parts(CONTEXT) > 1:
             method = current_context_method()
             method = method or choose_context_method(
-                device, query, key, window, mesh, has_kernel=chosen == "splash"
+                device, query, key, window, mesh, has_kernel=chosen != "xla"
             )
             if implementation not in (None, "xla") and method != "ulysses":
                 raise UserError(

@@ -1,5 +1,6 @@
 """Attention of some queries to some keys, as a part of a longer sequence's."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Queries of a block: its products with all keys are in memory at once.
-_QUERY_BLOCK = 512
+# Most queries of a block: its scores with all keys are in memory at once.
+QUERY_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Pattern:
     Attributes:
       causal: Whether a token attends to positions up to its own only.
       window: Number of tokens of the local window, or None.
-      scale: Factor of the products.
+      scale: Factor of the scores.
     """
 
     causal: bool
@@ -48,14 +49,14 @@ class MixedValues(NamedTuple):
 
     Attributes:
       values: f32 (B, T, heads, head width).
-      total: f32 (B, T, heads), the logarithm of the softmax's denominator; -inf without a key.
+      logsumexp: f32 (B, T, heads), the logarithm of the softmax's denominator; -inf without a key.
     """
 
     values: jax.Array
-    total: jax.Array
+    logsumexp: jax.Array
 
 
-def nothing(query: jax.Array) -> MixedValues:
+def no_values(query: jax.Array) -> MixedValues:
     """Returns what queries (B, T, heads, head width) mix of no keys."""
     values = jnp.zeros(query.shape, jnp.float32)
     return MixedValues(values, jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
@@ -63,9 +64,9 @@ def nothing(query: jax.Array) -> MixedValues:
 
 def merge_mixed(one: MixedValues, other: MixedValues) -> MixedValues:
     """Returns what queries mix of the keys of both, which are disjoint."""
-    total = jnp.logaddexp(one.total, other.total)
+    total = jnp.logaddexp(one.logsumexp, other.logsumexp)
     finite = jnp.where(total == -jnp.inf, 0.0, total)  # without a key in both
-    shares = (jnp.exp(part.total - finite)[..., None] for part in (one, other))
+    shares = (jnp.exp(part.logsumexp - finite)[..., None] for part in (one, other))
     first, second = (share * part.values for share, part in zip(shares, (one, other), strict=True))
     return MixedValues(first + second, total)
 
@@ -94,9 +95,9 @@ def attend(
 
     def block(part: tuple[jax.Array, Tokens]) -> MixedValues:
         query, of = part
-        products = _products(query, key, of, to, pattern, every)
-        most = products.max(-1, keepdims=True)
-        weights = jnp.exp(products - jnp.where(most == -jnp.inf, 0.0, most))
+        scores = _scores(query, key, of, to, pattern, every)
+        most = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - jnp.where(most == -jnp.inf, 0.0, most))
         total = weights.sum(-1, keepdims=True)
         some = jnp.where(total == 0, 1.0, total)
         mixed = _product("bkgts,bskh->btkgh", (weights / some).astype(value.dtype), value)
@@ -117,7 +118,7 @@ def attend_backward(
     pattern: Pattern,
     *,
     every: bool,
-    total: jax.Array,
+    logsumexp: jax.Array,
     gradient: jax.Array,
     inner: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -131,7 +132,7 @@ def attend_backward(
       to: The place of the keys.
       pattern: The pairs that attend.
       every: Whether positions exclude no pair.
-      total: f32 (B, T, heads), the logarithm of the softmax's denominator over all keys.
+      logsumexp: f32 (B, T, heads), the logarithm of the softmax's denominator over all keys.
       gradient: (B, T, heads, head width), the gradient of the output.
       inner: f32 (B, T, heads), the products of output and gradient.
     """
@@ -140,51 +141,59 @@ def attend_backward(
     def block(
         sums: tuple[jax.Array, jax.Array], part: Any
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        query, of, total, gradient, inner = part
+        query, of, logsumexp, gradient, inner = part
         grouped = partial(_grouped, heads=heads)
-        products = _products(query, key, of, to, pattern, every)
-        weights = jnp.exp(products - _before_keys(grouped(total)))
+        scores = _scores(query, key, of, to, pattern, every)
+        weights = jnp.exp(scores - _before_keys(grouped(logsumexp)))
         d_weights = _product("btkgh,bskh->bkgts", grouped(gradient), value)
-        d_products = weights * (d_weights - _before_keys(grouped(inner))) * pattern.scale
-        low = d_products.astype(query.dtype)
+        d_scores = weights * (d_weights - _before_keys(grouped(inner))) * pattern.scale
+        low = d_scores.astype(query.dtype)
         d_query = _product("bkgts,bskh->btkgh", low, key).reshape(query.shape)
         d_key = _product("bkgts,btkgh->bskh", low, grouped(query))
         d_value = _product("bkgts,btkgh->bskh", weights.astype(value.dtype), grouped(gradient))
         return (sums[0] + d_key, sums[1] + d_value), d_query
 
     zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
-    parts = (query, of, total, gradient, inner)
+    parts = (query, of, logsumexp, gradient, inner)
     length = query.shape[1]
-    if length % _QUERY_BLOCK or length == _QUERY_BLOCK:
+    if length <= QUERY_BLOCK:
         (d_key, d_value), d_query = block(zeros, parts)
         return d_query, d_key, d_value
-    (d_key, d_value), blocks = jax.lax.scan(block, zeros, _divided(parts))
-    return _joined(blocks), d_key, d_value
+    (d_key, d_value), blocks = jax.lax.scan(block, zeros, _divided(parts, length))
+    return _joined(blocks, length), d_key, d_value
 
 
 def _by_blocks(block: Any, parts: Any) -> MixedValues:
     length = parts[0].shape[1]
-    if length % _QUERY_BLOCK or length == _QUERY_BLOCK:
+    if length <= QUERY_BLOCK:
         mixed: MixedValues = block(parts)
         return mixed
-    blocks = jax.lax.map(block, _divided(parts))
-    return MixedValues(_joined(blocks.values), _joined(blocks.total))
+    blocks = jax.lax.map(block, _divided(parts, length))
+    return MixedValues(_joined(blocks.values, length), _joined(blocks.logsumexp, length))
 
 
-def _divided(parts: Any) -> Any:
-    """Returns the blocks of queries as a leading dim. Positions have no batch."""
+def _divided(parts: Any, length: int) -> Any:
+    """Returns the blocks of `length` queries as a leading dim. Positions have no batch.
+
+    The last block is padded with zeros. Queries of zeros have finite weights, and with an output's
+    gradient of zeros they add zero to the gradients of keys and values.
+    """
+    count = math.ceil(length / QUERY_BLOCK)
+    size = math.ceil(length / count)
 
     def divide(x: jax.Array) -> jax.Array:
-        if x.ndim == 1:
-            return x.reshape(-1, _QUERY_BLOCK)
-        return jnp.moveaxis(x.reshape(len(x), -1, _QUERY_BLOCK, *x.shape[2:]), 1, 0)
+        dim = 0 if x.ndim == 1 else 1
+        padding = [(0, count * size - length) if n == dim else (0, 0) for n in range(x.ndim)]
+        x = jnp.pad(x, padding)
+        x = x.reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
+        return jnp.moveaxis(x, dim, 0)
 
     return jax.tree.map(divide, parts)
 
 
-def _joined(x: jax.Array) -> jax.Array:
+def _joined(x: jax.Array, length: int) -> jax.Array:
     x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(len(x), -1, *x.shape[3:])
+    return x.reshape(len(x), -1, *x.shape[3:])[:, :length]
 
 
 def _grouped(x: jax.Array, heads: int) -> jax.Array:
@@ -201,11 +210,11 @@ def _product(formula: str, one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.einsum(formula, one, other, preferred_element_type=jnp.float32)
 
 
-def _products(
+def _scores(
     query: jax.Array, key: jax.Array, of: Tokens, to: Tokens, pattern: Pattern, every: bool
 ) -> jax.Array:
-    """Returns the scaled products (B, K, G, T, S), f32: -inf for pairs that do not attend."""
-    products = _product("btkgh,bskh->bkgts", _grouped(query, key.shape[2]), key) * pattern.scale
+    """Returns the scaled scores (B, K, G, T, S), f32: -inf for pairs that do not attend."""
+    scores = _product("btkgh,bskh->bkgts", _grouped(query, key.shape[2]), key) * pattern.scale
     before = of.positions[:, None] - to.positions
     allowed = jnp.ones((1, *before.shape), bool)
     if pattern.causal and not every:
@@ -216,5 +225,5 @@ def _products(
         assert to.segments is not None
         allowed &= of.segments[:, :, None] == to.segments[:, None, :]
     if every and of.segments is None:
-        return products
-    return jnp.where(allowed[:, None, None], products, -jnp.inf)
+        return scores
+    return jnp.where(allowed[:, None, None], scores, -jnp.inf)

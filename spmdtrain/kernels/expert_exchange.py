@@ -1,4 +1,4 @@
-"""Computation of experts that the devices of the mesh axis "expert" hold between them."""
+"""Computation of experts that are split over the mesh axis "expert"."""
 
 import math
 from collections.abc import Callable
@@ -49,9 +49,11 @@ def _count(keys: jax.Array, groups: int) -> jax.Array:
 def _some_rows(rows: jax.Array, counts: jax.Array, weights: PyTree, ffn: Ffn) -> jax.Array:
     """Returns the experts' output of sorted rows; 0 in the rows beyond those that are counted."""
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]
+    # What `ragged_dot` writes into rows of no group is not specified, also in the backward pass:
+    # the first mask keeps it out of the gradients of these rows, which belong to other tokens.
+    rows = jnp.where(used, rows, 0)
 
     def dot(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-        # What `ragged_dot` writes into rows of no group is not specified.
         return jnp.where(used, jax.lax.ragged_dot(rows, kernel, counts), 0)
 
     return jnp.where(used, ffn(rows, weights, dot), 0)
@@ -98,7 +100,8 @@ def chosen_kernels(
 ) -> jax.Array:
     """Returns what `all_experts` does, by a product of each choice with a kernel of its own.
 
-    It shows that a token's output depends on this token alone, and needs too much memory to be run.
+    It is only traced, for analyses that have to see that a token's output depends on this token
+    alone. It would need too much memory to run.
 
     Args:
       x: The tokens, (n, width).

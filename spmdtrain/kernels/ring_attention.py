@@ -15,7 +15,7 @@ from spmdtrain.kernels.attention_blocks import (
     attend,
     attend_backward,
     merge_mixed,
-    nothing,
+    no_values,
 )
 
 PyTree = Any
@@ -72,7 +72,7 @@ def ring_attention(
 ) -> jax.Array:
     """Returns the output of this device's tokens, (B, T, heads, head width). Under `shard_map`.
 
-    Keys and values go around the ring, each turn while the products of the turn before are
+    Keys and values go around the ring, each turn while the scores of the turn before are
     computed (Liu et al. 2023, arXiv:2310.01889). The backward pass sends them around again with
     their gradients, so that no device keeps another's.
 
@@ -197,8 +197,8 @@ def _mix_forward(
 ) -> tuple[jax.Array, PyTree]:
     mixed = _forward(query, key, value, segments, ring)
     values = checkpoint_name(mixed.values.astype(query.dtype), ring.name)
-    total = checkpoint_name(mixed.total, ring.name)
-    return values, (query, key, value, segments, values, total)
+    logsumexp = checkpoint_name(mixed.logsumexp, ring.name)
+    return values, (query, key, value, segments, values, logsumexp)
 
 
 def _forward(
@@ -214,12 +214,12 @@ def _forward(
 
     keys = _send(_Keys(key, value, segments), ring, ring.first)
     arriving = _send(keys, ring)
-    mixed = turn(0, nothing(query), keys, own=ring.first == 0)
+    mixed = turn(0, no_values(query), keys, own=ring.first == 0)
     if ring.turns > 2:
 
         def body(carry: tuple[MixedValues, _Keys], number: jax.Array) -> tuple[Any, None]:
             mixed, keys = carry
-            arriving = _send(keys, ring)  # while the products are computed
+            arriving = _send(keys, ring)  # while the scores are computed
             return (turn(number, mixed, keys, own=False), arriving), None
 
         (mixed, arriving), _ = jax.lax.scan(body, (mixed, arriving), jnp.arange(1, ring.turns - 1))
@@ -266,7 +266,7 @@ def _attend_in_turn(
         # One of two pairs of chunks attends entirely, and the other not at all.
         chosen = _choose(earlier, (low, low_keys), (high, high_keys))
         found = part(chosen[0], chosen[1], every=True)
-        none = nothing(found.values)
+        none = no_values(found.values)
         low_mixed = merge_mixed(low_mixed, _choose(earlier, found, none))
         high_mixed = merge_mixed(high_mixed, _choose(earlier, none, found))
     return _join(low_mixed, high_mixed)
@@ -285,11 +285,11 @@ class _Gradients(NamedTuple):
 
 
 def _mix_backward(ring: Ring, residuals: PyTree, gradient: jax.Array) -> PyTree:
-    query, key, value, segments, values, total = residuals
+    query, key, value, segments, values, logsumexp = residuals
     device = jax.lax.axis_index(ring.axis)
     inner = (values.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
     of = _places(query.shape[1], segments, ring, device)
-    queries = _Queries(query, of, total, gradient, inner)
+    queries = _Queries(query, of, logsumexp, gradient, inner)
 
     def turn(number: jax.Array | int, keys: _Keys, own: bool) -> _Gradients:
         chunk = (device - ring.first - number) % ring.size
@@ -297,7 +297,7 @@ def _mix_backward(ring: Ring, residuals: PyTree, gradient: jax.Array) -> PyTree:
         return _backward_in_turn(queries, keys, to, ring, own=own, earlier=chunk < device)
 
     def add(sums: _Gradients, found: _Gradients) -> _Gradients:
-        # The sums of keys and values travel with them, while the products are computed.
+        # The sums of keys and values travel with them, while the scores are computed.
         return jax.tree.map(jnp.add, _Gradients(sums.query, *_send(sums[1:], ring)), found)
 
     keys = _send(_Keys(key, value, segments), ring, ring.first)
@@ -325,8 +325,8 @@ def _backward_in_turn(
 
     def part(queries: _Queries, given: _Given, every: bool) -> _Gradients:
         keys, to = given
-        query, of, total, gradient, inner = queries
-        assert total is not None
+        query, of, logsumexp, gradient, inner = queries
+        assert logsumexp is not None
         assert gradient is not None
         assert inner is not None
         found = attend_backward(
@@ -337,7 +337,7 @@ def _backward_in_turn(
             to,
             ring.pattern,
             every=every,
-            total=total,
+            logsumexp=logsumexp,
             gradient=gradient,
             inner=inner,
         )

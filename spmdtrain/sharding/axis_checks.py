@@ -1,4 +1,4 @@
-"""Checks that the sharding rules name each axis of the mesh that is of use by rules alone."""
+"""Checks that the rules use each mesh axis that only rules use."""
 
 from collections.abc import Sequence
 

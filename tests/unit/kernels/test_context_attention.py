@@ -19,9 +19,10 @@ from helpers import environment
 from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
 
-from spmdtrain import MeshSpec, Trainer, UserError, attention
+from spmdtrain import MeshSpec, RunConfig, Trainer, UserError, attention
 from spmdtrain.config.option_groups import ContextMethod, ContextOptions
-from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, merge_mixed, nothing
+from spmdtrain.kernels import attention_blocks
+from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, merge_mixed, no_values
 from spmdtrain.kernels.context_attention import choose_context_method
 from spmdtrain.models import MLP
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
@@ -86,6 +87,16 @@ def test_split_tokens_mix_what_whole_sequences_do(method: ContextMethod, case: A
         parts = found()
     for one, other in zip(parts, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6 * np.abs(other).max())
+
+
+def test_a_ring_in_blocks_of_queries_has_the_numbers_of_whole_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part of 7 queries has two blocks, of which the second is padded."""
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 4)
+    test_split_tokens_mix_what_whole_sequences_do(
+        "ring", ((1, 2, 1), 28, 4, 2, {"causal": True}, True)
+    )
 
 
 CONFIG = TransformerConfig(
@@ -178,6 +189,33 @@ def test_what_cannot_be_split_is_refused(
         attention(x, x, x, causal=True)
 
 
+def test_other_keys_and_kernels_are_refused_over_split_tokens() -> None:
+    x, y = (jnp.ones((1, tokens, 2, 128)) for tokens in (512, 1024))
+    with use_placement(placement((1, 4, 1), "ring")):
+        with pytest.raises(UserError, match="512 queries and 1024 keys: over"):
+            attention(x, y, y, causal=False)
+        with pytest.raises(UserError, match="implementation is splash, and"):
+            attention(x, x, x, causal=True, implementation="splash")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": MeshSpec(context=2), "jit": False}, "mesh.context is 2 and jit is False"),
+        ({"context": ContextOptions(method="ring")}, "context.method is ring, and mesh.context is"),
+        (
+            {"mesh": MeshSpec(context=2), "strategy": "parameter_server"},
+            "mesh.context is 2, but under parameter_server",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_the_axis_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        RunConfig(global_batch_size=8, steps=1, **options)
+
+
 def test_a_model_that_does_not_split_its_tokens_is_refused() -> None:
     trainer = Trainer(
         model=partial(MLP, 4, (8,), 2),
@@ -226,7 +264,7 @@ def plain_ring(mesh: jax.sharding.Mesh, size: int) -> Callable[..., jax.Array]:
             key, value = (jax.lax.ppermute(x, "context", by_one) for x in (key, value))
             return (merge_mixed(mixed, found), key, value), None
 
-        carry = (nothing(query), key, value)
+        carry = (no_values(query), key, value)
         (mixed, *_), _ = jax.lax.scan(turn, carry, jnp.arange(size))
         return mixed.values
 

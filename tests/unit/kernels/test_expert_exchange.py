@@ -28,11 +28,32 @@ def ragged_all_to_all(
     return output
 
 
+@jax.custom_vjp
 def ragged_dot(rows: Any, kernel: Any, counts: Any) -> Any:
-    """Emulates the operation; rows of no group become 7, because they are not specified."""
+    """Emulates the operation; rows of no group become 7, because they are not specified.
+
+    So do their gradients, because the transpose of the operation is one of its kind.
+    """
+    return grouped(rows, kernel, counts)[0]
+
+
+def grouped(rows: Any, kernel: Any, counts: Any) -> Any:
     group = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(counts)).sum(1)
-    values = jnp.einsum("nw,nwo->no", rows, kernel[jnp.minimum(group, len(kernel) - 1)])
-    return jnp.where((group < len(kernel))[:, None], values, 7.0)
+    of_group = (group < len(kernel))[:, None]
+    group = jnp.minimum(group, len(kernel) - 1)
+    values = jnp.einsum("nw,nwo->no", rows, kernel[group])
+    return jnp.where(of_group, values, 7.0), (rows, kernel, group, of_group)
+
+
+def grouped_gradients(kept: Any, by: Any) -> Any:
+    rows, kernel, group, of_group = kept
+    of_rows = jnp.einsum("no,nwo->nw", by, kernel[group])
+    of_each = jnp.where(of_group[..., None], jnp.einsum("nw,no->nwo", rows, by), 0.0)
+    of_kernel = jnp.zeros_like(kernel).at[group].add(of_each)
+    return jnp.where(of_group, of_rows, 7.0), of_kernel, None
+
+
+ragged_dot.defvjp(grouped, grouped_gradients)
 
 
 def ffn(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:

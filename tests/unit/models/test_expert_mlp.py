@@ -164,6 +164,16 @@ def test_the_cache_gives_the_text_of_the_whole_window() -> None:
         assert best[len(prompt) - 1 : -1].tolist() == new.tolist()
 
 
+def test_the_values_of_layers_are_means_but_the_overflow_is_their_number() -> None:
+    each = jnp.array([[1.0], [3.0]])
+    load = jnp.arange(8.0).reshape(2, 1, 4)
+    layers = Routing(each, each, each, load, overflow=jnp.array([1.0, 1.0]))
+    found = Routing.over_layers(layers)
+    assert [x.tolist() for x in (found.balance, found.z, found.entropy)] == [[2.0]] * 3
+    assert found.load.tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert found.overflow == 2
+
+
 def test_numbers_of_experts_that_make_no_sense() -> None:
     with pytest.raises(UserError, match="each token has 5 of 4 experts"):
         RoutedExperts(count=4, top_k=5)
