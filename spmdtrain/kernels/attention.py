@@ -44,7 +44,7 @@ def attention(
     causal: bool,
     segments: jax.Array | None = None,
     window: int | None = None,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Returns the values that each token attends to, mixed: (B, T, heads, head width).
@@ -63,7 +63,8 @@ def attention(
       window: A token attends to itself and the `window` - 1 tokens before it, and also the
         `window` - 1 tokens after it if attention is not causal. None for all tokens. With a window,
         S is T.
-      scale: Factor of the products; by default 1 / sqrt(head width).
+      scale: Factor of the scores; by default 1 / sqrt(head width). An array is multiplied with the
+        query, so that it may be a parameter.
       implementation: "splash" is JAX's kernel for TPUs, which a CPU interprets (slow, for tests),
         "cudnn" that of NVIDIA GPUs, "xla" is available everywhere. By default the kernel of the
         device, or "xla" if it does not support the arguments.
@@ -73,6 +74,8 @@ def attention(
         support them.
     """
     _check_arguments(query, key, value, segments, window)
+    if isinstance(scale, jax.Array):
+        query, scale = query * scale.astype(query.dtype), 1.0
     case = AttentionCase(
         queries=query.shape[1],
         keys=key.shape[1],

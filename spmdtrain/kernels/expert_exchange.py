@@ -138,7 +138,9 @@ def _held_experts(
     rows = tokens * min(top_k, count)  # a token chooses an expert once
     values = _some_rows(x[found.order[:rows] // top_k], found.counts, weights, ffn)
     place = jnp.minimum(found.place, rows - 1)
-    return _weighted(values[place], jnp.where(is_own, scale, 0))
+    # A factor of 0 would not do: the last row may belong to another token, and may be NaN.
+    values = jnp.where(is_own.ravel()[:, None], values[place], 0)
+    return _weighted(values, jnp.where(is_own, scale, 0))
 
 
 # -- exchanges -------------------------------------------------------------------------------------

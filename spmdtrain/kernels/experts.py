@@ -16,6 +16,7 @@ from spmdtrain.kernels.expert_exchange import (
     chosen_kernels,
     split_experts,
 )
+from spmdtrain.kernels.ffn_check import check_ffn
 from spmdtrain.kernels.reference import optimized_implementation, uses_reference
 from spmdtrain.sharding.mesh import BATCH_AXES, EXPERT
 from spmdtrain.sharding.placement import (
@@ -77,12 +78,17 @@ def experts(
         `PartitionSpec("expert", ...)`.
       ffn: Maps (rows, weights, dot) to (n, width). `rows` (n, width) are sorted by expert, and
         `dot(rows, kernel)` multiplies each row with the matrix of its expert, of a kernel (experts,
-        in, out). It depends on nothing but its arguments.
+        in, out). Each row of the result depends on this row and on its expert's weights alone, and
+        on nothing that is not an argument, because on a mesh a device has a part of the rows and of
+        the experts.
       top_k: Number of experts of a token.
       normalize: Whether the probabilities of a token's experts are divided by their sum.
 
+    `jax.vmap` of it is not supported, nor are forward-mode derivatives if experts are split.
+
     Raises:
-      UserError: If the arguments do not fit together, or the experts do not divide over "expert".
+      UserError: If the arguments do not fit together, the experts do not divide over "expert", or
+        `ffn` is not shown to compute each row alone, on a mesh that splits rows or experts.
     """
     _check(x, router_logits, weights, top_k)
     probabilities = jax.nn.softmax(router_logits, axis=-1)
@@ -110,6 +116,7 @@ def experts(
         return total.reshape(x.shape).astype(x.dtype), chosen, overflow
 
     if over.parts(*manual) > 1:
+        check_ffn(ffn, x, weights, is_split=layer is not None)
         rows = tuple(axis for axis in BATCH_AXES if axis in over.free)
         length, parts = x.shape[1], over.parts("context")
         split = PartitionSpec(

@@ -99,6 +99,19 @@ def test_a_ring_in_blocks_of_queries_has_the_numbers_of_whole_sequences(
     )
 
 
+@pytest.mark.slow
+def test_the_scale_may_be_a_parameter() -> None:
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 16, 4, 8)).astype("f")
+
+    def total(scale: jax.Array) -> jax.Array:
+        return jnp.square(attention(query, key, value, causal=True, scale=scale)).sum()
+
+    expected = jax.jit(jax.value_and_grad(total))(0.5)
+    with use_placement(placement((1, 2, 1), "ring")):
+        found = jax.jit(jax.value_and_grad(total))(0.5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 CONFIG = TransformerConfig(
     vocabulary=32, rows=32, layers=2, width=32, heads=4, hidden=64, context=32, dropout=0.1
 )

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -148,6 +149,67 @@ def test_a_batch_that_does_not_divide_over_the_axis_has_the_same_output() -> Non
     with use_placement(placement({"expert": 2})):
         found = jax.jit(output)(x[:3], logits[:3], weights)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_a_token_that_is_nan_changes_no_other_token_after_an_overflow() -> None:
+    """A device of 2 experts fills its rows with the tokens, if each chooses both of them."""
+    x, logits, weights, _ = arrays(0)
+    x[-1, -1] = np.nan
+    logits = logits + 50 * np.isin(np.arange(EXPERTS), (0, 1))
+
+    def layer(x: Any, logits: Any, weights: Any) -> Any:
+        return experts(x, logits, weights, ffn, top_k=3)
+
+    with use_placement(placement({"expert": 4}, capacity_factor=1)):
+        found = jax.jit(layer)(x, logits.astype("f"), weights)
+    assert found.overflow == 1
+    assert np.argwhere(np.isnan(found.output).any(-1)).tolist() == [[ROWS - 1, TOKENS - 1]]
+
+
+def by_largest_row(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
+    return ffn(rows / rows.max(), weights, dot)
+
+
+def by_mean_of_experts(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
+    return ffn(rows, weights, dot) + weights["up"].mean()
+
+
+def of_other_width(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
+    return dot(rows, weights["up"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wrong", "message"),
+    [
+        ({"data": 2}, by_largest_row, "reduce_max at"),
+        ({"expert": 2}, by_mean_of_experts, "reduce_sum at"),
+        ({"expert": 2}, of_other_width, r"returns \(4, 12\) for rows of \(4, 8\)"),
+    ],
+)
+def test_a_function_that_does_not_compute_each_row_alone_is_refused(
+    sizes: dict[str, int], wrong: Any, message: str
+) -> None:
+    x, logits, weights, _ = arrays(0)
+    with use_placement(placement(sizes)), pytest.raises(UserError, match=f"experts: .*{message}"):
+        jax.eval_shape(partial(experts, ffn=wrong, top_k=TOP_K), x, logits, weights)
+
+
+def test_a_parameter_that_is_no_argument_is_refused_if_experts_are_split() -> None:
+    x, logits, weights, _ = arrays(0)
+
+    def total(scale: jax.Array) -> jax.Array:
+        def scaled(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
+            return scale * ffn(rows, weights, dot)
+
+        return experts(x, logits, weights, scaled, top_k=TOP_K).output.sum()
+
+    with use_placement(placement({"data": 2})):
+        assert jax.eval_shape(jax.grad(total), 1.0).shape == ()
+    with (
+        use_placement(placement({"expert": 2})),
+        pytest.raises(UserError, match="ffn reads an array that is not an argument"),
+    ):
+        jax.eval_shape(jax.grad(total), 1.0)
 
 
 @pytest.mark.parametrize(
