@@ -189,6 +189,10 @@ class ExactUpdate(Update):
 
     order: FixedOrder
 
+    def init(self, params: PyTree) -> PyTree:
+        """Returns the optimizer's initial state, which may hold a norm of the parameters."""
+        return self.order.evaluate(super().init, params)
+
     def __call__(
         self,
         params: PyTree,
@@ -202,8 +206,8 @@ class ExactUpdate(Update):
             new = super(ExactUpdate, self).__call__(params, opt_state, gradients, of_loop)
             return new.params, new.opt_state, new.updates
 
-        def in_order(given: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-            return *self.order.evaluate(apply, *given[:3]), given[2]
+        def in_order(given: tuple[PyTree, ...], zero: jax.Array) -> tuple[PyTree, ...]:
+            return *self.order.evaluate(apply, *given[:3], zero=zero), given[2]
 
         # Updates leave the loop in the place of the gradients. If these stayed the same, XLA would
         # move what depends on them alone out of the loop. The gradients leave it in a fourth place,

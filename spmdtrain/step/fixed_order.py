@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ scatter-mul scatter_add scatter_mul shard_map svd triangular_solve tridiagonal_s
 """
 _REFUSED = frozenset(_NAMES.split())
 """Primitives that add up in an order which may depend on how their operands are split."""
+_PRODUCTS = frozenset(("mul", "integer_pow", "square"))
 _SMALL = 2**16  # elements up to which every device adds up all of an array
 
 
@@ -42,18 +44,22 @@ class FixedOrder:
     placement: Placement
     shards: int
 
-    def evaluate(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    def evaluate(
+        self, function: Callable[..., PyTree], *args: PyTree, zero: jax.Array | None = None
+    ) -> PyTree:
         """Returns `function(*args)`, with each sum over all elements of an array in this order.
 
         Args:
           function: A traceable function.
           *args: Pytrees of arrays.
+          zero: An integer 0 that XLA does not know to be 0, if the function adds to products: see
+            `_rounded`.
 
         Raises:
           UserError: If it computes anything else whose order may depend on the devices.
         """
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        values = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), self.total)
+        values = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), self.total, zero)
         return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
     def total(self, x: jax.Array) -> jax.Array:
@@ -91,9 +97,9 @@ def _of_slices(slices: jax.Array) -> jax.Array:
 
 
 def in_loop_of_one_turn(
-    function: Callable[[PyTree], PyTree], values: PyTree, before: Sequence[jax.Array]
+    function: Callable[[PyTree, jax.Array], PyTree], values: PyTree, before: Sequence[jax.Array]
 ) -> PyTree:
-    """Returns `function(values)`, compiled apart from the code around it.
+    """Returns `function(values, zero)`, compiled apart from the code around it.
 
     XLA fuses the code of a loop with none outside of it. Otherwise the last operations before the
     function, and so its bits, would depend on the number of devices: on one device XLA would fuse
@@ -105,7 +111,8 @@ def in_loop_of_one_turn(
     to be needed by the loop, or to need a result of it.
 
     Args:
-      function: Returns values of the same shapes, each of which differs from the given one.
+      function: Returns values of the same shapes, each of which differs from the given one. Its
+        second argument is an integer 0 that XLA does not know to be 0.
       values: A pytree of arrays.
       before: With `values`, the results of all collectives before the loop.
     """
@@ -114,34 +121,66 @@ def in_loop_of_one_turn(
     turns = 2 - (count >= 0)  # 1, which XLA does not know
 
     def body(given: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
-        return given[0] + 1, function(given[1])
+        return given[0] + 1, function(given[1], given[0])
 
     first = (jnp.zeros((), jnp.int32), values)
     return jax.lax.while_loop(lambda given: given[0] < turns, body, first)[1]
 
 
 def _evaluate(
-    jaxpr: Any, consts: Any, args: Any, total: Callable[[jax.Array], jax.Array]
+    jaxpr: Any,
+    consts: Any,
+    args: Any,
+    total: Callable[[jax.Array], jax.Array],
+    zero: jax.Array | None,
 ) -> list[Any]:
-    """Evaluates a jaxpr with `total` in place of sums over all dims."""
+    """Evaluates a jaxpr with `total` in place of sums over all dims, and rounded products."""
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if hasattr(atom, "val") else known[atom]
 
+    def of_branch(branch: Any, *args: Any) -> list[Any]:
+        return _evaluate(branch.jaxpr, branch.consts, args, total, zero)
+
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, list(inner_jaxprs(equation))
+        given = [read(x) for x in equation.invars]
         if name in _CALLS and inner:
             closed = next(x for x in equation.params.values() if hasattr(x, "consts"))
-            results = _evaluate(closed.jaxpr, closed.consts, map(read, equation.invars), total)
+            results = _evaluate(closed.jaxpr, closed.consts, given, total, zero)
         elif name == "reduce_sum" and _is_total(equation):
-            results = [total(read(equation.invars[0]))]
+            results = [total(given[0])]
         else:
             _check(equation)
-            results = evaluate(jaxpr, equation, read)
+            if name == "cond":
+                branches = [partial(of_branch, each) for each in equation.params["branches"]]
+                results = jax.lax.switch(given[0], branches, *given[1:])
+            else:
+                results = evaluate(jaxpr, equation, read)
+            if name in _PRODUCTS and zero is not None:
+                results = [_rounded(x, zero) for x in results]
         known.update(zip(equation.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
+
+
+def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
+    """Returns a product that is rounded before anything is added to it.
+
+    LLVM replaces a product and a sum by a fused multiply-add, which rounds once instead of twice,
+    in some loops and not in others: that depends on their length, and so on how an array is split.
+    It does not do so if integer arithmetic is between the two.
+
+    Args:
+      product: The product.
+      zero: An integer 0 that the compiler does not know to be 0.
+    """
+    if not jnp.issubdtype(product.dtype, jnp.floating):
+        return product
+    kind = jnp.dtype(f"int{8 * product.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(product, kind) ^ zero.astype(kind)
+    return jax.lax.bitcast_convert_type(bits, product.dtype)
 
 
 def _is_total(equation: Any) -> bool:
@@ -152,11 +191,14 @@ def _is_total(equation: Any) -> bool:
 
 
 def _check(equation: Any) -> None:
-    """Raises `UserError` for an operation whose order may depend on the devices."""
+    """Raises `UserError` for an operation whose bits may depend on the devices."""
     if equation.primitive.name == "reduce_sum":
         x = equation.invars[0].aval
         if x.size > 1 and jnp.issubdtype(x.dtype, jnp.inexact):
             raise _refusal("adds up some dims of an array")
+    if equation.primitive.name in ("reduce_max", "reduce_min"):
+        if len(equation.params["axes"]) < equation.invars[0].aval.ndim:
+            raise _refusal("takes the maximum of some dims of an array")
     if equation.primitive.name in _REFUSED:
         raise _refusal(f"computes {equation.primitive.name}")
     for part in inner_jaxprs(equation):
