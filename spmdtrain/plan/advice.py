@@ -221,7 +221,8 @@ def _unsharded_params(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
 def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     """Finds parameters whose gradient is reduced more than once, such as tied embeddings."""
     elements = {row.name: row.elements for row in plan.rows}
-    crossed: dict[str, float] = defaultdict(float)
+    # By axis, because a sum over one axis of the mesh and then over another is one reduction.
+    over: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     sent: dict[str, float] = {each.parameter: each.bytes for each in plan.traffic.by_parameter}
     for collective in plan.collectives:
         if collective.kind in ("all-reduce", "reduce-scatter"):
@@ -231,7 +232,9 @@ def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
                     whole = sum(elements[name] for name in names)
                     for name in names:
                         share = carried.elements * elements[name] / whole
-                        crossed[name] += collective.times * share
+                        for axis in collective.axes or ("",):
+                            over[name][axis] += collective.times * share
+    crossed = {name: max(by_axis.values()) for name, by_axis in over.items()}
     repeated = [
         name
         for name, count in crossed.items()
@@ -241,8 +244,9 @@ def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     narrow = config.compute_dtype == "bfloat16" and config.collectives.reduce_dtype is None
     current = strategy(config.strategy)
     tries: list[list[str]] = []
-    # The explicit reduction needs all parameters on each device.
-    if not (current.shards_params or current.needs_rules):
+    # The explicit reduction needs all parameters on each device, and whole examples.
+    splits_examples = {config.mesh.context, config.mesh.expert} - {None, 1}
+    if not (current.shards_params or current.needs_rules or splits_examples):
         tries = [once, [*once, "--collectives.reduce-dtype", "bfloat16"]] if narrow else [once]
     why = "automatic partitioning reduces it for each use"
     if config.microbatches > 1:

@@ -339,6 +339,7 @@ def _traffic(
             least[row.name] = least_sent(
                 row,
                 placement.batch_shards,
+                context=placement.size("context"),
                 compute_width=min(width, jnp.dtype(config.compute_dtype).itemsize),
                 width=width,
                 is_trained=not _is_frozen(row.name, trainer),

@@ -62,7 +62,13 @@ class MinimumTraffic:
 
 
 def least_sent(
-    row: Row, batch_shards: int, *, compute_width: int, width: int, is_trained: bool = True
+    row: Row,
+    batch_shards: int,
+    *,
+    context: int = 1,
+    compute_width: int,
+    width: int,
+    is_trained: bool = True,
 ) -> MinimumTraffic:
     """Returns the minimum that a strategy must send for one parameter.
 
@@ -75,13 +81,15 @@ def least_sent(
     Args:
         row: The parameter, with the number of its shards.
         batch_shards: Number of devices over which the batch is split.
+        context: Number of devices over which the tokens of each example are split. Gradients are
+            summed over them, too.
         compute_width: Bytes of an element in the dtype of the computation.
         width: Bytes of a stored element.
         is_trained: Whether the parameter has a gradient.
     """
     parts = row.own.parts
     more = max(1, min(row.optimizer.parts, batch_shards) // parts)  # shards of the optimizer state
-    scattered, groups = parts * more, batch_shards / (parts * more)
+    scattered, groups = parts * more, batch_shards * context / (parts * more)
     reduced = row.elements * (scattered - 1) / scattered
     reduced += 2 * (groups - 1) / groups * row.elements / scattered
     return MinimumTraffic(
@@ -110,6 +118,8 @@ class _Crossed:
     """Gradients and new values."""
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """How often the whole parameter crosses, by kind of collective."""
+    exchanged: float = 0.0
+    """Bytes sent to exchange keys and values over the axis "context"."""
 
 
 def traffic_of(
@@ -118,6 +128,8 @@ def traffic_of(
     least: Mapping[str, MinimumTraffic] | None,
 ) -> Traffic:
     """Returns the traffic of a step by parameter.
+
+    What is exchanged over the axis "context", such as keys and values, counts as necessary.
 
     Args:
         collectives: Collectives of the compiled step, with the parameters that they carry.
@@ -147,7 +159,11 @@ def traffic_of(
                 totals.kinds[collective.kind] += times
             if known < 1 and sent:
                 crossed[_REST].produced.bytes += (1 - known) * sent
+                if collective.axes == ("context",) and collective.kind != "all-reduce":
+                    crossed[_REST].exchanged += (1 - known) * sent
                 crossed[_REST].kinds[collective.kind] += 1
+    if least is None:
+        crossed[_REST].exchanged = 0.0
     traffic = [_sent(name, totals, (least or {}).get(name)) for name, totals in crossed.items()]
     traffic.sort(key=lambda each: -each.excess)
     return Traffic(
@@ -159,13 +175,13 @@ def traffic_of(
 
 
 def _sent(name: str, totals: _Crossed, least: MinimumTraffic | None) -> StepTraffic:
-    gathered = produced = 0.0
+    gathered, produced = 0.0, totals.exchanged
     if least is not None:
         # A narrower dtype than the configured one is allowed. A second gather, for the backward
         # pass, is necessary if the program does not keep the result of the first.
         width = min(least.compute_width, totals.parameter.width)
         gathered = least.gathered * width * (2 if totals.parameter.times > 1.5 else 1)
-        produced = least.reduced * min(least.compute_width, totals.produced.width)
+        produced += least.reduced * min(least.compute_width, totals.produced.width)
         produced += least.renewed * least.width
     excess = max(0.0, totals.parameter.bytes - gathered)
     return StepTraffic(

@@ -1,14 +1,14 @@
 """The steps of a run as its workdir records them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files.run_events import last_step, read_events
+from spmdtrain.files.run_events import RunEvent, last_step, read_events
 from spmdtrain.files.run_files import Split, Writer, status_of, written_metrics
 from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
 from spmdtrain.files.storage import failures, folder_of, one_line
@@ -47,6 +47,7 @@ class RecordedRun:
       versions: Versions of libraries by name.
       device_kind: The kind of its devices; empty if it is not known.
       devices: Numbers of devices by the step from which a start began.
+      processes: Numbers of processes by the step from which a start began.
       steps: The steps by number, ascending.
       checkpoints: Its checkpoints.
       last_step: The last step that it is known to have made.
@@ -58,14 +59,24 @@ class RecordedRun:
     versions: Mapping[str, str]
     device_kind: str
     devices: Mapping[int, int]
+    processes: Mapping[int, int]
     steps: Mapping[int, RecordedStep]
     checkpoints: Source
     last_step: int
 
     def devices_of(self, step: int) -> int | None:
         """Returns the number of devices that made a step; None if it is not known."""
-        starts = [first for first in self.devices if first < step]
-        return self.devices[max(starts)] if starts else None
+        return _made_by(self.devices, step)
+
+    def processes_of(self, step: int) -> int | None:
+        """Returns the number of processes that made a step; None if it is not known."""
+        return _made_by(self.processes, step)
+
+
+def _made_by(starts: Mapping[int, int], step: int) -> int | None:
+    """Returns the number of the start that made a step, of those by the steps of the starts."""
+    before = [first for first in starts if first < step]
+    return starts[max(before)] if before else None
 
 
 def read_run(workdir: str) -> RecordedRun:
@@ -94,13 +105,6 @@ def read_run(workdir: str) -> RecordedRun:
     sums |= {step: each.sums for step, each in hashes.items()}
     losses = {s: {"loss": x.loss} for s, x in hashes.items() if x.loss is not None}
     known: dict[int, Mapping[str, float]] = {**losses, **metrics}
-    # A later start replaces what earlier ones have recorded of the same steps.
-    devices: dict[int, int] = {}
-    for event in events:
-        if event["event"] == "start" and "devices" in event:
-            first = event.get("step", 0)
-            devices = {step: n for step, n in devices.items() if step < first}
-            devices[first] = event["devices"]
     steps = {s: RecordedStep(known.get(s, {}), sums.get(s, {})) for s in sorted({*known, *sums})}
     return RecordedRun(
         workdir=workdir,
@@ -108,11 +112,24 @@ def read_run(workdir: str) -> RecordedRun:
         experiment=content.get("experiment"),
         versions=content.get("versions", {}),
         device_kind=content.get("device_kind", ""),
-        devices=devices,
+        devices=_by_start(events, "devices"),
+        processes=_by_start(events, "processes"),
         steps=steps,
         checkpoints=checkpoints,
         last_step=max([_failed_step(workdir), last_step(events), *steps]),
     )
+
+
+def _by_start(events: Sequence[RunEvent], name: Literal["devices", "processes"]) -> dict[int, int]:
+    """Returns a number of each start by the step from which it began."""
+    found: dict[int, int] = {}
+    for event in events:
+        if event["event"] == "start" and name in event:
+            first = event.get("step", 0)
+            # A later start replaces what earlier ones have recorded of the same steps.
+            found = {step: n for step, n in found.items() if step < first}
+            found[first] = event[name]
+    return found
 
 
 def _failed_step(workdir: str) -> int:

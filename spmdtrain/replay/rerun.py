@@ -4,12 +4,10 @@ import dataclasses
 from pathlib import Path
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
-from spmdtrain.config.option_groups import CollectiveOptions, MeshSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
-from spmdtrain.replay.restored_config import restore_config
-from spmdtrain.sharding.placement import configure_backend, make_placement
+from spmdtrain.replay.restored_config import config_on_devices, restore_config
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.experiment import ExperimentFile
@@ -67,7 +65,7 @@ def rerun(
             f"strategy is {config.strategy}: its steps depend on the order in which workers send "
             "gradients, so they cannot be made again"
         )
-    config = _on_devices(config, devices, terminal)
+    config = config_on_devices(config, devices, terminal)
     before = [saved for saved in run.checkpoints.steps if saved < step]
     for first in reversed(before or [0]):
         workdir = str(folder / f"from-{first}")
@@ -77,35 +75,6 @@ def rerun(
         except CheckpointCorruptedError as error:
             terminal.warning(f"{error}; trying the one before")
     raise UserError(f"no checkpoint of {run.workdir} before step {step} is valid")
-
-
-def _on_devices(config: RunConfig, devices: int | None, terminal: Terminal) -> RunConfig:
-    """Returns the configuration on other devices; strategy and mesh are kept if they fit."""
-    if devices is None:
-        configure_backend(config)
-        return config
-    if devices < 1:
-        raise UserError(f"--devices is {devices}: it must be 1 or more")
-    config = dataclasses.replace(config, cpu_devices=devices)
-    configure_backend(config)
-    first = tuple(range(devices))
-    if strategy(config.strategy).has_mesh:
-        mesh = dataclasses.replace(config.mesh, devices=first)
-        chosen = dataclasses.replace(config, mesh=mesh)
-        try:
-            make_placement(chosen)
-            return chosen
-        except UserError as error:
-            terminal.warning(f"mirrored, because the run's own placement does not fit: {error}")
-    elif devices == 1:
-        return config
-    return dataclasses.replace(
-        config,
-        strategy="mirrored",
-        mesh=MeshSpec(devices=first),
-        collectives=CollectiveOptions(),
-        sharding=dataclasses.replace(config.sharding, max_shards=None, offload=None),
-    )
 
 
 def _forked(

@@ -6,9 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdtrain.config.option_groups import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.replay.recorded_run import RecordedRun
+from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Command, parse_command_line
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
@@ -65,6 +69,38 @@ def restore_config(run: RecordedRun, file: str | None) -> tuple[ExperimentFile, 
         learning_rate_table={},
     )
     return command.experiment, config
+
+
+def config_on_devices(config: RunConfig, devices: int | None, terminal: Terminal) -> RunConfig:
+    """Returns a run's configuration on other devices; strategy and mesh are kept if they fit.
+
+    Args:
+      config: The configuration.
+      devices: Number of devices; None for those that it asks for.
+      terminal: Receives a warning if strategy and mesh are replaced.
+
+    Raises:
+      UserError: If there are not as many devices.
+    """
+    if devices is None:
+        configure_backend(config)
+        return config
+    if devices < 1:
+        raise UserError(f"--devices is {devices}: it must be 1 or more")
+    config = dataclasses.replace(config, cpu_devices=devices)
+    configure_backend(config)
+    first = tuple(range(devices))
+    if strategy(config.strategy).has_mesh:
+        mesh = dataclasses.replace(config.mesh, devices=first)
+        chosen = dataclasses.replace(config, mesh=mesh)
+        try:
+            make_placement(chosen)
+            return chosen
+        except UserError as error:
+            terminal.warning(f"mirrored, because the run's own placement does not fit: {error}")
+    elif devices == 1:
+        return config
+    return mirrored_config(config, MeshSpec(devices=first))
 
 
 def _arguments(

@@ -17,7 +17,7 @@ SHOWN = 10
 
 
 def other_conditions(run: RecordedRun, made: Rerun, step: int) -> list[str]:
-    """Returns lines about the devices and versions with which a step was first made.
+    """Returns lines about the devices, processes and versions with which a step was first made.
 
     Args:
       run: The run.
@@ -29,9 +29,13 @@ def other_conditions(run: RecordedRun, made: Rerun, step: int) -> list[str]:
     """
     found = []
     devices, kind = run.devices_of(step), jax.devices()[0].device_kind
-    is_exact = run.config.get("exact") is not None  # the same bits on any number of devices
+    # The same bits on any number of devices and processes.
+    is_exact = run.config.get("exact") is not None
     if devices is not None and devices != made.devices and not is_exact:
         found.append(f"other devices: the run made step {step} on {devices}")
+    processes = run.processes_of(step)
+    if processes not in (None, 1) and not is_exact:  # a replay is one process
+        found.append(f"other processes: the run made step {step} in {processes}")
     if run.device_kind and run.device_kind != kind:
         found.append(f"other devices: the run had {foreign(run.device_kind, 100)}")
     of_later = next((saved for saved in run.checkpoints.steps if saved >= step), None)

@@ -397,14 +397,24 @@ def local_config(config: Config, log: Callable[[str], None]) -> Config:
     except UserError as error:
         devices = describe_devices(choose_devices(()))
         log(f"mirrored over {devices}, because the run's own placement fails here: {error}")
-        sharding = dataclasses.replace(config.sharding, max_shards=None, offload=None)
-        config = dataclasses.replace(
-            config,
-            mesh=MeshSpec(),
-            strategy="mirrored",
-            sharding=sharding,
-            servers=ParameterServerOptions(),
-            context=ContextOptions(),
-            expert=ExpertOptions(),
-        )
+        config = mirrored_config(config, MeshSpec())
     return dataclasses.replace(config, learning_rate_scaling="none", learning_rate_table={})
+
+
+def mirrored_config(config: Config, mesh: MeshSpec) -> Config:
+    """Returns a configuration whose devices all split the batch, without options of other meshes.
+
+    Args:
+      config: A configuration whose strategy and mesh do not fit the devices.
+      mesh: The mesh in place of its own.
+    """
+    return dataclasses.replace(
+        config,
+        strategy="mirrored",
+        mesh=mesh,
+        collectives=CollectiveOptions(),
+        sharding=dataclasses.replace(config.sharding, max_shards=None, offload=None),
+        servers=ParameterServerOptions(),
+        context=ContextOptions(),
+        expert=ExpertOptions(),
+    )

@@ -22,7 +22,7 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
     Raises:
       UserError: If it cannot; names the option.
     """
-    shards, devices = config.exact, placement.batch_shards
+    shards = config.exact
     assert shards is not None
     if placement.mesh is None:
         raise UserError(
@@ -61,6 +61,19 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
         raise UserError(
             _message("a reduction function is given, with an order of its own", "leave it out")
         )
+    check_exact_shards(shards, placement.batch_shards)
+
+
+def check_exact_shards(shards: int, devices: int) -> None:
+    """Checks that the virtual shards divide over devices.
+
+    Args:
+      shards: Number of virtual shards.
+      devices: Number of devices that the batch is split over.
+
+    Raises:
+      UserError: If they do not.
+    """
     if shards < 2 * devices or shards % devices:
         raise UserError(
             f"exact is {shards} on {devices} devices: each needs at least two virtual "

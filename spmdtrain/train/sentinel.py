@@ -12,6 +12,7 @@ from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserE
 from spmdtrain.files.found_faults import FoundFault
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.resolution import resolve
+from spmdtrain.step.exact_checks import check_exact_shards
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.sentinel_program import GradientSums
@@ -188,6 +189,8 @@ def why_not_on(devices: int, config: RunConfig) -> str | None:
         return f"{devices} devices would remain, which do not divide over {product}"
     try:
         resolve(config, batch_shards=devices)  # the sentinel refuses devices that share examples
+        if config.exact is not None:
+            check_exact_shards(config.exact, devices)
     except UserError as error:
         return str(error)
     return None
@@ -197,6 +200,12 @@ def _sentence(fault: FoundFault, verdict: Verdict, count: int) -> str:
     """Returns a fault as text."""
     where = _where(fault)
     first = f"first in {fault['parameter']}"
+    missing = (
+        f"{where} compute different gradients from the same examples, and a third device that "
+        "could decide which is wrong is missing"
+    )
+    if verdict.kind is FaultKind.UNCLEAR and verdict.runs:
+        return f"a transient or a lasting fault: {missing} ({first})"
     if verdict.kind is FaultKind.UNCLEAR:
         return (
             f"{len(verdict.devices)} of {count} devices ({where}) do not reproduce each other's "
@@ -204,17 +213,14 @@ def _sentence(fault: FoundFault, verdict: Verdict, count: int) -> str:
             "XLA_FLAGS=--xla_gpu_deterministic_ops=true), or several devices are faulty"
         )
     if len(verdict.devices) > 1 and not verdict.runs:
-        return (
-            f"a lasting fault: {where} compute different gradients from the same examples, and a "
-            f"third device that could decide which is wrong is missing ({first})"
-        )
+        return f"a lasting fault: {missing} ({first})"
     times = " and ".join(f"{n} of 3" for n in verdict.runs)
     return (
         f"a {verdict.kind} fault: {where} computed other gradients than two other devices from "
         f"the same examples in {times} runs ({first})"
         if count > 2
-        else f"a {verdict.kind} fault: {where} computed gradients that it did not compute again "
-        f"from the same examples ({first})"
+        else f"a {verdict.kind} fault: {where} computed other gradients from the same examples "
+        f"when it computed them again ({first})"
     )
 
 

@@ -81,7 +81,7 @@ class GradientSums:
         self.devices: list[jax.Device] = list(mesh.devices.ravel())
         self._functions, self._placement = functions, placement
         self._sums: dict[bool, Together] = {}  # by whether batches are `IndexedBatch`
-        self._turn = 0  # the half of the examples
+        self._turn = 1  # the half of the examples of the last check
         rows = PartitionSpec(BATCH_AXES)
         move = jax.shard_map(self._move, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
         split = placement.batch

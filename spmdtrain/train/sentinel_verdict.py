@@ -2,7 +2,7 @@
 
 import collections
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ class FaultKind(enum.StrEnum):
     """In several runs."""
     UNCLEAR = "unclear"
     """No device is the only one that explains the differences: the program is not deterministic,
-    or several devices are faulty."""
+    several devices are faulty, or one of two is, which may be wrong once or always."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Verdict:
 
     Attributes:
       kind: How often the devices differed.
-      devices: Their numbers, ascending. If there are only two devices, a lasting fault may be in
-        either. All whose results differ if the kind is unclear.
-      runs: Number of runs, of three, in which each differed; empty if the kind is unclear.
+      devices: Their numbers, ascending. If there are only two devices, a fault of one that repeats
+        its own results may be in either. All whose results differ if the kind is unclear.
+      runs: Number of runs, of three, in which each differed; empty if that is not known. Of two
+        devices of which either may be faulty, the number if it is the faulty one.
       parameter: Number of the first parameter whose gradients differ.
     """
 
@@ -57,7 +58,8 @@ def find_faulty(runs: Sequence[np.ndarray]) -> Verdict:
     """Finds the devices whose results two others do not reproduce.
 
     With three devices or more, each shard was computed by three of them, of which the odd one is
-    faulty. Two devices give only two results: the third run repeats the first.
+    faulty. Two devices give only two results: the third run repeats the first. So one of them is
+    accused only if it does not repeat its own result. If both do, either may be the wrong one.
 
     Args:
       runs: The checksums (devices, parameters) of three runs, by device, at least one of which
@@ -71,24 +73,46 @@ def find_faulty(runs: Sequence[np.ndarray]) -> Verdict:
     by_shard = [np.roll(sums, -roll, axis=0) for sums, roll in zip(runs, rolls, strict=True)]
     unequal = (by_shard[0] != by_shard[1]) | (by_shard[0] != by_shard[2])
     parameter = int(np.flatnonzero(unequal.any(0))[0])
-    shards = [int(shard) for shard in np.flatnonzero(unequal.any(1))]
+    results = {
+        int(shard): [sums[shard].tobytes() for sums in by_shard]
+        for shard in np.flatnonzero(unequal.any(1))
+    }
+    if count == 2:
+        return _of_two(results, parameter)
     accused: collections.Counter[int] = collections.Counter()
     suspects: set[int] = set()
-    for shard in shards:
-        results = [sums[shard].tobytes() for sums in by_shard]
+    for shard, of_shard in results.items():
         devices = [(shard + roll) % count for roll in rolls]
         suspects |= set(devices)
-        odd = [run for run in range(3) if results.count(results[run]) == 1]
+        odd = [run for run in range(3) if of_shard.count(of_shard[run]) == 1]
         if len(odd) == 1:
             accused[devices[odd[0]]] += 1
-        elif devices[0] == devices[2] and results[0] != results[2]:
-            accused[devices[0]] += 2  # it does not repeat its own results
-    if count == 2 and len(shards) == 2 and len(accused) == 2:
-        # Each device differs from the other one, and each has repeated its own results.
-        return Verdict(FaultKind.LASTING, [0, 1], [], parameter)
-    if not accused or 2 * len(accused) > max(count, 2):
+    if not accused or 2 * len(accused) > count:
         return Verdict(FaultKind.UNCLEAR, sorted(suspects), [], parameter)
     found = sorted(accused)
     lasting = max(accused.values()) > 1
     kind = FaultKind.LASTING if lasting else FaultKind.TRANSIENT
     return Verdict(kind, found, [accused[device] for device in found], parameter)
+
+
+def _of_two(results: Mapping[int, Sequence[bytes]], parameter: int) -> Verdict:
+    """Returns the verdict on two devices.
+
+    Args:
+      results: The three results of each shard that has different ones: device i has computed shard
+        i in the first and in the third run, and the other device in the second.
+      parameter: Number of the first parameter that differs.
+    """
+    unrepeated = [shard for shard, (first, _, again) in results.items() if first != again]
+    if len(unrepeated) == 2:
+        return Verdict(FaultKind.UNCLEAR, [0, 1], [], parameter)
+    if unrepeated:
+        (device,) = unrepeated
+        # A third result of its own shard is wrong twice; of the other's shard it has computed one.
+        times = len(set(results[device])) - 1 + len(results) - 1
+        kind = FaultKind.LASTING if times > 1 else FaultKind.TRANSIENT
+        return Verdict(kind, [device], [times], parameter)
+    if len(results) == 2:  # one of the devices was wrong in all runs
+        return Verdict(FaultKind.LASTING, [0, 1], [], parameter)
+    # Either the device of the shard was wrong twice, or the other one once.
+    return Verdict(FaultKind.UNCLEAR, [0, 1], [2, 1] if 0 in results else [1, 2], parameter)

@@ -175,6 +175,13 @@ def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_fix_it(text
 
 
 @pytest.mark.slow
+def test_a_sum_over_one_axis_and_then_over_another_is_not_one_for_each_use(text: Path) -> None:
+    options = ("--preset", "tiny", "--data-dir", text, "--no-tied", "--mesh.context", 4)
+    found = advised(GPT, *options, "--topology", "cpu:8")
+    assert not [one.finding for one in found if "reduced" in one.finding]
+
+
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_names_options_that_make_it_fit(text: Path) -> None:
     options = ("--width", 8192, "--layers", 8, "--heads", 32, "--data-dir", text)
     where = ("--topology", "gpu:a100:1x8", "--strategy", "mirrored")

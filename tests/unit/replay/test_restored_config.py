@@ -1,16 +1,18 @@
 """The configuration of a run from its `config.json`."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spmdtrain import UserError
+from spmdtrain import MeshSpec, RunConfig, ShardingOptions, UserError
+from spmdtrain.config.option_groups import ContextOptions, ExpertOptions
 from spmdtrain.config.run_config import config_as_json
 from spmdtrain.replay.recorded_run import read_run
-from spmdtrain.replay.restored_config import restore_config
+from spmdtrain.replay.restored_config import config_on_devices, restore_config
+from spmdtrain.terminal import Terminal
 from spmdtrain.train.experiment import load_experiment
 
 EXPERIMENT = '''
@@ -47,11 +49,11 @@ def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
         **{"unroll": False, "rate": -1e-7, "kind": "y", "text": "--no value", "limit": None},
         **{"pairs": ((1, 2), (3, 4)), "freeze": ("kernel$",), "skip_steps": ("5:7", "9:12")},
     }
-    used = dataclasses.replace(
+    used = replace(
         default,
         workdir="elsewhere",
         **of_experiment,
-        mesh=dataclasses.replace(default.mesh, data=-1, devices=("0", "1")),
+        mesh=replace(default.mesh, data=-1, devices=("0", "1")),
         jit=False,
         cpu_devices=3,
         learning_rate=3e-3,
@@ -79,3 +81,22 @@ def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
         restore_config(read_run(str(run)), None)
     with pytest.raises(UserError, match="not the workdir of a run"):
         read_run(str(tmp_path))
+
+
+def test_on_devices_that_do_not_fit_the_mesh_all_split_the_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given: dict[str, Any] = {"seed": 3, "sharding": ShardingOptions(min_size=8)}
+    used = RunConfig(
+        strategy="fully_sharded",
+        mesh=MeshSpec(fsdp=2, context=2, expert=2),
+        context=ContextOptions(method="ring"),
+        expert=ExpertOptions(capacity_factor=3),
+        **given,
+    )
+    mirrored = RunConfig(mesh=MeshSpec(devices=(0, 1)), cpu_devices=2, **given)
+    assert config_on_devices(used, 2, Terminal()) == replace(mirrored, strategy="mirrored")
+    assert "mirrored, because the run's own placement does not fit" in capsys.readouterr().out
+    kept = config_on_devices(used, 8, Terminal())
+    assert kept.mesh == replace(used.mesh, devices=tuple(range(8)))
+    assert kept.strategy == "fully_sharded" and kept.context == used.context

@@ -103,20 +103,22 @@ def test_collectives_after_the_loop_of_the_update_depend_on_it() -> None:
 
 @pytest.mark.slow
 def test_an_evaluation_has_the_bits_of_one_device_on_eight() -> None:
-    """With values by row, padding rows and a sum that needs more digits than f32 has."""
+    """With values by row, padding rows, random numbers, and a sum of more digits than f32 has."""
 
-    def measured(model: Any, batch: Any) -> dict[str, Any]:
+    def measured(model: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         x, _ = batch
-        value = model(x).mean(1) * 1e3
+        drawn = jax.random.uniform(key, x.shape[:1])
+        value = (model(x).mean(1) + drawn) * 1e3
         return {
             "loss": value,
             "rows": PredictionMetric(lambda x: float(x @ np.arange(40.0)), value),
+            "different": PredictionMetric(lambda x: len(set(x.tolist())), drawn),
         }
 
     x = np.random.default_rng(1).normal(size=(40, 64)).astype(np.float32)
     data = (x, np.zeros(40, np.int32))
     one, eight = (make(objective=measured, mesh=on(n)).evaluate(data) for n in (1, 8))
-    assert one == eight and one["rows"] != 0.0
+    assert one == eight and one["rows"] != 0.0 and one["different"] == len(x)
 
 
 def test_an_objective_may_make_other_functions_at_each_trace() -> None:
@@ -248,6 +250,10 @@ def test_an_option_that_cannot_be_exact_is_refused_by_name(options: Options, mes
         make(**options)
 
 
+def products(updates: Any, params: Any) -> Any:
+    return jax.tree.map(lambda x: x @ x.T @ x if x.ndim == 2 else x, updates)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -255,6 +261,8 @@ def test_an_option_that_cannot_be_exact_is_refused_by_name(options: Options, mes
         ({"objective": coupled}, "exact=16 .* may depend on other examples"),
         ({"objective": combined}, "the loss is a Combination"),
         ({"optimizer": optax.adafactor(1e-2)}, "the optimizer adds up some dims"),
+        ({"optimizer": optax.contrib.muon(1e-2)}, "the optimizer adds up some dims"),
+        ({"optimizer": optax.stateless(products)}, "the optimizer computes dot_general"),
     ],
 )
 def test_a_step_that_cannot_be_exact_is_refused_when_it_is_traced(
