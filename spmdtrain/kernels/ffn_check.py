@@ -51,7 +51,7 @@ def check_ffn(ffn: Ffn, x: jax.Array, weights: PyTree, *, is_split: bool) -> Non
             f"experts: ffn returns {result.shape} for rows of {shapes[0].shape}: the shapes must "
             "be equal"
         )
-    if why := why_parts_differ(one_of_each, (), shapes, 2):
+    if why := why_parts_differ(one_of_each, (), shapes, 2, gradients=True):
         raise UserError(
             "experts: ffn must compute each row with the weights of its expert alone, because a "
             f"device has a part of the rows and of the experts: {why}"

@@ -95,6 +95,7 @@ class BatchChecks:
             batch,
             microbatches,
             own_draws=True,
+            gradients=True,
         )
         if why is None:
             return ""
@@ -130,7 +131,9 @@ class BatchChecks:
         shards, objective = self._config.exact, self._forward.objective
         if shards is None:
             return
-        check_exact_batch(shards, 1, size, "eval_batch_size (by default the training's)")
+        given = self._config.eval_batch_size is not None
+        name = "eval_batch_size" if given else "the batch size of evaluations, global_batch_size,"
+        check_exact_batch(shards, 1, size, name)
         batch = _abstract_batch(rows, size)
         if (key := str(batch)) not in self._why_not_exact:
 

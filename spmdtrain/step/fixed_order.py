@@ -196,9 +196,10 @@ def _check(equation: Any) -> None:
         x = equation.invars[0].aval
         if x.size > 1 and jnp.issubdtype(x.dtype, jnp.inexact):
             raise _refusal("adds up some dims of an array")
-    if equation.primitive.name in ("reduce_max", "reduce_min"):
-        if len(equation.params["axes"]) < equation.invars[0].aval.ndim:
-            raise _refusal("takes the maximum of some dims of an array")
+    if equation.primitive.name in ("reduce_max", "reduce_min") and (
+        len(equation.params["axes"]) < equation.invars[0].aval.ndim
+    ):
+        raise _refusal("takes the maximum of some dims of an array")
     if equation.primitive.name in _REFUSED:
         raise _refusal(f"computes {equation.primitive.name}")
     for part in inner_jaxprs(equation):

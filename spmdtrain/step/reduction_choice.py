@@ -200,6 +200,7 @@ def shard_map_blocker(
             batch,
             parts,
             own_draws=gradients.own_draws,
+            gradients=True,
             axes=gradients.batch_axes,
         )
     if why:

@@ -60,6 +60,7 @@ def why_parts_differ(
     parts: int,
     *,
     own_draws: bool = False,
+    gradients: bool = False,
     axes: Sequence[tuple[str, int]] = (),
 ) -> str | None:
     """Returns why a function of a part of a batch could return other values for its rows.
@@ -70,6 +71,8 @@ def why_parts_differ(
         batch: See `why_padding_matters`.
         parts: Number of equal parts.
         own_draws: Whether each part may draw its own random numbers.
+        gradients: Whether the function is differentiated. What the backward pass of a
+            `jax.custom_vjp` combines is not known.
         axes: Named axes, with their sizes, over which the function may add up sums of its rows.
 
     Returns:
@@ -79,7 +82,15 @@ def why_parts_differ(
     size = _size(batch)
     # Never traced with one row: a dim of size 1 would be broadcast.
     other = size // parts if size // parts > 1 else 2 * size
-    results = _results(function, fixed, batch, other, positional_draws=not own_draws, axes=axes)
+    results = _results(
+        function,
+        fixed,
+        batch,
+        other,
+        positional_draws=not own_draws,
+        gradients=gradients,
+        axes=axes,
+    )
     if isinstance(results, str):
         return results
     if any(isinstance(value, Rows) and value.positional for value in results):
@@ -99,6 +110,7 @@ def _results(
     other: int,
     *,
     positional_draws: bool = True,
+    gradients: bool = False,
     axes: Sequence[tuple[str, int]] = (),
 ) -> list[Value] | str:
     """Classifies the results by comparing a trace of the batch with one of `other` rows.
@@ -121,7 +133,7 @@ def _results(
     leaves = len(jax.tree.leaves(fixed))
     arguments: list[Value] = [FIXED] * leaves
     arguments += [Rows(0)] * (len(first.in_avals) - leaves)
-    results = _Classifier(size, positional_draws).closed(first, second, arguments)
+    results = _Classifier(size, positional_draws, gradients).closed(first, second, arguments)
     for value in results:
         if isinstance(value, Mixed):
             return value.why
@@ -133,8 +145,9 @@ def _results(
 class _Classifier:
     """Classifies the values in two traces of the same function."""
 
-    def __init__(self, size: int, positional_draws: bool) -> None:
+    def __init__(self, size: int, positional_draws: bool, gradients: bool) -> None:
         self._size, self._positional_draws = size, positional_draws
+        self._gradients = gradients
 
     def closed(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
         """Classifies the results of a closed jaxpr, or of an open one without constants."""
@@ -221,6 +234,8 @@ class _Classifier:
     def _structured(self, name: str, op: Op) -> list[Value] | None:
         """Classifies an operation by the jaxprs that it runs; None if it runs none."""
         if name in CALLS:
+            if self._gradients and name.startswith("custom_vjp") and op.rows:
+                return [op.mixed()] * len(op.first.outvars)
             key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in op.params)
             return self._inner(op.first.params[key], op.second.params[key], op.ins)
         if name == "cond":
