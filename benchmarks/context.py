@@ -120,7 +120,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     for each in result["lengths"]:
         row = [f"{each['tokens']:,}"]
         row += [f"{each['temporary_mb'][method]:,.1f}" for method in METHODS]
-        if not (seconds := each["seconds"]):
+        if not (seconds := {name: found for name, found in each["seconds"].items() if found}):
             rows.append([*row, *["not run"] * len(COMPARED), "not run", "0"])
             continue
         ring = seconds["ring"]

@@ -173,7 +173,7 @@ def memory(result: dict[str, Any]) -> list[str]:
 def split_tokens(result: dict[str, Any]) -> list[str]:
     """Returns the section about attention over split tokens (W9)."""
     lengths = " ".join(str(x["tokens"]) for x in result["lengths"])
-    timed = " ".join(str(x["tokens"]) for x in result["lengths"] if x["seconds"])
+    timed = " ".join(str(x["tokens"]) for x in result["lengths"] if any(x["seconds"].values()))
     note = f"{context.EXPLANATION} {result['origin']['time']}, commit "
     note += f"{result['origin']['commit']}; `benchmarks/results/{context.RESULT}.json`. "
     note += f"`python benchmarks/context.py --lengths {lengths} --timed {timed} --rounds "
