@@ -22,7 +22,7 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
 from spmdtrain.files.found_faults import SentinelStatus
 from spmdtrain.files.lines_file import LineAppender, LinesFile
-from spmdtrain.files.storage import failures, folder_of, is_url, one_line
+from spmdtrain.files.storage import failures, folder_of, is_url, one_line, source_digest
 from spmdtrain.files.validation import (
     LARGEST_LOG,
     Malformed,
@@ -177,7 +177,7 @@ class RunFiles:
           mesh: A description of the mesh.
           devices: The devices of the run.
           skipped_records: Numbers of bad records that are left out of the data, by split.
-          experiment: The experiment's file, if there is one.
+          experiment: The experiment's file, if there is one. Its SHA-256 is recorded, too.
         """
         content = {
             "config": config,
@@ -186,7 +186,9 @@ class RunFiles:
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
             "skipped_records": dict(skipped_records),
-        } | ({} if experiment is None else {"experiment": experiment})
+        }
+        if experiment is not None:
+            content |= {"experiment": experiment, "experiment_sha256": source_digest(experiment)}
         self._replace("config.json", json.dumps(content, indent=2) + "\n")
         self.sync()
 

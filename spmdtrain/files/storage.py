@@ -1,12 +1,14 @@
 """Local paths and URLs of stored files, and short descriptions of storage errors."""
 
 import functools
+import hashlib
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -30,6 +32,14 @@ _CORRUPTION = {
 
 
 # -- paths --------------------------------------------------------------------------------------
+
+
+def source_digest(path: str) -> str:
+    """Returns the SHA-256 of a local file, in hex; "" if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def is_url(path: str | epath.Path) -> bool:

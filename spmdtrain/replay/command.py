@@ -146,7 +146,7 @@ def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -
             made = rerun(run, step, options.devices, options.config, folder, terminal)
         began = f"checkpoint {made.first}" if made.first else "the initial state"
         terminal.line(f"steps {made.first + 1} to {step} again, from {began}: {made.placement}")
-        for line in (others := tables.other_conditions(run, made, step)):
+        for line in (others := tables.other_conditions(run, made, step, options.config)):
             terminal.line(line)
         again = read_run(made.folder)
         found = compare_steps(run, again, range(made.first + 1, step + 1))

@@ -44,6 +44,7 @@ class RecordedRun:
       workdir: The folder or URL.
       config: Its configuration, JSON values; {} if `config.json` is missing.
       experiment: The experiment's file; None if it is not known.
+      experiment_sha256: The SHA-256 of that file at the last start; "" if unknown.
       versions: Versions of libraries by name.
       device_kind: The kind of its devices; empty if it is not known.
       devices: Numbers of devices by the step from which a start began.
@@ -56,6 +57,7 @@ class RecordedRun:
     workdir: str
     config: Mapping[str, Any]
     experiment: str | None
+    experiment_sha256: str
     versions: Mapping[str, str]
     device_kind: str
     devices: Mapping[int, int]
@@ -110,6 +112,7 @@ def read_run(workdir: str) -> RecordedRun:
         workdir=workdir,
         config=content.get("config", {}),
         experiment=content.get("experiment"),
+        experiment_sha256=content.get("experiment_sha256", ""),
         versions=content.get("versions", {}),
         device_kind=content.get("device_kind", ""),
         devices=_by_start(events, "devices"),
@@ -167,7 +170,7 @@ def _saved_sums(source: Source, step: int) -> Mapping[str, str]:
 
 
 _CONFIG_FILE = {"config": dict[str, Any], "versions": dict[str, str]} | dict.fromkeys(
-    ("experiment", "device_kind"), str
+    ("experiment", "experiment_sha256", "device_kind"), str
 )
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.errors import foreign
+from spmdtrain.files.storage import source_digest
 from spmdtrain.replay.comparison import ArrayDifference, StepComparison
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
 from spmdtrain.replay.rerun import Rerun
@@ -16,18 +17,26 @@ SHOWN = 10
 """Number of arrays in a table that does not show all."""
 
 
-def other_conditions(run: RecordedRun, made: Rerun, step: int) -> list[str]:
-    """Returns lines about the devices, processes and versions with which a step was first made.
+def other_conditions(
+    run: RecordedRun, made: Rerun, step: int, file: str | None = None
+) -> list[str]:
+    """Returns lines about the files, devices and versions with which a step was first made.
 
     Args:
       run: The run.
       made: The replay.
       step: The step.
+      file: The experiment's file; None for that which the run has recorded.
 
     Returns:
       A line for each difference. Without one, the same bits are expected.
     """
     found = []
+    path = file or run.experiment
+    if path and run.experiment_sha256 and source_digest(path) != run.experiment_sha256:
+        found.append(
+            f"another experiment: {foreign(path)} is not the file with which the run began"
+        )
     devices, kind = run.devices_of(step), jax.devices()[0].device_kind
     # The same bits on any number of devices and processes.
     is_exact = run.config.get("exact") is not None

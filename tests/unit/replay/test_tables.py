@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from spmdtrain.files.storage import source_digest
 from spmdtrain.replay.recorded_run import read_run
 from spmdtrain.replay.rerun import Rerun
 from spmdtrain.replay.tables import other_conditions
@@ -41,3 +42,18 @@ def test_other_devices_and_processes_are_named_unless_the_run_is_exact(
     run, made = read_run(str(tmp_path)), Rerun("", 10, "", 8)
     assert other_conditions(run, made, 15) == expected
     assert other_conditions(run, made, 5) == []
+
+
+def test_an_experiment_that_was_changed_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.py"
+    file.write_text("scale = 1.0")
+    recorded = {"experiment": str(file), "experiment_sha256": source_digest(str(file))}
+    config = {"config": {"exact": 16}, "versions": {}, "device_kind": "", **recorded}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run, made = read_run(str(tmp_path)), Rerun("", 10, "", 8)
+    assert other_conditions(run, made, 5) == []
+    file.write_text("scale = 1.01")
+    (line,) = other_conditions(run, made, 5)
+    assert line.startswith(f"another experiment: {file}")
+    (other := tmp_path / "copy.py").write_text("scale = 1.0")
+    assert other_conditions(run, made, 5, str(other)) == []
