@@ -99,16 +99,29 @@ def test_attention_over_split_tokens_is_reported_by_ratios_within_a_round(
 
     memory = {method: 10.0 * (number + 1) for number, method in enumerate(context.METHODS)}
     seconds = {"full": [1.0, 9.0], "ring": [0.5, 4.5], "gather": [1.0, 4.5], "ulysses": [2.0, 18]}
-    none: dict[str, list[float]] = {method: [] for method in context.METHODS}
+    fitting = {"ring": [8.0], "gather": [16.0]}
     lengths = [
         {"tokens": tokens, "temporary_mb": memory, "seconds": of}
-        for tokens, of in ((1024, seconds), (65536, none))
+        for tokens, of in ((1024, seconds), (16384, fitting), (65536, {}))
     ]
     result = {"origin": ORIGIN | {"time": "today", "commit": "abc"}, "rounds": 2}
     (tmp_path / "w9-context.json").write_text(json.dumps(result | {"lengths": lengths}))
     page = report.page(tmp_path)
-    assert "| 1,024 | 10.0 | 20.0 | 30.0 | 40.0 | 2.00 | 1.50 | 0.50 | 0.20 |" in page
-    assert "| 65,536 | 10.0 | 20.0 | 30.0 | 40.0 |" + 4 * " not run |" in page
+    start = "10.0 | 20.0 | 30.0 | 40.0 |"
+    assert f"| 1,024 | {start} 0.50 | 0.75 | 0.25 | 0.4 | 2 |" in page
+    assert f"| 16,384 | {start} does not fit | 0.50 | does not fit | 0.125 | 1 |" in page
+    assert f"| 65,536 | {start}" + 4 * " not run |" + " 0 |" in page
+    assert "--lengths 1024 16384 65536 --timed 1024 16384 --rounds 2" in page
+
+
+def test_a_mixture_is_reported_by_its_speed_relative_to_the_dense_model(
+    tmp_path: Path, modules: Any
+) -> None:
+    _, report = modules
+    model = {"width": 64, "parameters": [1000, 2500], "seconds": [0.1, 0.4], "ratio": 4.0}
+    result = {"origin": ORIGIN | {"time": "today", "commit": "abc"}, "rounds": 2}
+    (tmp_path / "w10-experts.json").write_text(json.dumps(result | {"models": [model]}))
+    assert "| 64 | 1,000 | 2,500 | 100.0 | 400.0 | 0.25 |" in report.page(tmp_path)
 
 
 def test_scaling_is_reported_by_ratios_within_a_round(tmp_path: Path, modules: Any) -> None:
