@@ -60,10 +60,11 @@ class CompiledSteps:
 
 def compare(first: CompiledSteps, other: CompiledSteps, steps: int, rounds: int) -> Comparison:
     """Runs two steps in turns, after one step of each to warm up."""
-    first.run(1), other.run(1)
+    for each in (first, other):
+        each.run(1)
     times: Sequence[tuple[tuple[float, float], ...]] = [
         (first.run(steps), other.run(steps)) for _ in range(rounds)
     ]
     wall, cpu = (statistics.median(b[i] / a[i] for a, b in times) for i in (0, 1))
-    seconds = [statistics.median(each[i][0] for each in times) for i in (0, 1)]
+    seconds = [statistics.median(pair[i][0] for pair in times) for i in (0, 1)]
     return Comparison(seconds[0], seconds[1], wall, cpu)
