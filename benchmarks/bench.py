@@ -40,7 +40,12 @@ FLOOR = Peer("floor", "floor.py")
 UNPLACED = Peer("floor, batches not placed", "floor.py", ("--unplaced",))
 WITH_FLAX = Peer("floor with flax", "floor.py", ("--flax",))
 OURS = Peer("spmdtrain", "ours.py")
-FAST = Peer("spmdtrain, 50 steps a dispatch, data on device", "ours.py", ("--per-dispatch=50",))
+OURS_10 = Peer("spmdtrain, 10 steps a dispatch", "ours.py", ("--per-dispatch=10",))
+FAST = Peer(
+    "spmdtrain, 50 steps a dispatch, data on device",
+    "ours.py",
+    ("--per-dispatch=50", "--data-on-device"),
+)
 AUTOMATIC = Peer("spmdtrain, reduced by XLA", "ours.py", ("--automatic",))
 KERAS = Peer("Keras on JAX", "keras_fit.py")
 KERAS_10 = Peer("Keras on JAX, 10 steps an execution", "keras_fit.py", ("--per-dispatch=10",))
@@ -97,7 +102,7 @@ ROWS = (
 )
 RESULTS = HERE / "results"
 PICTURES = ENVIRONMENTS / "pictures"
-SINGLE = (FLOOR, UNPLACED, OURS, FAST, KERAS, KERAS_10, TF_LOOP, TF_FIT, EAGER, LIGHTNING)
+SINGLE = (FLOOR, UNPLACED, OURS, OURS_10, FAST, KERAS, KERAS_10, TF_LOOP, TF_FIT, EAGER, LIGHTNING)
 LINES = [
     Line("w1-batch-32", Work("mlp", 32, 2000), SINGLE, quick=True),  # one epoch, hence one save
     Line("w1-batch-512", Work("mlp", 512, 125), SINGLE),  # the same
@@ -114,7 +119,15 @@ LINES = [
     Line(
         "w1-2-processes",
         Work("mlp", 32, 100, processes=2),
-        (FLOOR, OURS, AUTOMATIC, FAST, Peer("PyTorch DDP", "torch_loop.py", (), TORCH), TF_LOOP),
+        (
+            FLOOR,
+            OURS,
+            AUTOMATIC,
+            OURS_10,
+            FAST,
+            Peer("PyTorch DDP", "torch_loop.py", (), TORCH),
+            TF_LOOP,
+        ),
         quick=True,
     ),
     Line("w2-resnet", Work("resnet", 32, 20), (FLOOR, OURS, KERAS)),

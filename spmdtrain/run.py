@@ -3,11 +3,14 @@
 import gc
 import signal
 
+from spmdtrain.xla.freed_memory import keep_freed_memory
+
 _INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__":
     # Garbage collections take a fifth of the time of the imports, which leave no garbage. `_load`
     # enables them after the last import.
     gc.disable()
+    keep_freed_memory()  # before the imports, which start threads
     if _INTERRUPT is signal.default_int_handler:
         # During the import of JAX there is nothing to save: Ctrl-C ends the process at once,
         # without a traceback.

@@ -34,7 +34,9 @@ options: dict[str, Any] = {"compute_dtype": net.compute_dtype}
 if work.accelerator:
     gate.device_peak = lambda: (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
 if work.per_dispatch > 1:
-    options |= {"steps_per_dispatch": work.per_dispatch, "data_on_device": True}
+    options["steps_per_dispatch"] = work.per_dispatch
+if "--data-on-device" in sys.argv:
+    options["data_on_device"] = True
 if "--automatic" in sys.argv:
     options["collectives"] = CollectiveOptions(reduction="automatic")
 train_batches = loader.train_batches

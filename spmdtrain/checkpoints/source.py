@@ -14,7 +14,7 @@ from spmdtrain.checkpoints.listing import BEST, LATEST, choose, parse_choice
 from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.distributed import process_group
-from spmdtrain.errors import UserError
+from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.storage import absolute, folder_of
 
 T = TypeVar("T")
@@ -60,6 +60,25 @@ def list_checkpoints(workdir: str) -> Source:
       StorageError: If the folder cannot be read.
     """
     return _list(absolute(folder_of(workdir) / "checkpoints"))
+
+
+def list_for_all(workdir: str) -> Source:
+    """Returns the checkpoints of a workdir, perhaps none, as process 0 lists them.
+
+    All processes of a job call it.
+
+    Args:
+      workdir: The folder or `gs://` URL of a run.
+
+    Raises:
+      StorageError: In all processes, if process 0 cannot read the folder.
+    """
+
+    def steps() -> list[int]:
+        return list(list_checkpoints(workdir).steps) if process_group.is_chief() else []
+
+    found = process_group.broadcast(process_group.run_on_all(steps, StorageError))
+    return Source(absolute(folder_of(workdir) / "checkpoints"), found)
 
 
 def _list(folder: epath.Path) -> Source:
@@ -110,17 +129,6 @@ def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
     return Source(source.folder, [step], whole_workdir=False)
 
 
-def broadcast_source(source: Source) -> Source:
-    """Returns the checkpoints that process 0 has found, so that all processes load the same one.
-
-    All processes of a job call it.
-
-    Args:
-      source: The checkpoints that this process has found.
-    """
-    return replace(source, steps=process_group.broadcast(list(source.steps)))
-
-
 def load_latest_valid(
     source: Source,
     load: Callable[[epath.Path, Manifest], T],
@@ -150,7 +158,8 @@ def load_latest_valid(
         with storage_errors(folder):
             return Manifest.read(folder)
 
-    source = broadcast_source(source) if by_all else source
+    if by_all:  # all processes load the same one
+        source = replace(source, steps=process_group.broadcast(list(source.steps)))
     corrupted: dict[int, CheckpointCorruptedError] = {}
     for step in reversed(source.steps):
         folder = source.path(step)

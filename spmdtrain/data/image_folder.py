@@ -46,6 +46,10 @@ class BrokenImageError(UserError):
     def __init__(self, path: epath.Path, reason: str, advice: str = _SKIP) -> None:
         super().__init__(f"{printable(path)}: a broken image: {reason}. {advice}")
         self.reason = reason
+        self._given = path, reason, advice
+
+    def __reduce__(self) -> tuple[Any, ...]:  # from a worker process to the run
+        return BrokenImageError, self._given
 
 
 class ImageFolder:
@@ -148,6 +152,14 @@ class ImageFolder:
             self._cancel(requests)
             raise
         return {"image": images, "label": self._labels[indices]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a worker process receives: no lock, and no images of the cache in memory."""
+        memory: dict[str, Any] | None = None if self._memory is None else {}
+        return {**self.__dict__, "_lock": None, "_memory": memory}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_lock": threading.Lock()}
 
     def _decoded(self, file: str) -> Future[np.ndarray]:
         """Returns the future of a file's image; with `cache="memory"` each file is decoded once."""

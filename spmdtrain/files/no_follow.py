@@ -18,6 +18,7 @@ from typing import IO, Any, TypeAlias
 from etils import epath
 
 from spmdtrain.files.storage import is_url
+from spmdtrain.files.validation import read_at_most
 
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -85,7 +86,7 @@ def read_file(root: Root, name: str, most: int) -> bytes:
       OSError: If the file is a link, is not a regular file, is larger, or cannot be read.
     """
     with os.fdopen(open_file(root, name, os.O_RDONLY), "rb") as file:
-        content = file.read(most + 1)
+        content = read_at_most(file, most + 1, expected=os.fstat(file.fileno()).st_size)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(Path(root, name)))
     return content

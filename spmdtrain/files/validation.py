@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import IO, Any, TypeVar, get_type_hints
 
 from etils import epath
 
@@ -24,6 +24,7 @@ LARGEST = 2**25  # bytes; a manifest has about 300 for each array
 LARGEST_LOG = 2**31
 _MAX_DEPTH = 32
 _MOST_CONTAINERS = 10**6  # a list takes 80 bytes of memory for 3 in the file
+_PIECE = 2**16  # bytes
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO)  # a cycle of links, a socket
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -70,9 +71,24 @@ def read_bytes(path: epath.Path, most: int = LARGEST, start: int = 0) -> bytes:
         _check_size(path, status.st_size, most)
         with os.fdopen(handle, "rb", closefd=False) as file:
             file.seek(start)
-            return file.read(most)
+            return read_at_most(file, most, expected=status.st_size - start)
     finally:
         os.close(handle)
+
+
+def read_at_most(file: IO[bytes], most: int, *, expected: int) -> bytes:
+    """Returns the rest of a file, up to `most` bytes, which `file.read(most)` allocates at once.
+
+    Args:
+      file: The file, open for reading.
+      most: The largest number of bytes to return.
+      expected: Its number of bytes when it was opened; it may have changed since.
+    """
+    pieces, left = [], most
+    while left and (piece := file.read(min(left, max(expected + 1, _PIECE)))):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
 
 
 def check_regular_file(path: epath.Path) -> None:

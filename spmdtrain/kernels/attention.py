@@ -11,6 +11,7 @@ from spmdtrain.config.option_groups import ContextMethod
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention_blocks import Pattern
 from spmdtrain.kernels.attention_choice import (
+    IMPLEMENTATIONS,
     AttentionCase,
     Implementation,
     choose_implementation,
@@ -93,7 +94,7 @@ def attention(
         if mesh is not None and mesh.parts(CONTEXT) > 1:
             method = current_context_method()
             method = method or choose_context_method(
-                device, query, key, window, mesh, has_kernel=chosen != "xla"
+                device, query, key, window, mesh, causal=causal, has_kernel=chosen != "xla"
             )
             if implementation not in (None, "xla") and method != "ulysses":
                 raise UserError(
@@ -206,7 +207,9 @@ def _implementations(jaxpr: Any) -> set[str]:
     """Returns the names of implementations and methods in a program."""
     stacks = {equation.source_info.name_stack for equation in equations(jaxpr)}
     of_each = (re.findall(rf"\b{ATTENTION}_(\w+)", str(stack)) for stack in stacks)
-    return {name for names in of_each for name in names}
+    # A module of the user's may have such a name, for example `attention_norm`.
+    known = {*IMPLEMENTATIONS, *get_args(ContextMethod)}
+    return {name for names in of_each for name in names} & known
 
 
 def _check_arguments(

@@ -38,6 +38,7 @@ def choose_context_method(
     window: int | None,
     over: CurrentMesh,
     *,
+    causal: bool,
     has_kernel: bool,
 ) -> ContextMethod:
     """Returns the method that is expected to be the fastest, by peak rates.
@@ -53,6 +54,7 @@ def choose_context_method(
       key: (B, T, key-value heads, head width).
       window: Number of tokens of the local window, or None.
       over: The mesh.
+      causal: Whether attention is causal.
       has_kernel: Whether a device computes whole sequences, as "ulysses" does, with a kernel.
     """
     size, chip = over.sizes[CONTEXT], chip_of(device.device_kind)
@@ -64,11 +66,11 @@ def choose_context_method(
     if heads % size:
         return "ring"
     # Seconds for one row of the batch. Half of the products of a causal ring are not computed.
-    products = 2 * tokens**2 * heads * query.shape[3] / chip.flops
+    products = (2 if causal else 4) * tokens**2 * heads * query.shape[3] / chip.flops
     in_ring = products * (_XLA_SLOWNESS if has_kernel else 1)
     turn = 2 * tokens * kv_heads * width / chip.link
     ring = size * in_ring + (size - 1) * max(0.0, turn - in_ring)
-    exchanged = 2 * tokens * (heads + max(kv_heads, size)) * width * (size - 1) / size
+    exchanged = 2 * tokens * (heads + math.lcm(kv_heads, size)) * width * (size - 1) / size
     return "ring" if ring <= size * products + exchanged / chip.link else "ulysses"
 
 

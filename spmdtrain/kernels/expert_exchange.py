@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.option_groups import ExpertOptions
+from spmdtrain.kernels.grouped_product import grouped_product
 from spmdtrain.sharding.mesh import EXPERT
 from spmdtrain.xla.hlo_parser import RARE_BRANCH
 
@@ -49,12 +50,12 @@ def _count(keys: jax.Array, groups: int) -> jax.Array:
 def _some_rows(rows: jax.Array, counts: jax.Array, weights: PyTree, ffn: Ffn) -> jax.Array:
     """Returns the experts' output of sorted rows; 0 in the rows beyond those that are counted."""
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]
-    # What `ragged_dot` writes into rows of no group is not specified, also in the backward pass:
-    # the first mask keeps it out of the gradients of these rows, which belong to other tokens.
+    # The products of rows of no group are not specified, also in the backward pass: the first mask
+    # keeps them out of the gradients of these rows, which belong to other tokens.
     rows = jnp.where(used, rows, 0)
 
     def dot(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jnp.where(used, jax.lax.ragged_dot(rows, kernel, counts), 0)
+        return jnp.where(used, grouped_product(rows, kernel, counts), 0)
 
     return jnp.where(used, ffn(rows, weights, dot), 0)
 
@@ -89,7 +90,7 @@ def all_experts(
     found = _sort(chosen.ravel(), count)
 
     def dot(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(rows, kernel, found.counts)
+        return grouped_product(rows, kernel, found.counts)
 
     values = ffn(x[found.order // chosen.shape[1]], weights, dot)
     return _weighted(values[found.place], scale)

@@ -45,6 +45,11 @@ def check_ffn(ffn: Ffn, x: jax.Array, weights: PyTree, *, is_split: bool) -> Non
             "experts: ffn reads an array that is not an argument, whose gradient cannot be "
             "computed with mesh.expert: pass it in weights, with an entry for each expert"
         )
+    if len(traced.out_avals) != 1:
+        raise UserError(
+            f"experts: ffn returns {len(traced.out_avals)} arrays: it must return one, (rows, "
+            "width)"
+        )
     (result,) = traced.out_avals
     if result.shape != shapes[0].shape:
         raise UserError(

@@ -38,11 +38,13 @@ def project_qkv(
             project_heads(x, kernel[:, i], None if bias is None else bias[i]) for i in range(3)
         )
         return query, key, value
-    # Queries, keys and values in the first dim: each is contiguous, which is fastest on a CPU.
-    qkv = jnp.einsum("btd,dcnh->cbtnh", x, kernel)
+    # In the order of the product, because another order would be a copy.
+    qkv = jnp.einsum("btd,dcnh->btcnh", x, kernel)
     if bias is not None:
-        qkv += bias[:, None, None]
-    query, key, value = constrain_sharding(qkv, None, "batch", "context", "tensor", None)
+        qkv += bias
+    qkv = constrain_sharding(qkv, "batch", "context", None, "tensor", None)
+    # The gradient of a split is one concatenation; that of three slices pads and adds three times.
+    query, key, value = (part[:, :, 0] for part in jax.lax.split(qkv, (1, 1, 1), axis=2))
     return query, key, value
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import annotated_param, normal_param
+from spmdtrain.models.head_projection import project_qkv
 from spmdtrain.models.norms import layer_norm
 from spmdtrain.models.residual import split_residual
 from spmdtrain.sharding.annotations import AxisRules
@@ -204,9 +205,8 @@ class ViT(nnx.Module):
 
 def _attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     x = layer_norm(x, weights["norm"], weights["norm_bias"], _EPSILON)
-    qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"]) + weights["qkv_bias"][:, None, None]
-    query, key, value = constrain_sharding(qkv, None, "batch", "context", "tensor", None)
-    mixed = attention(query, key, value, causal=False)
+    heads = project_qkv(x, weights["qkv"], weights["qkv_bias"])
+    mixed = attention(*heads, causal=False)
     mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
     return jnp.einsum("btnh,nhd->btd", mixed, weights["out"]) + weights["out_bias"]
 

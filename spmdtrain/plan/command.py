@@ -28,6 +28,7 @@ from spmdtrain.plan.page_file import open_page_file
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Command, parse_command_line
+from spmdtrain.xla.freed_memory import keep_freed_memory
 
 # Environment variables of a child process: its topology, whether it measures instead of planning,
 # and the measurement of an earlier child as JSON.
@@ -204,6 +205,8 @@ def _plan_in_child(
 def _run_child(arguments: Sequence[str]) -> int:
     """Plans for, or measures on, the topology of this child process and sends the result."""
     json_subprocess.end_with_parent()
+    if _MEASURES in os.environ:
+        keep_freed_memory()  # like the run command, before JAX starts its threads
     topology = topologies.parse(os.environ[_TOPOLOGY])
     # A deserialized program has no dump, so its peak memory would be unknown.
     jax.config.update("jax_enable_compilation_cache", False)

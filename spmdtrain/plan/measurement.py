@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
+from spmdtrain.plan.element_operations import ElementKind
 from spmdtrain.plan.time_model import wire_bytes
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.placement import configure_backend, resolve_config
@@ -141,6 +142,53 @@ _SIDE = 128  # rows and columns of the matrices
 # Elements of the arrays: most arrays of a small step are of this size, and fit in the caches.
 _ELEMENTS = 2**16
 _ITERATIONS = (20, 220)
+_ROWS = (_ELEMENTS // _SIDE, _SIDE)
+_REPEATED = 16  # times that a loop's body operates on each element
+
+
+@dataclass(frozen=True)
+class ElementLoop:
+    """A loop whose time is that of operations of one kind, and of copies.
+
+    Attributes:
+        body: One iteration.
+        operations: The operations of the kind in it, on each element.
+        copies: The memory that it reads and writes, as copies of the array.
+    """
+
+    body: Callable[[jax.Array], jax.Array]
+    operations: int
+    copies: float = 1.0
+
+
+def _repeated(body: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that applies another often enough to take longer than a copy."""
+
+    def repeated(x: jax.Array) -> jax.Array:
+        for _ in range(_REPEATED):
+            x = body(x)
+        return x
+
+    return repeated
+
+
+ELEMENT_LOOPS = {
+    ElementKind.ARITHMETIC: ElementLoop(
+        _repeated(lambda x: jnp.maximum(x * 0.999, 0.1) - 0.01), 3 * _REPEATED
+    ),
+    ElementKind.DIVISIONS: ElementLoop(
+        _repeated(lambda x: jnp.sqrt(0.7 / (x + 0.5))), 2 * _REPEATED
+    ),
+    ElementKind.FUNCTIONS: ElementLoop(_repeated(lambda x: jnp.exp(-x)), _REPEATED),
+    # The array is read for the sum, and again for the difference.
+    ElementKind.REDUCTIONS: ElementLoop(
+        lambda x: x - 0.01 * x.sum(-1, keepdims=True), 1, copies=1.5
+    ),
+    # XLA writes the transposed array before the arithmetic, which reads it again.
+    ElementKind.TRANSPOSES: ElementLoop(
+        lambda x: x.swapaxes(-1, -2).reshape(x.shape) * 0.999 + 0.1, 1, copies=2
+    ),
+}
 
 
 def _virtual_device(topology: Topology) -> Chip:
@@ -157,6 +205,12 @@ def _virtual_device(topology: Topology) -> Chip:
 
     product = seconds(lambda x: jnp.matmul(x, x) * 1e-3, _SIDE, _SIDE)
     copied = seconds(lambda x: x * 0.999 + 0.1, _ELEMENTS)
+    rates: dict[str, float] = {}
+    for kind, loop in ELEMENT_LOOPS.items():
+        whole = seconds(loop.body, *_ROWS)
+        # Not less than a tenth, because both times vary.
+        own = max(whole - loop.copies * copied, 0.1 * whole)
+        rates[kind] = loop.operations * _ELEMENTS / own
     small, large = (seconds(lambda x: jax.lax.psum(x, "all") * 0.1, n) for n in (1, _ELEMENTS))
     sent = wire_bytes("all-reduce", 4 * _ELEMENTS, mesh.size)
     return Chip(
@@ -171,6 +225,7 @@ def _virtual_device(topology: Topology) -> Chip:
         devices=1,
         source="measured",
         latency=small,
+        element_rates=rates,
     )
 
 

@@ -9,7 +9,13 @@ from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
 from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.page.widths import Width
 from spmdtrain.plan.page_scales import color_scale, time_axis, time_unit
-from spmdtrain.plan.phrases import assumptions, scaled, short_line, step_seconds
+from spmdtrain.plan.phrases import (
+    assumptions,
+    scaled,
+    short_line,
+    step_seconds,
+    uses_measured_rates,
+)
 from spmdtrain.plan.time_model import overlapped_seconds
 from spmdtrain.step.flops import SHORT_CONVENTION
 
@@ -26,6 +32,7 @@ class Part(enum.StrEnum):
     WITH_PRODUCTS = "instructions with products"
     VECTOR = "instructions on the vector unit"
     WAITING = "instructions that wait for memory"
+    ELEMENTS = "operations on elements"
     KERNELS = "kernels"
     MEMORY = "memory traffic"
     OVERLAPPED = "overlapped collectives"
@@ -37,6 +44,7 @@ PART_COLORS = {
     Part.WITH_PRODUCTS: 0,
     Part.VECTOR: 1,
     Part.WAITING: 3,
+    Part.ELEMENTS: 1,
     Part.KERNELS: 4,
     Part.MEMORY: 2,
     Part.OVERLAPPED: 6,
@@ -107,10 +115,12 @@ def _instructions(time: dict[str, Any]) -> list[Segment]:
             Part.VECTOR: own["vector"],
             Part.WAITING: own["memory"],
         }
+    if time["elements"]:
+        parts[Part.ELEMENTS] = time["elements"]
     if time["kernels"]:
         parts[Part.KERNELS] = time["kernels"]
     segments, start = [], 0.0
-    row = "products" if own is None else "instructions"
+    row = "products" if parts.keys() <= {Part.PRODUCTS, Part.KERNELS} else "instructions"
     for part, seconds in parts.items():
         segments.append(Segment(row, part, start, start + seconds))
         start += seconds
@@ -205,9 +215,14 @@ def _facts(plan: dict[str, Any]) -> FactsBlock:
         facts.append(Fact("compiled program", f"{scaled(flops['device'])}FLOP", "a device"))
     if chip is not None:
         per = "a chip" if chip["devices"] == 1 else f"a chip of {chip['devices']} devices"
+        peak = "products" if uses_measured_rates(plan) else "bfloat16 peak"
         facts += [
-            Fact("bfloat16 peak", f"{scaled(chip['flops'])}FLOP/s", per),
+            Fact(peak, f"{scaled(chip['flops'])}FLOP/s", per),
             Fact("memory bandwidth", f"{scaled(chip['bandwidth'])}B/s", per),
+            *(
+                Fact(kind, f"{scaled(rate)} elements/s", per)
+                for kind, rate in chip["element_rates"].items()
+            ),
             Fact("source", chip["source"]),
         ]
     facts += [

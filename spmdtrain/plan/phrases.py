@@ -21,8 +21,9 @@ _SHORT = 10.0  # seconds
 _FEW_HOURS = 0.001
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 _MEASURED_HERE = (
-    "All times are estimates from the speed of products, memory and all-reduces measured on this "
-    "machine; they omit the time to start a step, and that convolutions are slower than products."
+    "All times are estimates from the speed of products, operations on elements, memory and "
+    "all-reduces measured on this machine; they omit the time to start a step, and that "
+    "convolutions are slower than products."
 )
 _ASSUMED = (
     "All times are estimates: products at the chip's bfloat16 peak, memory and links at their peak "
@@ -40,9 +41,10 @@ _KERNELS = (
 )
 _PADDED = f", on dims padded to {MATRIX_UNIT} (half of that with heads of width 64)"
 _PARTS = {
-    "compute": "products at the peak",
+    "compute": "products",
     "memory": "memory traffic",
     "instructions": "instructions",
+    "elements": "operations on elements",
     "kernels": "kernels",
     "overlapped": "overlapped collectives",
     "waiting": "exposed collectives",

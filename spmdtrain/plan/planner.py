@@ -84,7 +84,7 @@ class Plan:
     times: time_model.Times | None
     """None if the rates of the devices are unknown."""
     chip: Chip | None = None
-    """Peak rates; None if they are unknown."""
+    """Peak rates, or those measured on CPU; None if they are unknown."""
     links: list[time_model.TopologyLink] = field(default_factory=list)
     """Links of the topology."""
     notes: list[str] = field(default_factory=list)
@@ -396,4 +396,6 @@ def _times(
         serial=topology.platform == "cpu",
         kernels=sum(each.seconds for each in kernels),
         instructions=time_model.instruction_times(summary.work, chip),
+        elements=time_model.element_seconds(summary.elements, chip),
+        rates=time_model.TimeSource.MEASURED if chip.element_rates else time_model.TimeSource.PEAK,
     )

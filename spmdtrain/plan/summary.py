@@ -19,6 +19,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.files.cache_files import keep_file
 from spmdtrain.files.user_folders import cache_folder
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log, short
+from spmdtrain.plan.element_operations import element_operations
 from spmdtrain.plan.instruction_work import Work, work_of
 from spmdtrain.plan.kernels import KernelCall, kernel_calls
 from spmdtrain.plan.matmul_flops import products
@@ -35,9 +36,10 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # The modules that read a program. Their source is part of the cache key, so that a change of one
 # invalidates the cached summaries.
 _READERS = (
-    *("plan/compiler_log", "plan/instruction_work", "plan/kernels", "plan/matmul_flops"),
-    *("plan/memory_traffic", "plan/peak_memory", "plan/summary", "xla/collectives"),
-    *("xla/hlo_parser", "xla/hlo_shapes", "xla/provenance", "xla/source_files"),
+    *("plan/compiler_log", "plan/element_operations", "plan/instruction_work", "plan/kernels"),
+    *("plan/matmul_flops", "plan/memory_traffic", "plan/peak_memory", "plan/summary"),
+    *("xla/collectives", "xla/hlo_parser", "xla/hlo_shapes", "xla/provenance"),
+    "xla/source_files",
 )
 _MOST_KEPT = 500  # summaries
 _MOST_BYTES = 2**28  # of one summary
@@ -112,6 +114,7 @@ class CompiledSummary:
         rare: Source lines with a branch that seldom runs and does not count.
         work: Work of the instructions that run one after another; see `work_of`.
         kernels: Calls of Pallas kernels.
+        elements: Operations on elements; see `element_operations`.
         buffers: Temporary arrays that are live at peak memory, the largest first.
         rematerialized: Arrays for which the partitioner warned of a full rematerialization.
         refusal: XLA's out-of-memory message if it rejected the step, else "".
@@ -126,6 +129,7 @@ class CompiledSummary:
     rare: list[str] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     kernels: list[KernelCall] = field(default_factory=list)
+    elements: dict[str, float] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
     rematerialized: list[Rematerialized] = field(default_factory=list)
     refusal: str = ""
@@ -249,6 +253,7 @@ def _summarize(
         rare=[module.line_of(choice) or choice.name for choice in module.with_rare_branch],
         work=work_of(module),
         kernels=kernel_calls(module),
+        elements=element_operations(module),
         buffers=buffers,
         rematerialized=rematerialized,
     )

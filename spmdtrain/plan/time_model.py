@@ -1,9 +1,9 @@
-"""Lower bound and estimate of a step's time, from peak rates and link bandwidths.
+"""Lower bound and estimate of a step's time, from rates and link bandwidths.
 
-The bound is strict: no step of this program is faster. The estimate is not: it takes the cycles of
-the compiler's model for the instructions that run one after another, adds the memory that they read
-and write, and assumes that everything overlaps that XLA can overlap. `TimeSource` names the origin
-of each part.
+The bound is strict at peak rates: no step of this program is faster. The estimate is not: it takes
+the cycles of the compiler's model for the instructions that run one after another, adds the memory
+that they read and write, and assumes that everything overlaps that XLA can overlap. On CPU the
+rates are measured, and nothing overlaps. `TimeSource` names the origin of each part.
 """
 
 import enum
@@ -202,6 +202,7 @@ class TimeSource(enum.StrEnum):
 
     COMPILER = "the compiler's cycles"
     PEAK = "peak rates"
+    MEASURED = "measured rates"
     ASSUMPTION = "an assumption"
 
 
@@ -250,6 +251,17 @@ def instruction_times(work: Sequence[Work], chip: Chip) -> InstructionTimes | No
     return InstructionTimes(products, vector, memory)
 
 
+def element_seconds(operations: Mapping[str, float], chip: Chip) -> float:
+    """Returns the seconds of operations on elements; 0 if the chip's rates are unknown.
+
+    Args:
+        operations: Those of a step on one device, by kind; see `element_operations`.
+        chip: The chip. The rates of virtual devices are measured.
+    """
+    rates = chip.element_rates
+    return sum(count / rates[kind] for kind, count in operations.items()) if rates else 0.0
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds of one step, by component.
@@ -263,10 +275,12 @@ class Times:
         overlapped: Collectives that run at the same time as other instructions.
         least_memory: Reading and writing the state once.
         least_links: Sending all bytes over all links of a chip at once.
-        serial: Whether products, memory and overlapped collectives run one after another, as on
-            CPU, instead of in parallel.
+        serial: Whether products, operations on elements, memory and overlapped collectives run one
+            after another, as on CPU, instead of in parallel.
         kernels: Pallas kernels, with an assumed part of the chip's peak.
         instructions: Instructions by the compiler's cycles; None if it gives none.
+        elements: Operations on elements, at the rates measured on CPU; 0 on other chips.
+        rates: The source of the rates, which are peaks or measured.
     """
 
     compute: float
@@ -279,6 +293,8 @@ class Times:
     serial: bool = False
     kernels: float = 0.0
     instructions: InstructionTimes | None = None
+    elements: float = 0.0
+    rates: TimeSource = TimeSource.PEAK
 
     @property
     def bound(self) -> float:
@@ -294,7 +310,7 @@ class Times:
     def busy(self) -> float:
         """Seconds of the estimate in which not only collectives run."""
         instructions = self.compute if self.instructions is None else self.instructions.total
-        parts = (instructions + self.kernels, self.memory, self.overlapped)
+        parts = (instructions + self.kernels + self.elements, self.memory, self.overlapped)
         return sum(parts) if self.serial else max(parts)
 
     @property
@@ -304,6 +320,7 @@ class Times:
             "compute": self.compute + self.kernels,
             "memory": self.memory,
             "collectives": self.overlapped + self.waiting,
+            "operations on elements": self.elements,
         }
         if (instructions := self.instructions) is not None:
             # All cycles but those of products at the peak, also of what is fused into products.
@@ -315,14 +332,11 @@ class Times:
     @property
     def sources(self) -> dict[str, TimeSource]:
         """The source of each part of the estimate."""
-        sources = {
-            "compute": TimeSource.PEAK,
-            "memory": TimeSource.PEAK,
-            "overlapped": TimeSource.PEAK,
-            "waiting": TimeSource.PEAK,
-        }
+        sources = dict.fromkeys(("compute", "memory", "overlapped", "waiting"), self.rates)
         if self.instructions is not None:
             sources["instructions"] = TimeSource.COMPILER
+        if self.elements:
+            sources["elements"] = self.rates
         if self.kernels:
             sources["kernels"] = TimeSource.ASSUMPTION
         return sources

@@ -16,7 +16,7 @@ from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
 from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed
 from spmdtrain.replay import tables
-from spmdtrain.replay.comparison import array_differences, compare_steps
+from spmdtrain.replay.comparison import StepComparison, array_differences, compare_steps
 from spmdtrain.replay.examples import print_examples
 from spmdtrain.replay.recorded_run import RecordedRun, read_run
 from spmdtrain.replay.rerun import rerun
@@ -80,9 +80,7 @@ def execute(options: Options, terminal: Terminal) -> int:
     if options.step is not None and options.step < 1:
         raise UserError(f"--step is {options.step}: steps are counted from 1")
     if options.against is not None:
-        for name in ("devices", "examples", "config", "keep"):
-            if getattr(options, name):
-                raise UserError(f"--against compares two runs as they are: leave out --{name}")
+        _refuse_others(options, "against", "compares two runs as they are")
         return _compare(options, terminal)
     if options.step is None:
         raise UserError("--step or --against is needed: a step to make again, or another run")
@@ -94,9 +92,21 @@ def execute(options: Options, terminal: Terminal) -> int:
             f"{run.last_step} steps"
         )
     if options.examples:
+        _refuse_others(options, "examples", "makes no step")
         print_examples(run, options.step, options.config, terminal)
         return ExitCode.DONE
     return _replay(options, options.step, run, terminal)
+
+
+def _refuse_others(options: Options, name: str, what: str) -> None:
+    """Raises `UserError` if an option is given that another one does not use."""
+    unused = {
+        "against": ("devices", "examples", "config", "keep"),
+        "examples": ("devices", "keep", "per_layer", "parameters"),
+    }
+    for other in unused[name]:
+        if getattr(options, other) not in (None, False):
+            raise UserError(f"--{name} {what}: leave out --{other.replace('_', '-')}")
 
 
 def _compare(options: Options, terminal: Terminal) -> int:
@@ -128,15 +138,15 @@ def _compare(options: Options, terminal: Terminal) -> int:
     terminal.console.print(tables.metrics_table(different, (options.run, options.against)))
     with_arrays = next((x for x in found if x.different_arrays), None)
     if with_arrays is not None:
-        _print_arrays(options, with_arrays.step, first, second, terminal)
+        _print_arrays(options, with_arrays, first, second, terminal)
     return ExitCode.DIFFERENT
 
 
 def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -> int:
     """Makes a step again and compares it with what the run has recorded."""
     if step not in run.steps:
-        known = sorted(run.steps, key=lambda other: abs(other - step))[:1]
-        near = f"; the nearest step that is recorded is {known[0]}" if known else ""
+        known = min(run.steps, key=lambda other: abs(other - step), default=None)
+        near = "" if known is None else f"; the nearest step that is recorded is {known}"
         raise UserError(
             f"{run.workdir} has recorded nothing of step {step}{near}. --log-every and "
             "--log-hash-every of the run decide what is recorded"
@@ -158,7 +168,16 @@ def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -
             return ExitCode.DONE
         if different[0].step < step:
             terminal.line(f"the first step that differs is {different[0].step}")
-        if others and asked.is_within_tolerance:
+        code = ExitCode.DIFFERENT
+        if asked.is_equal:
+            terminal.line(f"step {step} is equal, bit for bit, but not all steps before it")
+        elif others and not asked.promised:
+            raise UserError(
+                f"under other conditions only loss and gradient norm have to be equal, and the run "
+                f"has recorded neither of step {step}: replay a step that it has logged (by "
+                "--log-every), or on its own devices"
+            )
+        elif others and asked.is_within_tolerance:
             terminal.line(
                 f"step {step} is equal to a relative difference of 1e-5, as expected under other "
                 "conditions"
@@ -166,21 +185,23 @@ def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -
             code = ExitCode.DONE
         else:
             terminal.line(f"step {step} differs")
-            code = ExitCode.DIFFERENT
         with_arrays = next((x for x in different if x.different_arrays), None)
         # Within the tolerance, nearly all arrays differ by rounding.
         shows = code is ExitCode.DIFFERENT or options.per_layer or options.parameters
         if with_arrays is not None and shows:
-            _print_arrays(options, with_arrays.step, run, again, terminal)
+            _print_arrays(options, with_arrays, run, again, terminal)
         return code
 
 
 def _print_arrays(
-    options: Options, step: int, first: RecordedRun, second: RecordedRun, terminal: Terminal
+    options: Options,
+    compared: StepComparison,
+    first: RecordedRun,
+    second: RecordedRun,
+    terminal: Terminal,
 ) -> None:
     """Prints the arrays of the state that differ after a step."""
-    (compared,) = compare_steps(first, second, [step])
-    names = compared.different_arrays
+    step, names = compared.step, compared.different_arrays
     far = array_differences(first, second, step, names)
     terminal.line(
         f"after step {step}, {len(names)} of {len(compared.arrays)} arrays of the state differ"

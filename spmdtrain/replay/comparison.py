@@ -64,10 +64,14 @@ class StepComparison:
         return same and all(pair.is_equal for pair in self.metrics.values())
 
     @property
+    def promised(self) -> list[Pair]:
+        """Loss and gradient norm, which are equal to `TOLERANCE` also under other conditions."""
+        return [self.metrics[name] for name in _PROMISED if name in self.metrics]
+
+    @property
     def is_within_tolerance(self) -> bool:
         """Whether loss and gradient norm are equal to `TOLERANCE`; False if neither is known."""
-        pairs = [self.metrics[name] for name in _PROMISED if name in self.metrics]
-        return bool(pairs) and all(pair.difference <= TOLERANCE for pair in pairs)
+        return bool(self.promised) and all(x.difference <= TOLERANCE for x in self.promised)
 
     @property
     def different_arrays(self) -> list[str]:

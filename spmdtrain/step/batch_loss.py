@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.sharding.layout import Layout
+from spmdtrain.step.fixed_order import exist
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update, merge
 
@@ -61,11 +62,10 @@ class BatchLoss:
 
         Optimizers evaluate the loss in loops and branches, where XLA's CPU client does not order
         collectives with those outside: without this dependency its threads may wait in different
-        ones (see `norms._may_skip`).
+        ones (see `finite.may_branch`).
         """
         device = next(iter(jax.tree.leaves(self.layout.on_device.params)[0].device_set))
         if device.platform != "cpu":
             return params
-        # A count is never negative, which XLA does not know.
-        count = sum((jnp.isfinite(x).sum() for x in self.before), start=jnp.zeros((), jnp.int32))
-        return jax.tree.map(lambda x: jnp.where(count >= 0, x, jnp.zeros_like(x)), params)
+        known = exist(self.before)
+        return jax.tree.map(lambda x: jnp.where(known, x, jnp.zeros_like(x)), params)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmdtrain.adapters.base import Variables
@@ -207,10 +208,23 @@ class ExactUpdate(Update):
             return new.params, new.opt_state, new.updates
 
         def in_order(given: tuple[PyTree, ...], zero: jax.Array) -> tuple[PyTree, ...]:
-            return *self.order.evaluate(apply, *given[:3], zero=zero), given[2]
+            used = _as_dtypes_of(gradients, given[2])
+            params, opt_state, updates = self.order.evaluate(apply, *given[:2], used, zero=zero)
+            return params, opt_state, _as_dtypes_of(given[2], updates), used
 
         # Updates leave the loop in the place of the gradients. If these stayed the same, XLA would
         # move what depends on them alone out of the loop. The gradients leave it in a fourth place,
-        # so that their norm, which needs a collective, is computed after the loop.
-        given = (params, opt_state, gradients, gradients)
-        return Updated(*in_loop_of_one_turn(in_order, given, before))
+        # so that their norm, which needs a collective, is computed after the loop. The place has a
+        # dtype that holds the values of both.
+        *_, updates = jax.eval_shape(apply, params, opt_state, gradients)
+        place = jax.tree.map(
+            lambda x, y: x.astype(jnp.promote_types(x.dtype, y.dtype)), gradients, updates
+        )
+        given = (params, opt_state, place, gradients)
+        params, opt_state, found, gradients = in_loop_of_one_turn(in_order, given, before)
+        return Updated(params, opt_state, _as_dtypes_of(updates, found), gradients)
+
+
+def _as_dtypes_of(like: PyTree, tree: PyTree) -> PyTree:
+    """Returns a pytree of arrays in the dtypes of another one of the same structure."""
+    return jax.tree.map(lambda x, y: y.astype(x.dtype), like, tree)

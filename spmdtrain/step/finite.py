@@ -111,7 +111,7 @@ def stays_finite(
             flags.append((jnp.isfinite(y) | (jnp.isinf(x) & ~jnp.isnan(y))).all())
         elif not uses_products(y, place):
             flags.append(jnp.isfinite(y).all())
-        elif y.size > _SMALL:
+        elif y.size > SMALL_ARRAY:
             rows = y.reshape(-1, y.shape[-1])
             products.append(rows @ jnp.zeros(y.shape[-1], y.dtype))
         else:
@@ -124,7 +124,8 @@ def stays_finite(
     return jnp.array(flags).all()
 
 
-_SMALL = 2**14  # elements up to which the copy into one array takes next to no time
+SMALL_ARRAY = 2**14
+"""Elements up to which the copy of an array into one of many takes next to no time."""
 
 
 def uses_products(x: jax.Array, place: Sharding) -> bool:

@@ -13,7 +13,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.reductions import tree_sum
-from spmdtrain.xla.jaxpr import evaluate, inner_jaxprs
+from spmdtrain.xla.jaxpr import equations, evaluate, inner_jaxprs
 
 PyTree = Any
 
@@ -116,15 +116,24 @@ def in_loop_of_one_turn(
       values: A pytree of arrays.
       before: With `values`, the results of all collectives before the loop.
     """
-    numbers = [x for x in before if jnp.issubdtype(x.dtype, jnp.number)]  # no PRNG keys
-    count = sum((jnp.isfinite(x).sum() for x in numbers), start=jnp.zeros((), jnp.int32))
-    turns = 2 - (count >= 0)  # 1, which XLA does not know
+    turns = 2 - exist(before)  # 1, which XLA does not know
 
     def body(given: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
         return given[0] + 1, function(given[1], given[0])
 
     first = (jnp.zeros((), jnp.int32), values)
     return jax.lax.while_loop(lambda given: given[0] < turns, body, first)[1]
+
+
+def exist(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns True, a scalar that is known after the arrays are: XLA does not know its value.
+
+    Args:
+      arrays: Arrays; random keys among them do not count.
+    """
+    numbers = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.number)]
+    count = sum((jnp.isfinite(x).sum() for x in numbers), start=jnp.zeros((), jnp.int32))
+    return count >= 0  # a count is never negative
 
 
 def _evaluate(
@@ -153,11 +162,12 @@ def _evaluate(
         elif name == "reduce_sum" and _is_total(equation):
             results = [total(given[0])]
         else:
-            _check(equation)
             if name == "cond":
+                _check_branches(equation)
                 branches = [partial(of_branch, each) for each in equation.params["branches"]]
                 results = jax.lax.switch(given[0], branches, *given[1:])
             else:
+                _check(equation)
                 results = evaluate(jaxpr, equation, read)
             if name in _PRODUCTS and zero is not None:
                 results = [_rounded(x, zero) for x in results]
@@ -190,8 +200,29 @@ def _is_total(equation: Any) -> bool:
     return bool(is_whole and x.size > 1 and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _check(equation: Any) -> None:
+def _check_branches(equation: Any) -> None:
+    """Checks that no branch of a `cond` adds up a whole array.
+
+    XLA's CPU client does not order the collectives of a branch with others.
+
+    Raises:
+      UserError: If one does.
+    """
+    for each in (x for branch in inner_jaxprs(equation) for x in equations(branch)):
+        if each.primitive.name == "reduce_sum" and _is_total(each):
+            raise UserError(
+                "exact: the optimizer adds up an array in a branch, as optax.MultiSteps and "
+                "optax.apply_if_finite do with clipping by global norm: use --microbatches in "
+                "place of MultiSteps, or leave the clipping out"
+            )
+
+
+def _check(equation: Any, *, in_loop: bool = False) -> None:
     """Raises `UserError` for an operation whose bits may depend on the devices."""
+    # Of a loop, which is not evaluated by its parts, products cannot be rounded.
+    kinds = [x.aval.dtype for x in equation.outvars if equation.primitive.name in _PRODUCTS]
+    if in_loop and any(jnp.issubdtype(kind, jnp.inexact) for kind in kinds):
+        raise _refusal("multiplies in a loop")
     if equation.primitive.name == "reduce_sum":
         x = equation.invars[0].aval
         if x.size > 1 and jnp.issubdtype(x.dtype, jnp.inexact):
@@ -199,16 +230,17 @@ def _check(equation: Any) -> None:
     if equation.primitive.name in ("reduce_max", "reduce_min") and (
         len(equation.params["axes"]) < equation.invars[0].aval.ndim
     ):
+        # Its own bits do not depend on the order; of what is computed from it, that is not known.
         raise _refusal("takes the maximum of some dims of an array")
     if equation.primitive.name in _REFUSED:
         raise _refusal(f"computes {equation.primitive.name}")
     for part in inner_jaxprs(equation):
         for each in part.eqns:
-            _check(each)
+            _check(each, in_loop=True)
 
 
 def _refusal(what: str) -> UserError:
     return UserError(
-        f"exact: the optimizer {what}, whose order depends on how the state is split over devices. "
+        f"exact: the optimizer {what}, whose bits may depend on how the state is split. "
         "Elementwise optimizers (sgd, adam, adamw, lion) and clipping by global norm are exact"
     )

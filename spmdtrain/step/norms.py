@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.step.finite import may_branch, uses_products
+from spmdtrain.step.finite import SMALL_ARRAY, may_branch, uses_products
 from spmdtrain.step.fixed_order import FixedOrder
 
 PyTree = Any
@@ -18,6 +18,7 @@ Changes = Callable[[], tuple[PyTree, PyTree]]
 """Returns the gradients of the mean loss and the optimizer's updates, None in place of frozen
 parameters."""
 _SMALL = 2**26  # bytes of gradients
+_FEW = 32  # arrays
 
 
 def has_norms(step: Any, every: int) -> Any:
@@ -113,18 +114,34 @@ def global_norm(tree: PyTree, places: PyTree | None, *, by_rows: bool = False) -
 
     leaves = leaves_of(tree)
     known = [None] * len(leaves) if places is None else leaves_of(places)
-    squares = [
-        _square(x, place, by_rows=by_rows)
+    pairs = [
+        ((jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(jnp.float32), place)
         for x, place in zip(leaves, known, strict=True)
         if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
     ]
+    # Many small arrays are added up as one: with a product for each of some hundred, their
+    # compilation took most of the time until the first step.
+    small, apart, squares = [], [], []
+    for x, place in pairs:
+        if x.size <= SMALL_ARRAY and _uses_products(x, place):
+            small.append(x.ravel())
+        else:
+            apart.append((x, place))
+    if len(small) > _FEW:
+        joined = jnp.concatenate(small)
+        pairs, squares = apart, [joined @ joined]
+    squares += [_square(x, place, by_rows=by_rows) for x, place in pairs]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
+def _uses_products(x: jax.Array, place: Sharding | None) -> bool:
+    """Returns whether the squares of an array are added up by a product."""
+    return place is not None and uses_products(x, place)  # of a split array it would need all
+
+
 def _square(x: jax.Array, place: Sharding | None, *, by_rows: bool) -> jax.Array:
-    """Returns the sum of the squared absolute values of the elements, float32."""
-    x = (jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(jnp.float32)
-    if place is not None and uses_products(x, place):  # of a split array they would need all of it
+    """Returns the sum of the squares of the elements, a float32 scalar."""
+    if _uses_products(x, place):
         if by_rows and x.ndim and x.size:
             rows = jnp.square(x).reshape(-1, x.shape[-1])
             return (rows @ jnp.ones(x.shape[-1], x.dtype)).sum()

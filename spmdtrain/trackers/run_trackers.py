@@ -1,8 +1,10 @@
 """The trackers of a run."""
 
+import contextlib
 import importlib.util
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,6 +38,17 @@ _MEDIA_SIZE = 100  # of a call with media, in the size of a call with metrics
 _LARGEST_FILE = 2**20  # bytes of trackers.json
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREEMPTED_TIMEOUT = 10.0  # seconds; a machine that is taken away leaves about 30
+_VERSION = sys.version_info[:3]
+MUST_IMPORT_FIRST = (3, 11) <= _VERSION < (3, 11, 8) or (3, 12) <= _VERSION < (3, 12, 2)
+"""True if `ast.parse` may raise SystemError because another thread calls it at the same time ("AST
+constructor recursion depth mismatch", python/cpython#106905). The import of W&B calls it for each
+of its models, and JAX calls it now and then."""
+IMPORTED_FIRST: Mapping[type[Tracker], str] = {
+    WandbTracker: "wandb.apis.public",  # `wandb.init` imports it, and it imports all models
+    MlflowTracker: "mlflow",
+    TrackioTracker: "trackio",
+}
+"""The modules that are imported before the threads start, if `MUST_IMPORT_FIRST`."""
 
 
 def choose_trackers(names: Sequence[str], own: Sequence[Tracker]) -> list[Tracker]:
@@ -61,7 +74,14 @@ def choose_trackers(names: Sequence[str], own: Sequence[Tracker]) -> list[Tracke
                 f"'spmdtrain[{name}]'"
             )
         found.append(made())
-    return [*found, *own]
+    chosen = [*found, *own]
+    if MUST_IMPORT_FIRST:
+        for kind, module in IMPORTED_FIRST.items():
+            if any(isinstance(tracker, kind) for tracker in chosen):
+                # In the tracker's thread, the import raises its exception again: printed there.
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
+    return chosen
 
 
 def check_trackers(own: Sequence[Tracker]) -> None:

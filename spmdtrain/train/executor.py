@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
+from spmdtrain.checkpoints.source import list_for_all
 from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
@@ -246,7 +246,7 @@ class MeshBackend:
     ) -> None:
         """Starts to compile the train step in the background, if steps are left to train."""
         config, schedule = run.config, run.schedule
-        source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
+        source = config.workdir and list_for_all(config.workdir)
         first = source.steps[-1] if source and source.steps else 0
         if first >= schedule.total or functions.has_custom_reduction:
             return

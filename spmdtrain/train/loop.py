@@ -334,6 +334,8 @@ class Loop(LoopTools, MediaLogger):
                 "second value that the compiled step returns"
             )
         check_not_donated(state, self.step)
+        if self.step == self.first_step:
+            parts.run.after_first_step()
         self.step += 1
         parts.state = state
         parts.reader.add([self.step], output)

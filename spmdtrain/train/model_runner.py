@@ -12,7 +12,7 @@ from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Function, Variables
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
-from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
+from spmdtrain.checkpoints.source import list_for_all
 from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset, classes_of
@@ -248,7 +248,7 @@ class ModelRunner:
             which = self.config.checkpoint if path is None else LATEST
         if path is None:
             workdir, fork_from = self.config.workdir, self.config.fork_from
-            if workdir is not None and broadcast_source(list_checkpoints(workdir)).steps:
+            if workdir is not None and list_for_all(workdir).steps:
                 path = workdir
             elif fork_from is not None:
                 path, which = parse_fork(fork_from)
@@ -316,7 +316,7 @@ class ModelRunner:
             if (
                 self.config.init_from
                 or self.config.fork_from
-                or (workdir and broadcast_source(list_checkpoints(workdir)).steps)
+                or (workdir and list_for_all(workdir).steps)
             ):
                 self.restore()
             else:

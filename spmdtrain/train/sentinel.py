@@ -4,7 +4,7 @@ import math
 import socket
 from typing import Any
 
-from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
+from spmdtrain.checkpoints.source import list_for_all
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, phase
@@ -128,8 +128,8 @@ class Sentinel:
     def _go_back(self, fault: FoundFault) -> str:
         """Renames the checkpoints since the last check that passed, and requests the restart.
 
-        An error of a save or of the renaming becomes part of the message, because it must not
-        replace the fault, for which the launcher does not use the same devices again.
+        An error of a save, of the listing or of the renaming becomes part of the message, because
+        it must not replace the fault, for which the launcher does not use the same devices again.
 
         Returns:
           What was done, for the message.
@@ -141,7 +141,10 @@ class Sentinel:
             run.wait_for_save()
         except (ReplicaError, StorageError) as error:
             saving = f"; the pending save has failed: {error}"
-        source = broadcast_source(list_checkpoints(run.config.workdir))
+        try:
+            source = list_for_all(run.config.workdir)
+        except StorageError as error:
+            return f"{saving}; {error}"
         suspect = [step for step in source.steps if step > last]
         if suspect and len(suspect) == len(source.steps):
             return (
@@ -184,7 +187,7 @@ def why_not_on(devices: int, config: RunConfig) -> str | None:
     if config.mesh.devices:
         return "mesh.devices names devices of all processes"
     sizes = {axis: size for axis, size in config.mesh.given().items() if size not in (None, -1)}
-    if devices % math.prod(filter(None, sizes.values())):
+    if devices % math.prod(sizes.values()):
         product = " * ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
         return f"{devices} devices would remain, which do not divide over {product}"
     try:

@@ -36,6 +36,7 @@ from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.callback_states import CallbackStates
 from spmdtrain.train.checkpoints_of_run import open_checkpoints
 from spmdtrain.train.epochs import Epochs, known_rate
+from spmdtrain.train.long_lived import LongLivedObjects
 from spmdtrain.train.run_inputs import (
     Trainable,
     check_inputs,
@@ -67,6 +68,7 @@ class RunSession:
     base: BaseModel | None = None
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
+    long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
 
     @classmethod
     def open(
@@ -144,6 +146,7 @@ class RunSession:
             epochs=Epochs(config, size, logger, rate),
             base=trained.base,
         )
+        stack.enter_context(run.long_lived)
         stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
         return run
 
@@ -151,6 +154,12 @@ class RunSession:
         """Raises `UserError` if a leaf of the state does not have the sharding of its rule."""
         if self.config.jit:  # without jit, arrays stay where they were computed
             check_placed(state, trained.shardings, when)
+
+    def after_first_step(self) -> None:
+        """Prepares what later steps need, while the first one runs."""
+        self.long_lived.begin()
+        if self.checkpoints is not None:
+            self.checkpoints.get_ready()
 
     def keep_skipped(self, earlier: Identity) -> None:
         """Keeps the batches that an earlier start of the run has left out, besides those given.

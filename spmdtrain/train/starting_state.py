@@ -19,9 +19,8 @@ from spmdtrain.checkpoints.run_identity import changes, check_same_run, describe
 from spmdtrain.checkpoints.source import (
     LoadedCheckpoint,
     Source,
-    broadcast_source,
     find,
-    list_checkpoints,
+    list_for_all,
     load_latest_valid,
 )
 from spmdtrain.config.run_config import RunConfig
@@ -104,6 +103,16 @@ def parse_fork(text: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (text, LATEST)
 
 
+def names_step(fork_from: str) -> bool:
+    """Returns whether a fork always begins with the same checkpoint.
+
+    Args:
+      fork_from: The option.
+    """
+    path, which = parse_fork(fork_from)
+    return which.isdecimal() or re.search(r"/checkpoints/\d+/*$", path) is not None
+
+
 def _check_other_run(config: RunConfig) -> None:
     """Raises `UserError` if `fork_from` names the workdir, whose own checkpoints would win."""
     if config.fork_from is None or config.workdir is None:
@@ -122,7 +131,7 @@ def _own_checkpoints(run: RunSession) -> Source | None:
     config, where = run.config, f"workdir {run.config.workdir}"
     source = None
     if config.workdir is not None and run.checkpoints is not None:
-        source = broadcast_source(list_checkpoints(config.workdir))
+        source = list_for_all(config.workdir)
     if source is None or not source.steps:
         if config.resume == "must":
             raise UserError(f"resume is 'must', and {where} holds no checkpoint")

@@ -289,8 +289,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
                 profile.after(step, output)
                 if steps[0] == first + 1:
                     run.check_placed(self._current, self.functions, "after the first step")
-                    if run.checkpoints is not None:
-                        run.checkpoints.get_ready()
+                    run.after_first_step()
                 reader.add(steps, output)  # fetched later: the host does not wait for this step
                 self._callbacks(CallbackEvent.STEP, step)
                 if self._callbacks.stop_requested:

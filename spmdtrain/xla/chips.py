@@ -1,7 +1,8 @@
 """Peak rates of accelerators, with their sources."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
 
@@ -23,6 +24,7 @@ class Chip:
         source: Where the peaks are published.
         latency: Seconds that a tiny collective takes; 0 if the hops determine it.
         clock: Cycles per second in which the compiler's estimates count; None if unknown.
+        element_rates: Operations on elements, by their kind; empty if unknown.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Chip:
     source: str
     latency: float = 0.0
     clock: float | None = None
+    element_rates: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 _TPU = "https://cloud.google.com/tpu/docs/"

@@ -195,6 +195,7 @@ def test_when_one_is_killed_the_other_ends_by_itself(tmp_path: Path, rank: int) 
         assert found["status"] == "failed" and "lost the connection" in found["reason"]
 
 
+@pytest.mark.nightly  # the test before kills one of two
 def test_one_of_four_that_is_killed_ends_all(tmp_path: Path) -> None:
     options = ("--workdir", tmp_path / "run", *SLOWLY, "--fault", "SIGKILL", "--fault-rank", 3)
     ended = job(drill(tmp_path), *options, processes=4, check=False)
@@ -462,6 +463,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_resumes(
     assert sums(workdir) == sums(whole)
 
 
+@pytest.mark.nightly  # tests/unit/launch has how a budget is counted
 def test_a_job_that_makes_progress_between_kills_is_restarted_beyond_its_budget(
     tmp_path: Path, whole: Path
 ) -> None:

@@ -147,8 +147,10 @@ TOPOLOGIES = {
     "name",
     [
         "2x4",
-        pytest.param("4x2-tensor", marks=pytest.mark.drill),
-        *(pytest.param(x, marks=[pytest.mark.drill, pytest.mark.nightly]) for x in ("1+3", "4x2")),
+        *(
+            pytest.param(name, marks=[pytest.mark.drill, pytest.mark.nightly])
+            for name in ("1+3", "4x2", "4x2-tensor")
+        ),
     ],
 )
 def test_from_a_common_state_several_processes_compute_the_values_of_one(
@@ -253,6 +255,7 @@ def by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.drill
+@pytest.mark.nightly  # the next test restores one with four processes too
 def test_a_checkpoint_of_two_processes_is_restored_by_four_with_equal_values(
     tmp_path: Path, by_two: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from helpers import DIGITS, GPT, assert_gone, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
 
+from spmdtrain.plan.element_operations import ElementKind
 from spmdtrain.terminal import byte_size
 
 # Builds once, for the plan, and not a second time, when advice is tried.
@@ -139,6 +140,7 @@ def test_options_that_say_nothing_of_the_step_do_not_hinder(tmp_path: Path) -> N
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["collectives"][0]["kind"] == "all-reduce" and found["measured"]["step"] > 0
+    assert set(found["chip"]["element_rates"]) == set(ElementKind) and found["time"]["elements"] > 0
 
 
 @needs_libtpu

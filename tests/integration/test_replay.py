@@ -65,8 +65,14 @@ def test_a_step_that_differs_from_the_log_names_the_first_step_and_the_parameter
     assert replay([str(other), "--step", "20"]) == 5
     shown = capsys.readouterr().out
     assert "the first step that differs is 15" in shown
+    assert "step 20 is equal, bit for bit, but not all steps before it" in shown
     assert "after step 15, 1 of 15 arrays of the state differ" in shown
     assert re.search(r"│ params/layers/1/kernel +│ differs │", shown)
+    # Under other conditions the state may differ, and only the checkpoint has recorded the step.
+    (other / "metrics.jsonl").write_text("")
+    (other / "hashes.jsonl").unlink()
+    assert replay([str(other), "--step", "20", "--devices", "2"]) == 2
+    assert "has recorded neither of step 20" in capsys.readouterr().err
     assert replay([str(other), "--step", "12"]) == 2
     assert "has recorded nothing of step 12; the nearest step" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ import errno
 import io
 import itertools
 import os
+import pickle
 import re
 import shutil
 import stat
@@ -842,6 +843,27 @@ def test_memory_decodes_each_once_and_hands_out_copies(
     assert len(decodes) == 9
     everything(ImageFolder(tmp_path, 2))
     assert len(decodes) == 18
+
+
+@pytest.mark.parametrize("cache", ["none", "memory", "disk"])
+def test_worker_processes_receive_a_folder_with_an_empty_cache(
+    tmp_path: Path, decodes: list[bytes], cache: Any
+) -> None:
+    place: dict[str, Any] = {"cache_dir": tmp_path / "cache"} if cache == "disk" else {}
+    dataset = ImageFolder(numbered(tmp_path / "data", 9), 2, cache=cache, **place)
+    assert values(dataset) == list(range(9))
+    content = pickle.dumps(dataset)
+    assert values(pickle.loads(content)) == list(range(9))
+    assert len(decodes) == (9 if cache == "disk" else 18)
+
+
+def test_the_error_of_a_worker_process_is_that_of_a_broken_image(tmp_path: Path) -> None:
+    dataset = ImageFolder(folder_of(tmp_path, {"a/x.png": b"?"}), 2)
+    with pytest.raises(BrokenImageError) as found:
+        dataset.rows(np.array([0]))
+    copy = pickle.loads(pickle.dumps(found.value))
+    assert type(copy) is BrokenImageError
+    assert (str(copy), copy.reason) == (str(found.value), found.value.reason)
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk"])

@@ -248,6 +248,8 @@ def test_with_attention_kept_the_kernel_runs_once_forward() -> None:
     }
     assert describe_attention(program, "tpu") == "attention: splash"
     assert describe_attention(program, "cpu") == ""
+    other = jax.make_jaxpr(jax.named_call(jnp.sin, name="attention_norm"))(1.0)  # of the user's
+    assert describe_attention(other.jaxpr, "tpu") == ""
 
 
 def test_with_attention_kept_cudnn_runs_once_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_the_method_is_that_of_the_fastest_products_and_transfers(
     query, key = (
         jax.ShapeDtypeStruct((1, 131_072, number, 128), jnp.bfloat16) for number in (heads, 4)
     )
-    device, given = SimpleNamespace(device_kind=kind), {"window": None} | options
+    device, given = SimpleNamespace(device_kind=kind), {"window": None, "causal": True} | options
     found = choose_context_method(device, query, key, over=mesh, **given)  # type: ignore[arg-type]
     assert found == method
 

@@ -174,6 +174,10 @@ def by_mean_of_experts(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
     return ffn(rows, weights, dot) + weights["up"].mean()
 
 
+def with_more(rows: jax.Array, weights: PyTree, dot: Any) -> Any:
+    return ffn(rows, weights, dot), rows
+
+
 def of_other_width(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
     return dot(rows, weights["up"])
 
@@ -183,6 +187,7 @@ def of_other_width(rows: jax.Array, weights: PyTree, dot: Any) -> jax.Array:
     [
         ({"data": 2}, by_largest_row, "reduce_max at"),
         ({"expert": 2}, by_mean_of_experts, "reduce_sum at"),
+        ({"expert": 2}, with_more, "returns 2 arrays"),
         ({"expert": 2}, of_other_width, r"returns \(4, 12\) for rows of \(4, 8\)"),
     ],
 )

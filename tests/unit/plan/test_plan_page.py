@@ -21,10 +21,11 @@ from spmdtrain.plan.page import plan_page
 from spmdtrain.plan.page_drawing import draw_topology
 from spmdtrain.plan.page_links import link_loads
 from spmdtrain.plan.page_time import Part, timeline
+from spmdtrain.plan.phrases import time_parts
 from spmdtrain.plan.planned_collective import PlannedCollective
 from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.summary import Use
-from spmdtrain.plan.time_model import InstructionTimes, Times, topology_links
+from spmdtrain.plan.time_model import InstructionTimes, Times, TimeSource, topology_links
 from spmdtrain.plan.traffic import Traffic
 from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried
@@ -186,6 +187,21 @@ def test_instructions_and_kernels_of_a_step_follow_each_other() -> None:
     sources = plan["time"]["sources"]
     assert sources["instructions"] == "the compiler's cycles"
     assert sources["kernels"] == "an assumption"
+
+
+def test_operations_on_elements_follow_the_products_at_measured_rates() -> None:
+    rates = TimeSource.MEASURED
+    plan = report(times=dataclasses.replace(TIMES, elements=1e-3, serial=True, rates=rates))
+    segments = timeline(plan)
+    assert [(segment.row, segment.part) for segment in segments[:2]] == [
+        ("instructions", Part.PRODUCTS),
+        ("instructions", Part.ELEMENTS),
+    ]
+    starts = sorted(segment.start for segment in segments)
+    assert starts == pytest.approx([0, 5e-4, 1.5e-3, 3.5e-3, 4.5e-3])
+    parts = time_parts(plan["time"])
+    assert ("operations on elements", 1e-3, "measured rates") in parts
+    assert {source for *_, source in parts} == {"measured rates"}
 
 
 def test_each_link_has_the_bytes_and_seconds_of_the_collectives_that_use_it() -> None:

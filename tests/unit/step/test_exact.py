@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from collective_order import unordered_collectives
+from flax import nnx
 from helpers import environment
 from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
@@ -95,19 +96,26 @@ def test_dropout_clipping_and_adam_have_one_hash_and_without_exact_several() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "hidden"),
+    ("optimizer", "hidden", "dtype"),
     [
         # LLVM fuses its products and sums in the vectors of a loop, but not in the elements left.
-        (optax.chain(optax.zero_nans(), optax.sgd(0.1)), (296, 520)),
-        (optax.contrib.dog(), (16,)),  # its first state has a norm of the parameters
+        (optax.chain(optax.zero_nans(), optax.sgd(0.1)), (296, 520), "float32"),
+        (optax.contrib.dog(), (16,), "float32"),  # its first state has a norm of the parameters
+        # The updates have another dtype than the gradients.
+        (optax.adam(1e-2, mu_dtype="float32"), (16,), "bfloat16"),
     ],
-    ids=["zero_nans", "dog"],
+    ids=["zero_nans", "dog", "adam"],
 )
 def test_the_bits_of_an_optimizer_do_not_depend_on_the_shape_of_its_arrays(
-    optimizer: Any, hidden: tuple[int, ...]
+    optimizer: Any, hidden: tuple[int, ...], dtype: str
 ) -> None:
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        made = MLP(64, hidden, 10, rngs=rngs)
+        nnx.update(made, jax.tree.map(lambda x: x.astype(dtype), nnx.state(made, nnx.Param)))
+        return made
+
     same: Options = {
-        "model": partial(MLP, 64, hidden, 10),
+        "model": model,
         "optimizer": optimizer,
         "sharding": ShardingOptions(min_size=1),
     }
@@ -291,6 +299,13 @@ def products(updates: Any, params: Any) -> Any:
     return jax.tree.map(lambda x: x @ x.T @ x if x.ndim == 2 else x, updates)
 
 
+def repeated(updates: Any, params: Any) -> Any:
+    def twice(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 2, lambda _, y: 0.3 * y + x, x)
+
+    return jax.tree.map(twice, updates)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -302,6 +317,11 @@ def products(updates: Any, params: Any) -> Any:
         ({"optimizer": optax.adafactor(1e-2)}, "the optimizer adds up some dims"),
         ({"optimizer": optax.contrib.muon(1e-2)}, "the optimizer adds up some dims"),
         ({"optimizer": optax.stateless(products)}, "the optimizer computes dot_general"),
+        ({"optimizer": optax.stateless(repeated)}, "the optimizer multiplies in a loop"),
+        (
+            {"optimizer": optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0)), 2)},
+            "adds up an array in a branch, .* use --microbatches",
+        ),
     ],
 )
 def test_a_step_that_cannot_be_exact_is_refused_when_it_is_traced(

@@ -165,3 +165,18 @@ def test_without_a_single_schedule_a_line_has_no_rate(
 ) -> None:
     (line,) = lines(1, optimizer=optimizer)
     assert "learning_rate" not in line
+
+
+def test_many_small_arrays_are_added_up_by_one_product() -> None:
+    """A product for each made XLA compile a step of 2,000 arrays for 95 s instead of 15 s."""
+    draw = np.random.default_rng(0)
+    shapes = [(), (3,), (2, 4), (0,), (200, 100)] * 20
+    arrays = [jnp.asarray(draw.normal(size=shape), "float32") for shape in shapes]
+    arrays[1] = arrays[1].astype(jnp.bfloat16)
+    arrays[3] = jnp.arange(5)  # integers do not count
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = global_norm([*arrays, None], [place] * 101)
+    counted = [np.asarray(x, "float64").ravel() for x in arrays if x.dtype != jnp.int32]
+    assert float(found) == pytest.approx(np.linalg.norm(np.concatenate(counted)), rel=1e-6)
+    jaxpr = jax.make_jaxpr(lambda tree: global_norm(tree, [place] * 100))(arrays)
+    assert str(jaxpr).count("dot_general[") == 1 + 20  # and one for each large array

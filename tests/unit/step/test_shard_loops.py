@@ -187,6 +187,7 @@ def test_linen_models_average_their_statistics_as_well() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(2400)  # XLA compiles the loops of MobileNetV2 in a minute or two
 @pytest.mark.parametrize("library", ["nnx", "linen", "mobilenet"])
 def test_many_steps_have_one_hash(library: str) -> None:
     x, y = data(16, 16, 3) if library == "mobilenet" else data(64)

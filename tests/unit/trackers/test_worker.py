@@ -1,6 +1,8 @@
 """Trackers that fail, hang or are slow: the run continues, and a line names them."""
 
 import contextlib
+import importlib.util
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,9 +18,11 @@ from helpers import metrics
 
 from spmdtrain import RunConfig, RunInfo, Tracker, Trainer, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status, Writer
+from spmdtrain.trackers import run_trackers
 from spmdtrain.trackers import worker as worker_module
 from spmdtrain.trackers.media import Text
 from spmdtrain.trackers.run_trackers import RunTrackers, choose_trackers, evaluator_trackers
+from spmdtrain.trackers.trackio import TrackioTracker
 from spmdtrain.trackers.worker import MAX_PENDING, TrackerCall, TrackerWorker
 
 X = np.arange(32, dtype=np.float32).reshape(32, 1) / 32
@@ -215,6 +219,25 @@ def test_ids_are_not_written_through_a_link(tmp_path: Path) -> None:
 def missing_library(monkeypatch: pytest.MonkeyPatch) -> list[Tracker]:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     return choose_trackers(["tensorboard", "wandb"], ())
+
+
+def test_libraries_are_imported_before_the_threads_where_two_threads_may_not_parse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trackio.py").write_text("")
+    (tmp_path / "mlflow.py").write_text("raise SystemError('recursion depth mismatch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for must, imported in ((False, False), (True, True)):
+        for library in ("trackio", "mlflow"):
+            monkeypatch.delitem(sys.modules, library, raising=False)
+        monkeypatch.setattr(run_trackers, "MUST_IMPORT_FIRST", must)
+        assert len(choose_trackers(["mlflow"], [TrackioTracker()])) == 2
+        assert ("trackio" in sys.modules) is imported
+    monkeypatch.delitem(sys.modules, "trackio")
+
+
+def test_the_modules_that_are_imported_first_exist() -> None:
+    assert all(importlib.util.find_spec(name) for name in run_trackers.IMPORTED_FIRST.values())
 
 
 def test_a_run_that_cannot_begin_calls_no_tracker(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from spmdtrain import FunctionModel, Trainer, UserError
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.starting_state import names_step
 from spmdtrain.tree import named_leaves
 
 X = {"x": np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)}
@@ -98,3 +99,18 @@ def test_a_schedule_free_run_of_version_0_1_gets_the_average_that_it_did_not_sav
     for name, array in values(whole).items():
         np.testing.assert_array_equal(values(fork)[name], array, err_msg=name)
     assert "averaged/w" in values(fork)
+
+
+@pytest.mark.parametrize(
+    ("fork_from", "expected"),
+    [
+        ("runs/a@40", True),
+        ("runs/a/checkpoints/40/", True),
+        ("runs/a@latest", False),
+        ("runs/a@best", False),
+        ("/home/me@corp/runs/a", False),
+        ("runs/a", False),
+    ],
+)
+def test_a_fork_names_its_step_or_takes_what_is_there(fork_from: str, expected: bool) -> None:
+    assert names_step(fork_from) is expected

@@ -25,6 +25,7 @@ from spmdtrain import (
     ReplicaError,
     RunConfig,
     ShardingOptions,
+    StorageError,
     Trainer,
     TrainState,
     UserError,
@@ -36,6 +37,7 @@ from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
+from spmdtrain.train import sentinel
 from spmdtrain.train.sentinel import why_not_on
 from spmdtrain.train.sentinel_program import GradientSums
 from spmdtrain.train.sentinel_verdict import FaultKind, Verdict, find_faulty
@@ -280,6 +282,19 @@ def test_a_rollback_keeps_the_checkpoints_if_none_is_older_than_the_last_check(
     with pytest.raises(DeviceFaultError, match=r"all checkpoints are newer than step 0, .* none"):
         failing.fit((X, Y), steps=8)
     assert saved_steps(tmp_path) and not list(tmp_path.rglob("*.suspect"))
+
+
+def test_checkpoints_that_cannot_be_listed_do_not_replace_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(workdir: str) -> None:
+        raise StorageError(f"{workdir} cannot be read")
+
+    monkeypatch.setattr(sentinel, "list_for_all", fail)
+    options = {"sentinel_every": 4, "sentinel_action": "rollback", "checkpoint_every_steps": 2}
+    failing = trainer(callbacks=failing_from(1, FLIP), workdir=str(tmp_path), **options)
+    with pytest.raises(DeviceFaultError, match=r"^step 4: a lasting .* cannot be read$"):
+        failing.fit((X, Y), steps=8)
 
 
 @pytest.mark.parametrize(

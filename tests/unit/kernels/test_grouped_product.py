@@ -1,0 +1,60 @@
+"""Products of rows with the matrices of their groups, by blocks of rows on CPU."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdtrain.kernels.grouped_product import grouped_product
+
+GROUPS, ROWS, WIDTH, OUT = 4, 100, 5, 3  # blocks of 8 rows
+
+
+@jax.jit
+def products(rows: Any, kernel: Any, counts: Any) -> Any:
+    """Returns the products, and gradients of a sum over the rows that belong to a group."""
+    used = (jnp.arange(len(rows)) < counts.sum())[:, None]
+
+    def total(rows: Any, kernel: Any) -> Any:
+        found = jnp.where(used, grouped_product(rows, kernel, counts), 0)
+        return (found * jnp.cos(jnp.arange(found.size).reshape(found.shape))).sum(), found
+
+    (_, found), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(rows, kernel)
+    return found, *gradients
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 60), min_size=GROUPS, max_size=GROUPS).filter(
+        lambda counts: sum(counts) <= ROWS
+    ),
+    spoiled=st.integers(0, GROUPS - 1),
+)
+def test_each_row_has_the_product_with_its_own_matrix(counts: list[int], spoiled: int) -> None:
+    draw = np.random.default_rng(sum(counts))
+    rows = draw.normal(size=(ROWS, WIDTH)).astype("f")
+    kernel = draw.normal(size=(GROUPS, WIDTH, OUT)).astype("f")
+    kernel[spoiled, 0, 0] = np.nan  # stays in the rows of its group
+    found, of_rows, of_kernel = map(np.asarray, products(rows, kernel, np.array(counts, "i")))
+    by = np.cos(np.arange(ROWS * OUT).reshape(ROWS, OUT))
+    start = 0
+    for group, count in enumerate(counts):
+        part = slice(start, start := start + count)
+        for one, other in (
+            (found[part], rows[part] @ kernel[group]),
+            (of_rows[part], by[part] @ kernel[group].T),
+            (of_kernel[group], rows[part].T @ by[part]),
+        ):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+    assert not found[start:].any() and not of_rows[start:].any()
+
+
+def test_on_cpu_it_multiplies_few_more_rows_than_there_are() -> None:
+    shapes = [(2048, 64), (8, 64, 32), (8,)]
+    arrays = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, ("f", "f", "i"), strict=True)]
+    program = jax.jit(grouped_product).lower(*arrays).compile()
+    costs: Any = program.cost_analysis()
+    assert costs["flops"] < 1.7 * 2 * 2048 * 64 * 32  # `ragged_dot` needs 8 times as many
