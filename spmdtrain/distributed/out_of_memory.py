@@ -24,9 +24,7 @@ _ALLOCATION_FAILURE = re.compile(
 )
 _STACKS = "Fatal Python error:"  # printed by faulthandler before the stacks of all threads
 _LAST_LINES = 30  # enough for a native stack trace; earlier lines belong to other events
-# Fraction of the address limit above which the peak of physical memory counts as exhausted. It is
-# below 1 because much address space is never backed by physical memory.
-_NEAR = 0.8
+_NEAR = 0.9  # fraction of the address limit above which the address space counts as exhausted
 _NO_LIMIT = 2**60  # bytes; without a limit, version 1 reports the largest page multiple below 2^63
 _POLL_INTERVAL, _RECENT = 5.0, 60.0  # seconds
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -204,13 +202,22 @@ def is_allocation_failure(text: str) -> bool:
     return bool(_ALLOCATION_FAILURE.search(text))
 
 
-def why_aborted(errors: str, limit: int | None, peak: int) -> str | None:
+def address_space(pid: int) -> int:
+    """Returns the size of a process' address space in bytes; 0 if unknown."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    except (OSError, IndexError, ValueError):  # the process has exited, or this is not Linux
+        return 0
+    return pages * resource.getpagesize()
+
+
+def why_aborted(errors: str, limit: int | None, used: int) -> str | None:
     """Returns the evidence that native code aborted because memory could not be allocated.
 
     Args:
       errors: Last lines of the standard error of the process.
       limit: Limit of its address space in bytes; None if unlimited.
-      peak: Peak physical memory of the process in bytes.
+      used: The largest address space of the process that was seen, in bytes.
 
     Returns:
       The evidence; None without any.
@@ -218,7 +225,7 @@ def why_aborted(errors: str, limit: int | None, peak: int) -> str | None:
     before_stacks = errors.partition(_STACKS)[0].splitlines()[-_LAST_LINES:]
     if lines := [line for line in before_stacks if is_allocation_failure(line)]:
         return f"memory could not be allocated ({lines[-1].strip()})"
-    if limit is not None and peak > _NEAR * limit:
+    if limit is not None and used > _NEAR * limit:
         return (
             f"memory could not be allocated, probably: its address space is limited to "
             f"{limit / 1e9:.2f} GB (RLIMIT_AS)"

@@ -176,6 +176,8 @@ class Child:
         """Peak memory of its largest process in bytes, after its exit."""
         self.address_limit: int | None = None
         """Limit of its address space in bytes, after its exit; None if unlimited or unknown."""
+        self.address_space = 0
+        """The largest address space that `poll` has seen, in bytes."""
         self._output = output
         self._reaper = reaper
         self._errors: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
@@ -207,6 +209,7 @@ class Child:
             return True
         # WNOWAIT does not reap it, so that no other process group can get its number.
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            self.address_space = max(self.address_space, out_of_memory.address_space(self.pid))
             return False
         self._signal_group(signal.SIGKILL)
         # At most 1 s, because a process that has left the group may keep the pipes open.

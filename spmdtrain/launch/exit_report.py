@@ -138,15 +138,15 @@ def describe_exit(ended: TaskExit) -> str:
     """Returns a line with the task, how and where it ended, and the reason if it is known."""
     where = _where(ended.record)
     because = f": {ended.message}" if ended.message else ""
+    if ended.memory is not None:
+        because = f": {ended.memory}"
     lost = cause_rank(ended) is CauseRank.CONSEQUENCE and ended.reason is None
     if ended.signal is not None:
         how = f"{_VERBS.get(ended.signal, 'crashed')} ({ended.signal.name}){where}"
         if lost:
             joined = not _NEVER_JOINED.search(ended.errors)
             because = ": JAX lost a peer" if joined else ": JAX timed out waiting for a peer"
-        elif ended.memory is not None:
-            because = f": {ended.memory}"
-        elif ended.reason is None and ended.signal is not signal.SIGABRT:
+        elif ended.memory is None and ended.reason is None and ended.signal is not signal.SIGABRT:
             because = ""  # it has a traceback, but the signal ended it
     elif ended.status == ExitCode.PREEMPTED:
         how, because = f"was preempted and saved (code 75){where}", ""

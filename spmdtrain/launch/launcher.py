@@ -33,6 +33,7 @@ _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the s
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
 _REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
+_LOADER_FAILURE = 127  # exit code of glibc if it cannot allocate the thread-local data of a library
 
 
 @dataclass(frozen=True)
@@ -224,21 +225,22 @@ class Launcher:
             peak=child.peak,
         )
         if ended.signal not in child.sent:
-            return dataclasses.replace(ended, memory=self._memory(ended, child.address_limit))
+            return dataclasses.replace(ended, memory=self._memory(ended, child))
         if reason is not None:  # it was already exiting when the launcher sent the signal
             return dataclasses.replace(ended, status=reason.code)
         return dataclasses.replace(ended, ours=True)
 
-    def _memory(self, ended: TaskExit, address_limit: int | None) -> str | None:
-        """Returns the evidence that a signal ended a task because memory was exhausted."""
+    def _memory(self, ended: TaskExit, child: Child) -> str | None:
+        """Returns the evidence that a task crashed because memory was exhausted."""
         if ended.reason is not None:
             return None
         if ended.signal is signal.SIGKILL:
             return self.oom_kills.reason()
-        crashed = ended.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
-        if not crashed:
+        aborted = ended.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+        if not aborted and ended.status != _LOADER_FAILURE:
             return None
-        return out_of_memory.why_aborted(ended.errors, address_limit, ended.peak)
+        used = max(child.address_space, child.peak)
+        return out_of_memory.why_aborted(ended.errors, child.address_limit, used)
 
     def _outcome(
         self, exits: Sequence[TaskExit], hung: str | None, stopped: Sequence[str]

@@ -101,13 +101,18 @@ def test_how_a_death_of_exhausted_memory_is_described() -> None:
     death = TaskExit("worker 0", -6, errors=aborted, memory=found, peak=1_230_000_000)
     assert describe_exit(death) == f"worker 0 aborted (SIGABRT): {found}"
     assert hint(death) == "the peak host memory of worker 0 was 1.23 GB"
-    assert "1.50 GB (RLIMIT_AS)" in (why_aborted("", 1_500_000_000, 1_300_000_000) or "")
+    assert "1.50 GB (RLIMIT_AS)" in (why_aborted("", 1_500_000_000, 1_400_000_000) or "")
     assert why_aborted("", 500_000_000_000, 200_000_000) is None  # far from its limit
     assert why_aborted("Segmentation fault", None, 0) is None
     earlier = "W allocator: out of memory, trying again\n" + "step 7\n" * 40
     assert why_aborted(earlier, None, 0) is None
     stacks = "Fatal Python error: Aborted\n" + '  File "a.py", line 1 in f\n' * 100
     assert why_aborted(aborted + stacks, None, 0) == found
+    no_library = "cannot allocate memory for thread-local data: ABORT"
+    exited = TaskExit("worker 0", 127, errors=no_library, memory=why_aborted(no_library, None, 0))
+    assert describe_exit(exited) == (
+        f"worker 0 failed: memory could not be allocated ({no_library})"
+    )
     killed = hint(TaskExit("worker 0", -9, peak=1_230_000_000)) or ""
     assert "because memory was exhausted" in killed and killed.endswith("worker 0 was 1.23 GB")
     failed = TaskExit("worker 0", 1, reason=Reason(1, "RuntimeError: can't start new thread", True))
@@ -165,8 +170,10 @@ def launched(
 @pytest.mark.drill
 def test_a_process_that_cannot_allocate_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     said = launched(tmp_path)
-    assert re.search(r"worker 0 failed at step \d+: MemoryError", said[-1]), said
-    assert any("chief ended with the job" in text for text in said), said
+    # A thread of native code may fail to allocate before Python reports it, and end the process.
+    reported = r"worker 0 (failed|aborted|crashed).* at step \d+: (MemoryError|memory could not)"
+    assert re.search(reported, said[-1]), said
+    assert any(re.search("chief ended with the job|killed chief", text) for text in said), said
     assert any(re.search(r"peak host memory of worker 0 was \d+ MB", text) for text in said), said
 
 
