@@ -14,6 +14,7 @@ from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.starting_state import names_step
 from spmdtrain.train.trainer import Trainer
+from spmdtrain.weights.source import is_weights_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def rerun(
     before = [saved for saved in run.checkpoints.steps if saved < step]
     for first in reversed(before or [0]):
         workdir = str(folder / f"from-{first}")
-        replayed = _forked(run, config, first if before else None, workdir, step)
+        replayed = _forked(run, config, first if before else None, workdir, step, terminal)
         try:
             return _run(experiment, config, replayed, first, step)
         except CheckpointCorruptedError as error:
@@ -79,7 +80,12 @@ def rerun(
 
 
 def _forked(
-    run: RecordedRun, config: RunConfig, first: int | None, workdir: str, step: int
+    run: RecordedRun,
+    config: RunConfig,
+    first: int | None,
+    workdir: str,
+    step: int,
+    terminal: Terminal,
 ) -> RunConfig:
     """Returns the configuration of a fork, which logs and saves what will be compared."""
     fork_from, init_from = config.fork_from, config.init_from
@@ -91,6 +97,11 @@ def _forked(
         raise UserError(
             f"{run.workdir} began as a fork of {fork_from}, which does not name the step: replay a "
             "step after the first checkpoint of the run"
+        )
+    elif init_from and not _names_values(init_from, config.checkpoint):
+        terminal.warning(
+            f"{run.workdir} began with the {config.checkpoint} checkpoint of {init_from}: the "
+            "replay begins with other parameters if that run has saved since"
         )
     return dataclasses.replace(
         config,
@@ -114,6 +125,11 @@ def _forked(
         keep_every_steps=None,
         keep_every_hours=None,
     )
+
+
+def _names_values(init_from: str, checkpoint: str) -> bool:
+    """Returns whether a run always begins with the same parameters."""
+    return is_weights_file(init_from) or names_step(f"{init_from}@{checkpoint}")
 
 
 def _run(

@@ -51,6 +51,17 @@ def test_a_step_is_made_again_on_the_same_devices_and_on_others(
     assert contents(run) == before  # the run is only read
 
 
+def test_a_replay_says_if_its_first_parameters_may_be_others(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, warns in ((run, True), (run / "checkpoints" / "30", False)):
+        tuned = finished(tmp_path / f"warns-{warns}", "--steps", 5, "--init-from", given)
+        capsys.readouterr()
+        assert replay([str(tuned), "--step", "5"]) == 0
+        shown = "".join(capsys.readouterr())
+        assert (f"began with the latest checkpoint of {run}: the replay" in shown) == warns
+
+
 def test_a_step_that_differs_from_the_log_names_the_first_step_and_the_parameter(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
