@@ -29,9 +29,9 @@ PyTree = Any
 class Mixture:
     """Several datasets, sampled in proportion to their weights.
 
-    In every 2,048 consecutive training examples (not in each batch) the number from each component
-    is its share of the weights, rounded; rounding errors are carried over, so that the share stays
-    exact. Each component has its own epochs, so a run has none: give `steps`. An evaluation counts
+    Training examples are divided into groups of 2,048, counted from the first example of each
+    stage. In each group (not in each batch) the number from each component is its share of the
+    weights, rounded; rounding errors are carried over, so that the share stays exact. Each component has its own epochs, so a run has none: give `steps`. An evaluation counts
     every example of every component once.
 
     Args:
