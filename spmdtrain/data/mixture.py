@@ -31,8 +31,9 @@ class Mixture:
 
     Training examples are divided into groups of 2,048, counted from the first example of each
     stage. In each group (not in each batch) the number from each component is its share of the
-    weights, rounded; rounding errors are carried over, so that the share stays exact. Each component has its own epochs, so a run has none: give `steps`. An evaluation counts
-    every example of every component once.
+    weights, rounded; rounding errors are carried over, so that the share stays exact. Each
+    component has its own epochs, so a run has none: give `steps`. An evaluation counts every
+    example of every component once.
 
     Args:
       components: Dataset (or arrays) and weight by name. The weights hold from step 0 on.
