@@ -379,8 +379,10 @@ def test_gathers_that_a_tpu_makes_sums_of_are_found(text: Path) -> None:
     (one,) = found["advice"]
     summed = [x for x in found["collectives"] if x["kind"] == "all-reduce"]
     gathers = [x for x in summed if any(array["is_parameter"] for array in x["carries"])]
-    assert gathers and not any(x["overlapped"] for x in gathers)
-    assert one["finding"].startswith("parameters are gathered as all-reduces")
+    exposed = sum(x["bytes"] * x["times"] for x in gathers if not x["overlapped"])
+    assert exposed > 1e6  # the preset of v5p lets the SparseCore overlap some of them
+    found_as = f"parameters are gathered as all-reduces, {exposed / 1e6:.1f} MB with nothing else"
+    assert one["finding"].startswith(found_as)
     tried = " ".join([one["options"], *one["tried"]])
     assert "xla_tpu_prefer_async_allgather_to_allreduce=true" in tried
     assert one["without"]["estimate"] == found["time"]["estimate"]
