@@ -63,13 +63,13 @@ class Config(RunConfig):
     weight_decay: float = 0.1
     """AdamW's weight decay, for the matrices."""
     warmup_steps: int = 100
-    """Steps in which the learning rate rises."""
+    """Steps in which the learning rate rises, at most half of the run; a cosine follows."""
     clip_norm: float = 1.0
     """The norm to which larger gradients are scaled down."""
     lora_rank: int = 0
     """Rank of the factors of the kernels, which are then trained alone (LoRA); 0 trains all."""
     lora_alpha: float = 16.0
-    """LoRA's scale of the factors' product, times the rank."""
+    """LoRA's alpha: the product of the factors is multiplied by lora_alpha / lora_rank."""
 
 
 PRESETS = {

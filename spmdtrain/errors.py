@@ -63,7 +63,7 @@ class DeviceFaultError(StateError):
 
 
 class StorageError(OSError):
-    """A failure to write a run's files or checkpoints. The commands exit 1."""
+    """A failure to read or write data, a run's files or checkpoints. The commands exit 1."""
 
 
 class ClusterError(ConnectionError):
@@ -74,7 +74,7 @@ class ClusterError(ConnectionError):
 
 
 class PreemptedExit(SystemExit):
-    """Raised after a signal stopped the run and its state was saved. Exits 75.
+    """Raised after a signal stopped the run. Its state is saved if it has a workdir. Exits 75.
 
     It is a `SystemExit`, so that a script that calls `fit` exits with this code and an
     `except Exception` does not swallow it.

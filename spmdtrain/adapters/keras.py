@@ -34,9 +34,9 @@ class KerasModel:
 
     Args:
       model: The model.
-      *inputs: Example inputs, for a model that is not built yet.
+      *inputs: Example inputs with which the model is called once, if it is not built yet.
       enforces_constraints: Whether the optimizer enforces constraints of weights, as Keras' own do.
-      **kwargs: Keyword arguments of that call.
+      **kwargs: Keyword arguments of that call of the model.
 
     Raises:
       UserError: If it is not a Keras model, cannot be built, or needs a feature of Keras' own

@@ -103,7 +103,7 @@ class LoraModel:
       model: The base model: what a `Trainer` takes. `init_from` gives its values.
       kernels: The kernels with factors: regular expressions, or `LoraRule`.
       rank: The size of the dim between A and B.
-      alpha: The scale of the product, times `rank`.
+      alpha: The product is multiplied by `alpha / rank`.
       train: One or several regular expressions of parameters that are trained themselves (a new
         head).
 

@@ -61,7 +61,7 @@ class Export:
     checkpoint: str = "latest"
     """Which checkpoint of the workdir: latest (the newest valid one), best or a step."""
     trained: bool = False
-    """Export the trained parameters if the run kept an average of them."""
+    """Export the trained parameters instead of their average, if the run kept one."""
     weight_map: str | None = None
     """An experiment's .py file with a WEIGHT_MAP, which gives the arrays the names and shapes of
     another program's file. The file is executed."""

@@ -53,7 +53,7 @@ _CONFIG: Mapping[str, Any] = {
 
 
 class _Epoch(TypedDict):
-    """Metrics of an unfinished epoch, as `Epochs.so_far` returns them."""
+    """Metrics of an unfinished epoch, as `Epochs.to_json` returns them."""
 
     steps: int
     seconds: float
@@ -88,7 +88,7 @@ class Manifest:
     files: Mapping[str, int]
     """Size of every file in bytes; empty on object stores, which verify sizes themselves."""
     epoch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Metrics of the current epoch up to this step (`Epochs.so_far`); empty if not recorded."""
+    """Metrics of the current epoch up to this step (`Epochs.to_json`); empty if not recorded."""
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """States of the callbacks by name (`CallbackStates.to_json`)."""
     stream: str = ""

@@ -35,21 +35,24 @@ class MeshSpec(OptionGroup):
 
     replica: int | None = None
     """Number of device groups along the slow outer axis, which splits the batch. -1 makes one group
-    for each host or slice, or two groups if there is only one host."""
+    for each host or slice, or two groups if there is only one host. None means 1, or -1 with
+    hybrid."""
     data: int | None = None
-    """Number of devices along the axis that splits the batch; -1 takes the remaining devices."""
+    """Number of devices along the axis that splits the batch; -1 takes the remaining devices. None
+    means the remaining devices, unless another axis takes them."""
     fsdp: int | None = None
     """Number of devices along the axis that splits the batch and can shard the state; -1 takes the
-    remaining devices."""
+    remaining devices. None means 1, or the remaining devices with fully_sharded (at most
+    sharding.max_shards)."""
     expert: int | None = None
     """Number of devices along the axis that splits the batch and the experts of each layer; -1
-    takes the remaining devices."""
+    takes the remaining devices. None means 1."""
     context: int | None = None
     """Number of devices along the axis that splits the tokens of each sequence; -1 takes the
-    remaining devices."""
+    remaining devices. None means 1."""
     tensor: int | None = None
     """Number of devices along the axis that can shard single tensors; -1 takes the remaining
-    devices."""
+    devices. None means 1, or 2 with tensor_parallel."""
     devices: tuple[str | int, ...] = ()
     """Devices to use, by index (0 3) or by name (gpu:0 gpu:1). Empty means all devices."""
 
@@ -105,8 +108,8 @@ class ShardingOptions(OptionGroup):
     """Limits and choices for sharding the state."""
 
     min_size: int = 2**14
-    """Smallest array, in elements, that is sharded. To gather a smaller one would cost more than
-    sharding saves."""
+    """Smallest array, in elements, that a strategy shards by itself; an experiment's rules also
+    shard smaller ones. Gathering a smaller array would cost more than sharding saves."""
     max_shards: int | None = None
     """Largest number of shards of the state along fsdp; the other devices go along data. None: the
     strategy's limit of 64, or none if the mesh gives fsdp or data."""
@@ -114,8 +117,8 @@ class ShardingOptions(OptionGroup):
     """Largest array, in bytes, that a strategy which shards the state may replicate on every device
     without a rule that says so."""
     offload: Literal["state", "optimizer"] | None = None
-    """Part of the state that central_storage keeps in host memory: the whole state, or only the
-    optimizer state."""
+    """Part of the state that central_storage keeps in host memory: parameters, optimizer state and
+    moving average (state), or only the optimizer state (optimizer). None means state."""
 
     def check(self) -> None:
         check_values(self, ShardingOptions, "sharding.")
@@ -127,11 +130,11 @@ class ParameterServerOptions(OptionGroup):
     """Partitioning of the state over parameter servers, and staleness of the workers."""
 
     partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
-    """Rule for the number of shards of a parameter: as many as can have min_shard_bytes, as few as
-    keep each within max_shard_bytes, or always max_shards."""
+    """Rule for the number of shards of a parameter: its size divided by min_shard_bytes, rounded
+    up; as few as keep each within max_shard_bytes; or max_shards. A shard has at least one row."""
     min_shard_bytes: int = 256 * 1024
-    """Smallest size of a shard with min_size, in bytes. The number of shards is rounded up, so that
-    the shards of a parameter slightly above this size have half of it."""
+    """Size in bytes by which min_size divides a parameter. The number of shards is rounded up, so
+    that the shards of a parameter slightly above this size have half of it."""
     max_shard_bytes: int = 4 * 1024 * 1024
     """Largest size of a shard with max_size, in bytes. A shard consists of whole rows."""
     max_shards: int | None = None
@@ -175,7 +178,9 @@ class CollectiveOptions(OptionGroup):
     sums (reduce_scatter, for zero and fully_sharded). Default, if it gives the same result:
     flattened on CPU, reduce_scatter on TPU if the strategy splits gradients; else automatic."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
-    """Dtype in which gradients are reduced. None means their own."""
+    """Dtype in which gradients are reduced, by all_reduce unless reduction names another one, or by
+    reduce_scatter if the strategy splits gradients. None means their own. On CPU, bfloat16 is an
+    error."""
     combine_threshold_bytes: int | None = None
     """Arrays are combined into one collective up to this total size in bytes."""
     cpu_implementation: Literal["gloo", "mpi"] | None = None

@@ -49,11 +49,14 @@ def derive_seed(seed: int, purpose: Purpose) -> int:
 class RunConfig:
     """Fields that every experiment has. An experiment inherits from it to add its own.
 
-    `Trainer` takes the same names as keywords.
+    `Trainer` takes the same names as keywords, except those that `build` uses: `learning_rate`, its
+    scaling and table, and `data_dir`.
     """
 
     workdir: str | None = None
-    """Folder or URL of the run's files. None means runs/NAME, with the name of the experiment."""
+    """Folder or URL of the run's files; required with several processes. None means runs/NAME, with
+    the name of the experiment (a sweep: runs/NAME-sweep). In Python, None means that no files are
+    written."""
     seed: int = 0
     """Seed of all randomness: initial parameters, order of the data, dropout."""
     epochs: int | None = None
@@ -64,10 +67,11 @@ class RunConfig:
     global_batch_size: int | None = None
     """Examples per step, over all devices. None means 32."""
     batch_size_per_device: int | None = None
-    """Examples per step on each device, instead of global_batch_size."""
+    """Examples per step on each device, instead of global_batch_size. Devices along mesh.tensor or
+    mesh.context share theirs."""
     uneven_batch: Literal["refuse", "pad"] = "refuse"
-    """Treatment of a global batch that does not divide over the devices: `refuse`, or `pad` with
-    rows of weight 0, which is an error if padding could change the gradients."""
+    """Treatment of a global batch that does not divide over the devices and microbatches: `refuse`,
+    or `pad` with rows of weight 0, which is an error if padding could change the gradients."""
     eval_batch_size: int | None = None
     """Examples per batch of evaluation and prediction, over all devices. None means the global
     batch size."""
@@ -101,12 +105,14 @@ class RunConfig:
     """Batches to leave out, each as A:B: the batches A to B - 1, counted from 0. A run keeps them
     in all later starts."""
     stream_shards: int | None = None
-    """Number of shards that a stream is read as, fixed for the run; it divides the global batch
-    size. None means the greatest common divisor of that and 8."""
+    """Number of shards that a stream is read as, fixed for the run. It divides the global batch
+    size, and the number of processes divides it. None means the greatest common divisor of the
+    batch size and 8."""
     mesh: MeshSpec = MeshSpec()
     strategy: str = "mirrored"
-    """Placement of the model: default, one_device, mirrored, zero, fully_sharded, tensor_parallel,
-    central_storage, hybrid or parameter_server. Join several by + (hybrid+zero)."""
+    """Placement of the model: mirrored, zero, fully_sharded, tensor_parallel, central_storage and
+    hybrid, of which several can be joined by + (hybrid+zero); or one of default (JAX's default
+    device, without a mesh), one_device and parameter_server."""
     sharding: ShardingOptions = ShardingOptions()
     context: ContextOptions = ContextOptions()
     expert: ExpertOptions = ExpertOptions()
@@ -117,7 +123,8 @@ class RunConfig:
     other, and their gradients are added."""
     exact: int | None = None
     """The same bits on any number of devices: number of virtual shards of the batch, a power of two
-    and at least twice the devices. None means the same numbers to rounding."""
+    and at least twice the devices. global_batch_size must be a multiple of it, times microbatches.
+    None means the same numbers to rounding."""
     batch_statistics: Literal["global", "replica"] = "global"
     """Batch normalization in training: with the statistics of the global batch, or of each
     replica's own examples, as in tf.distribute. With replica, the running averages are the means
@@ -130,35 +137,39 @@ class RunConfig:
     dim (dots_no_batch), or all but the output of attention (attention)."""
     freeze: tuple[str, ...] = ()
     """Regular expressions; parameters whose path contains a match are not trained, and batch
-    statistics keep their values."""
+    statistics with such a path keep their values. A pattern without a match is an error."""
     cpu_devices: int | None = None
-    """Number of virtual CPU devices if there is no accelerator."""
+    """Number of virtual CPU devices of each process if there is no accelerator. None means the
+    number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, or else one; either replaces an experiment's
+    default."""
     ema_decay: float | None = None
-    """Decay of an exponential moving average of the parameters. Evaluation and prediction then use
-    the averaged parameters."""
+    """Decay of an exponential moving average of the parameters, at least 0 and below 1. In update k
+    it is at most (1 + k) / (10 + k). Evaluation and prediction then use the averaged parameters."""
     evaluated_by: Literal["training", "evaluator"] = "training"
     """Task that evaluates the validation split, and so decides which checkpoint is best: the
-    training itself, or a separate evaluator (--role evaluate)."""
+    training itself, or a separate evaluator (--role evaluate, the launcher's --evaluator, or a task
+    of TF_CONFIG). Without a running evaluator, no checkpoint is then removed."""
     steps_per_dispatch: int = 1
-    """Steps that the devices compute without the host if nothing is due between them. Signals and
-    callbacks are delayed until the last of them."""
+    """Steps that the devices compute without the host if nothing is due between them; otherwise
+    they are dispatched one by one. Signals and callbacks are delayed until the last of them."""
     jit: bool = True
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
     compilation_cache: str | None = None
-    """Folder that keeps compiled programs for later starts, or 'off'. None means
-    ~/.cache/spmdtrain."""
+    """Folder that keeps compiled programs for later starts, up to 4 GiB, or 'off'. None means
+    ~/.cache/spmdtrain, or the folder of JAX_COMPILATION_CACHE_DIR if that is set."""
     compiler_options: tuple[str, ...] = ()
     """XLA options for compiling the steps, each as NAME=VALUE."""
     xla_preset: Literal["auto", "none"] = "auto"
-    """XLA options that make steps faster on the chip: those of the table for its generation (auto),
-    or none. compiler_options replace them."""
+    """Options of XLA that make steps on several TPU v5e or v5p chips faster (auto), or none. On
+    other devices auto adds nothing. compiler_options replace them."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """Restore the newest valid checkpoint of the workdir: if there is one (auto), never, or always,
-    which fails without one (must)."""
+    """Use of the checkpoints in the workdir: auto restores the newest valid one, and starts from
+    step 0 only if there are none; never refuses a workdir with checkpoints, must one without."""
     init_from: str | None = None
-    """Initial parameters: the workdir of another run, or one of its checkpoints/STEP (the averaged
-    ones if it has them); or weights of another program: .safetensors (a file, or a folder with its
-    index), .npz, .keras, or an Orbax checkpoint."""
+    """Initial parameters, if the workdir has no checkpoint to resume from: the workdir of another
+    run, or one of its checkpoints/STEP (the averaged ones if it has them); or weights of another
+    program: .safetensors (a file, or a folder with its index), .npz, .keras, or an Orbax
+    checkpoint. With --mode evaluate or predict, the model to use instead of the workdir's."""
     init_from_strict: Literal["all", "matching"] = "all"
     """all: init_from must have every array of the model. matching: arrays that are missing there or
     have another shape (a new head) keep their initial values."""
@@ -176,15 +187,18 @@ class RunConfig:
     means no hashes."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
-    trackio. A tracker that fails does not stop the run."""
+    trackio; nowhere else without a name. A tracker that fails does not stop the run."""
     eval_every_steps: int | None = None
-    """Steps between two evaluations. None means at the end of each epoch."""
+    """Steps between two evaluations. The last step has one, too. None means at the end of each
+    epoch."""
     eval_at_checkpoints: bool = False
     """Evaluate before each save of a checkpoint, instead of at the end of each epoch."""
     checkpoint_every_steps: int | None = None
-    """Steps between two checkpoints. None means each epoch, or 500 steps without epochs."""
+    """Steps between two checkpoints. The last step has one, too. None means each epoch, or 500
+    steps without epochs, unless checkpoint_every_seconds is given."""
     checkpoint_every_seconds: float | None = None
-    """Seconds between two checkpoints."""
+    """Seconds between two checkpoints, instead of each epoch or 500 steps. With
+    checkpoint_every_steps, both apply. None means no checkpoints by time."""
     checkpoint_at_start: bool = False
     """Also save the state before the first step, as checkpoints/0."""
     keep_latest: int = 3
@@ -192,15 +206,18 @@ class RunConfig:
     keep_best: int = 1
     """Number of best checkpoints to keep in addition."""
     keep_every_steps: int | None = None
-    """Interval in steps; the first checkpoint in each is never deleted."""
+    """N steps; the first checkpoint at or after each multiple of N is never deleted. None means
+    that no checkpoint is kept for its step."""
     keep_every_hours: float | None = None
-    """Interval in hours; the first checkpoint in each is never deleted."""
+    """Hours; the first checkpoint of each such period of the clock is never deleted. None means
+    that no checkpoint is kept for its time."""
     best_metric: str = "loss"
     """Evaluation metric by which the best checkpoint is chosen."""
     best_direction: Literal["min", "max"] = "min"
     """Whether a low (min) or a high (max) best_metric is better."""
     quiet: bool = False
-    """Print only errors and the result: the metrics of the last evaluation, or the predictions."""
+    """Print only errors, warnings and the result: the metrics of the last evaluation, or the
+    predictions."""
     sentinel_every: int | None = None
     """Steps between two checks that the devices compute correctly: the gradients of each device's
     part of the batch are computed again on another device, and must have the same bits."""

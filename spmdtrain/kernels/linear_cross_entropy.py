@@ -29,7 +29,7 @@ class TokenLosses(NamedTuple):
     Attributes:
       loss: Cross-entropy in nats, and `z_loss`; f32.
       correct: Whether no other token has a larger logit than the target.
-      z_loss: The part of the loss that keeps the logits' normalizers near 1; f32.
+      z_loss: The part of the loss that keeps the logits' normalizers near 0; f32.
     """
 
     loss: jax.Array

@@ -14,9 +14,10 @@ class Options:
     then restarted one by one, without the others."""
     devices_per_process: int | None = None
     """Devices of each process: GPUs if there are any, else virtual CPU devices. None means
-    all GPUs, for a single process, or the CPU devices that JAX creates."""
+    all GPUs, for a single process, or the cpu_devices of the experiment."""
     evaluator: bool = False
-    """Also start an evaluator, which is not one of the training processes."""
+    """Also start an evaluator, which is not one of the training processes. With --evaluated-by
+    evaluator in the command, the training leaves the validation split to it."""
     max_restarts: int = 3
     """Largest number of restarts without a new checkpoint between them."""
     hang_timeout: float = 900

@@ -34,7 +34,7 @@ class Options:
     """Options of the command; all others are those of the experiment, for every trial."""
 
     config: str
-    """The experiment: a Python file with a Config and a build(config)."""
+    """The experiment: a Python file with a Config, and a build(config) or train(config, loop)."""
     preset: str | None = None
     """One of the experiment's PRESETS; other options override its values."""
     set: tuple[str, ...]
@@ -42,8 +42,9 @@ class Options:
     shuffle=true,false. All combinations are tried. For --search also ranges of real numbers:
     learning_rate=log:1e-4..1e-2 ema_decay=0.9..0.99."""
     search: int | None = None
-    """Number of trials that Optuna samples, instead of all combinations. A trial that is worse at
-    an evaluation than the median of the others is ended."""
+    """Number of trials that Optuna samples, instead of all combinations (extra `sweep`). Once five
+    trials have finished, a trial is ended at an evaluation if its best value so far is worse than
+    the median of theirs at that step."""
     jobs: int = 1
     """Number of trials that run at the same time."""
     devices_per_trial: int | None = None

@@ -28,21 +28,23 @@ class Options:
     """Options of the command; fields of an experiment's Config cannot have these names."""
 
     config: str
-    """The experiment: a Python file with a Config and a build(config)."""
+    """The experiment: a Python file with a Config, and a build(config) or train(config, loop)."""
     preset: str | None = None
     """One of the experiment's PRESETS; other options override its values."""
     mode: Literal["train", "evaluate", "predict"] = "train"
     """What to do; evaluate and predict take the model from a checkpoint."""
     split: Literal["train", "validation", "test"] | None = None
-    """The split to evaluate or predict; by default the test split, or else the validation split."""
+    """The split to evaluate or predict. By default test, or validation if there is no test split;
+    predict first uses the experiment's prompts or its own generation of text, if it has them."""
     role: Literal["train", "evaluate"] | None = None
     """The role of this process if TF_CONFIG does not set it: with evaluate it evaluates the
     checkpoints of a training that runs in another job."""
     evaluate_which: tyro.conf.EnumChoicesFromValues[Which] = Which.EACH
-    """The checkpoints that an evaluator evaluates."""
+    """The checkpoints that an evaluator evaluates: each, the oldest first, or always the newest,
+    which skips older ones."""
     cluster: Literal["tf_config", "auto"] = "tf_config"
-    """How the other processes are found; auto also detects TPU pods, Slurm, Open MPI and
-    Kubernetes."""
+    """Source of the list of processes: TF_CONFIG alone; or auto, without TF_CONFIG also a TPU pod,
+    Slurm, Open MPI or Kubernetes, of which one must be found."""
     coordinator: str | None = None
     """HOST:PORT of process 0 if there is no TF_CONFIG; the same in all processes."""
     processes: int | None = None

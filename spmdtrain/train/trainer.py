@@ -76,7 +76,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
       init_timeout: Seconds to wait for the other tasks under parameter servers.
-      **options: Fields of `RunConfig`, in place of those of `config`.
+      **options: Fields of `RunConfig`, in place of those of `config`, except `learning_rate`, its
+        scaling and table, and `data_dir`.
 
     Raises:
       UserError: If an argument or option is wrong.
@@ -190,6 +191,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             if copies of replicated data differ between processes, `DeviceFaultError` if a device
             computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
+            Not in a single process without a workdir, where Ctrl-C is a KeyboardInterrupt.
           SystemExit: In an evaluator task, after the training has ended.
           UserError: If an argument is wrong.
         """
