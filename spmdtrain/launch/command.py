@@ -1,7 +1,7 @@
 """`python -m spmdtrain.launch`: starts, watches and restarts the processes of a job.
 
-Usage: python -m spmdtrain.launch --processes N [OPTIONS] -- COMMAND. Each process runs COMMAND, such
-as `python -m spmdtrain.run --config experiments/X.py --workdir RUN`.
+Usage: python -m spmdtrain.launch --processes N [OPTIONS] -- COMMAND. Each process runs COMMAND,
+such as `python -m spmdtrain.run --config experiments/X.py --workdir RUN`.
 """
 
 import os
