@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Never
 
+import jax
 import numpy as np
 
 from spmdtrain.checkpoints.checksums import format_sums, read_parts
@@ -35,6 +36,11 @@ def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
+def is_on_cpu(array: jax.Array) -> bool:
+    """Returns whether an array is on CPU devices, so that NumPy reads it without a copy."""
+    return {device.platform for device in array.devices()} == {"cpu"}
+
+
 class MetricsReader:
     """Fetches step outputs with a delay, so that the host runs ahead of the devices.
 
@@ -60,6 +66,7 @@ class MetricsReader:
         self._max_in_flight = max_in_flight
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
+        self._reads_arrays: bool | None = None  # without a copy; None before the first output
         self._is_first = True  # the first state is not compared yet
         # By step, the sums for comparisons, and whether they are also logged as a hash.
         self._sums: dict[int, tuple[StateSums, bool]] = {}
@@ -86,6 +93,7 @@ class MetricsReader:
         if (hashes or self._compares_after(steps)) and (state := self._state()) is not None:
             self._sums[last] = StateSums(state, in_host_memory=hashes), hashes
             self._is_first = False
+        self._start_copies(steps, output)
         self._in_flight.append((steps, output))
         if len(self._in_flight) > self._max_in_flight:
             self._read(*self._in_flight.popleft())
@@ -108,6 +116,23 @@ class MetricsReader:
         is_due = self._run.config.hashes_at(step, self._run.schedule.total)
         if is_due and step != self._hashed and (state := self._state()) is not None:
             self._read_sums(step, StateSums(state, in_host_memory=True), is_hashed=True)
+
+    def _start_copies(self, steps: Sequence[int], output: StepOutput) -> None:
+        """Starts to copy to the host what `_read` reads of an output.
+
+        Otherwise the host waits for each copy from a GPU or TPU for as long as a small step takes.
+        On CPU it reads the arrays themselves.
+        """
+        if self._reads_arrays is None:
+            self._reads_arrays = is_on_cpu(output.finite)
+        if self._reads_arrays:
+            return
+        values = [output.number, output.finite, output.sums]
+        if any(self._run.config.logs_at(step, self._run.schedule.total) for step in steps):
+            values += [*output.metrics.values(), output.rate, output.norms]
+        for value in values:
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
 
     def _check_sound(self) -> None:
         """Re-raises an earlier error: if the user has caught it, the state is still unusable."""

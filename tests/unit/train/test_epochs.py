@@ -163,6 +163,35 @@ def test_an_epoch_in_which_the_metrics_changed_is_left_out(tmp_path: Path) -> No
     assert trained(19, _objective) == [ENDS[1], ENDS[3]]
 
 
+def test_the_copies_of_what_is_read_start_before_later_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the host would wait for each copy: twice for a step, for 1 ms of a step of 2."""
+    added: list[Any] = []
+    copied: dict[int, set[str]] = {}
+    add, start = MetricsReader.add, type(jnp.zeros(())).copy_to_host_async
+
+    def recording_add(reader: MetricsReader, steps: Any, output: Any) -> None:
+        added.append((steps[-1], output))
+        add(reader, steps, output)
+
+    def recording_start(array: Any) -> None:
+        step, output = added[-1]
+        fields = {"finite": output.finite, "sums": output.sums, **output.metrics}
+        copied.setdefault(step, set()).update(n for n, x in fields.items() if x is array)
+        start(array)
+
+    monkeypatch.setattr(MetricsReader, "add", recording_add)
+    monkeypatch.setattr(type(jnp.zeros(())), "copy_to_host_async", recording_start)
+    fitted(epochs=1, log_every=4, validation=None)
+    assert copied == {}  # NumPy reads arrays on CPU
+    added.clear()
+    monkeypatch.setattr("spmdtrain.train.metrics_reader.is_on_cpu", lambda array: False)
+    fitted(epochs=1, log_every=4, validation=None)
+    assert copied[3] == {"finite", "sums"}
+    assert copied[4] == {"finite", "sums", "loss", "off"}
+
+
 def test_the_end_of_an_epoch_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The means are of outputs that are fetched as late as in the midst of an epoch."""
     dispatched, fetched = [0], {}
