@@ -12,15 +12,23 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.reference import optimized_implementation, uses_reference
-from spmdtrain.kernels.whole_logits import LogitLayer, product, summed_at, values_of_logits
+from spmdtrain.kernels.whole_logits import (
+    LogitLayer,
+    logit_gradients,
+    product,
+    values_of_logits,
+)
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import current_mesh
+from spmdtrain.sharding.placement import current_device, current_mesh
+from spmdtrain.xla.chips import chip_of
 
 # A backward pass that computes the logits a second time costs a third of the layer's time, so it
 # pays only if the logits are a large part of a device's memory.
-_MAX_WHOLE_BYTES = 2 * 2**30
+_MAX_WHOLE_SHARE = 1 / 8
+_USUAL_MEMORY = 16 * 2**30  # of devices whose memory is not known
 # Each chunk reads and writes the gradient of `head` once, so chunks are as large as is harmless.
 _CHUNK_BYTES = 2**29
+_TILE_ROWS = 128  # of the matrix units of GPUs and TPUs: a chunk has a multiple of them if possible
 
 
 class TokenLosses(NamedTuple):
@@ -50,8 +58,9 @@ def linear_cross_entropy(
 ) -> TokenLosses:
     """Computes the cross-entropy of the logits `hidden @ head.T + bias`.
 
-    If the logits of a device need more than 2 GiB, they are computed for one chunk of its tokens
-    after the other, in the backward pass again, and no two chunks are in memory. Values and
+    If the logits of a device need more than an eighth of its memory (more than 2 GiB if that is
+    not known, as on CPU), they are computed for one chunk of its tokens after the other, in the
+    backward pass again, and no two chunks are in memory. Values and
     gradients are those of whole logits up to rounding. On a mesh each device computes its own
     tokens, and its own rows of `head` if these are split over "tensor". Chunks, and arrays of 16
     bits, have no forward-mode derivatives.
@@ -77,7 +86,7 @@ def linear_cross_entropy(
     layer = LogitLayer(len(head) if vocabulary is None else vocabulary, soft_cap)
     layout = _Layout.of(hidden, head)
     if chunks is None:
-        chunks = _chunks_by_size(targets.size * len(head) // layout.parts)
+        chunks = _chunks_by_size(targets.size // layout.token_parts, len(head) // layout.row_parts)
     if chunks == 1 or uses_reference():
         normalizers, chosen, correct = values_of_logits(layer, hidden, head, bias, targets)
     else:
@@ -124,10 +133,15 @@ def _check(
             )
 
 
-def _chunks_by_size(logits: int) -> int:
-    """Returns the number of chunks for this many logits of a device."""
-    size = 4 * logits
-    return 1 if size <= _MAX_WHOLE_BYTES else -(-size // _CHUNK_BYTES)
+def _chunks_by_size(tokens: int, rows: int) -> int:
+    """Returns the number of chunks for a device's tokens and rows of the vocabulary."""
+    chip, size = chip_of(current_device().device_kind), 4 * tokens * rows
+    memory = _USUAL_MEMORY if chip is None else chip.memory
+    if size <= _MAX_WHOLE_SHARE * memory:
+        return 1
+    fewest = -(-size // _CHUNK_BYTES)
+    whole_tiles = (n for n in range(fewest, 2 * fewest) if tokens % (n * _TILE_ROWS) == 0)
+    return next(whole_tiles, fewest)
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -144,7 +158,8 @@ class _Layout:
       batch: Those that split the leading dim of the tokens.
       context: The axis that splits the second dim of the tokens.
       tensor: The axis that splits the rows of `head`.
-      parts: Number of parts of the logits.
+      token_parts: Number of parts of the tokens.
+      row_parts: Number of parts of the rows of `head`.
     """
 
     mesh: Mesh | None = None
@@ -152,7 +167,8 @@ class _Layout:
     batch: tuple[str, ...] = ()
     context: str | None = None
     tensor: str | None = None
-    parts: int = 1
+    token_parts: int = 1
+    row_parts: int = 1
 
     @classmethod
     def of(cls, hidden: jax.Array, head: jax.Array) -> "_Layout":
@@ -167,8 +183,8 @@ class _Layout:
         tensor = "tensor" if columns > 1 else None
         tokens = over.parts("context")
         divides = tokens > 1 and hidden.ndim > 2 and hidden.shape[1] % tokens == 0
-        parts = shards * columns * (tokens if divides else 1)
-        return cls(over.mesh, over.free, batch, "context" if divides else None, tensor, parts)
+        context, shards = ("context", shards * tokens) if divides else (None, shards)
+        return cls(over.mesh, over.free, batch, context, tensor, shards, columns)
 
     def run(self, function: Callable[..., Any], operands: str, results: str, *args: Any) -> Any:
         """Calls a function on each device's part of arrays.
@@ -222,18 +238,19 @@ class _Chunked:
     layout: _Layout
     chunks: int
 
-    def split(self, x: jax.Array, dims: int) -> jax.Array:
-        """Returns an array of tokens as (chunks, tokens of a chunk, ...), padded with zeros.
+    def split(self, x: jax.Array, dims: int, fill: float = 0) -> jax.Array:
+        """Returns an array of tokens as (chunks, tokens of a chunk, ...), padded with `fill`.
 
         Args:
           x: An array whose first `dims` dims are those of the tokens.
           dims: Their number.
+          fill: The value of the tokens that are added to make the chunks equal.
         """
         tokens = math.prod(x.shape[:dims])
         x = x.reshape(tokens, *x.shape[dims:])
         each = -(-tokens // self.chunks)
         missing = [(0, self.chunks * each - tokens), *[(0, 0)] * (x.ndim - 1)]
-        return jnp.pad(x, missing).reshape(self.chunks, each, *x.shape[1:])
+        return jnp.pad(x, missing, constant_values=fill).reshape(self.chunks, each, *x.shape[1:])
 
     def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Returns chunks as an array of tokens of this shape."""
@@ -320,23 +337,26 @@ def _gradients(
 
     def of_chunk(total: Any, chunk: Any) -> tuple[Any, jax.Array]:
         x, targets, normalizers, of_normalizers, of_chosen = chunk
-
-        def local(products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-            logits = chunked.layer.logits(products, bias, first)
-            return jax.nn.logsumexp(logits, axis=-1), summed_at(logits, targets - first)
-
-        (own, _), pull = jax.vjp(local, product("nd,vd->nv", x, head), bias)
-        # The normalizer of all rows is a logsumexp of those of each device's rows.
-        share = jnp.exp(jnp.minimum(own - normalizers, 0)) if layout.tensor else 1.0
-        products, of_bias = pull((of_normalizers * share, of_chosen))
-        products = products.astype(x.dtype)
-        into = product("nv,nd->vd", products, x), of_bias
-        return jax.tree.map(jnp.add, total, into), product("nv,vd->nd", products, head)
+        logits = chunked.layer.logits(product("nd,vd->nv", x, head), bias, first)
+        of_logits = logit_gradients(
+            chunked.layer, logits, targets - first, normalizers, of_normalizers, of_chosen
+        )
+        of_bias = None if bias is None else of_logits.sum(0)
+        of_products = of_logits.astype(x.dtype)
+        into = product("nv,nd->vd", of_products, x), of_bias
+        return jax.tree.map(jnp.add, total, into), product("nv,vd->nd", of_products, head)
 
     dims = targets.ndim
-    tokens = hidden, targets, normalizers, of_normalizers, of_chosen
+    split = chunked.split
+    tokens = (
+        split(hidden, dims),
+        split(targets, dims),
+        split(normalizers, dims, fill=jnp.inf),  # exp(logits - inf) = 0 for a token that was added
+        split(of_normalizers, dims),
+        split(of_chosen, dims),
+    )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (head, bias))
-    totals, of_hidden = jax.lax.scan(of_chunk, zeros, tuple(chunked.split(x, dims) for x in tokens))
+    totals, of_hidden = jax.lax.scan(of_chunk, zeros, tokens)
     of_hidden = layout.sum_vocabulary(chunked.joined(of_hidden, targets.shape).astype(hidden.dtype))
     of_head, of_bias = jax.tree.map(
         lambda x, like: layout.sum_batch(x.astype(like.dtype)), totals, (head, bias)

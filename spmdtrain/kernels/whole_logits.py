@@ -94,6 +94,37 @@ def summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.where(_is_target(logits, targets), logits, 0).sum(-1)
 
 
+def logit_gradients(
+    layer: LogitLayer,
+    logits: jax.Array,
+    targets: jax.Array,
+    normalizers: jax.Array,
+    of_normalizers: jax.Array,
+    of_chosen: jax.Array,
+) -> jax.Array:
+    """Returns the gradients of the products that `LogitLayer.logits` has taken, f32.
+
+    They are one expression of the logits, which a product with them can compute on the way. The
+    derivatives of `logsumexp` and of a lookup would read the logits several more times.
+
+    Args:
+      layer: The layer.
+      logits: (..., V), or a part of the rows of V.
+      targets: int (...), relative to the first row.
+      normalizers: (...), of all rows.
+      of_normalizers: (...), the gradients of the normalizers.
+      of_chosen: (...), those of the targets' logits.
+    """
+    # Of a row without a token it is 0 without a mask.
+    shares = jnp.exp(logits - normalizers[..., None])
+    of_logits = shares * of_normalizers[..., None]
+    of_logits += jnp.where(_is_target(logits, targets), of_chosen[..., None], 0)
+    if layer.soft_cap is not None:
+        slope = 1 - jnp.square(logits / layer.soft_cap)
+        of_logits = jnp.where(logits == _NO_TOKEN, 0, of_logits * slope)
+    return of_logits
+
+
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.arange(logits.shape[-1]) == targets[..., None]
 
@@ -140,13 +171,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
     hidden, head, bias, targets, logits, normalizers = kept
     of_normalizers, of_chosen, _ = cotangents
-    # Of a row without a token it is 0 without a mask.
-    shares = jnp.exp(logits - normalizers[..., None])
-    of_logits = shares * of_normalizers[..., None]
-    of_logits += jnp.where(_is_target(logits, targets), of_chosen[..., None], 0)
-    if layer.soft_cap is not None:
-        slope = 1 - jnp.square(logits / layer.soft_cap)
-        of_logits = jnp.where(logits == _NO_TOKEN, 0, of_logits * slope)
+    of_logits = logit_gradients(layer, logits, targets, normalizers, of_normalizers, of_chosen)
     dims = tuple(range(targets.ndim))
     of_bias = None if bias is None else of_logits.sum(dims).astype(bias.dtype)
     of_products = of_logits.astype(hidden.dtype)
