@@ -1,9 +1,27 @@
-"""Libraries that only some users need, imported on first use."""
+"""Versions of libraries, and libraries that only some users need, imported on first use."""
 
 import importlib
+import importlib.metadata
 from typing import Any
 
+import spmdtrain
 from spmdtrain.errors import UserError
+
+NOT_INSTALLED = "not installed"
+
+
+def version_of(package: str) -> str:
+    """Returns the installed version of a package, or `NOT_INSTALLED`.
+
+    spmdtrain has a version without an installation, too: if its folder is on the path.
+
+    Args:
+      package: The name of the package, such as "orbax-checkpoint".
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return spmdtrain.__version__ if package == "spmdtrain" else NOT_INSTALLED
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:

@@ -19,6 +19,7 @@ from jax._src import cache_key
 from jax._src.config import trace_context_names
 
 from spmdtrain.errors import NOT_SET, UserError
+from spmdtrain.optional import version_of
 
 _PACKAGES = (
     *("spmdtrain", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain"),
@@ -58,16 +59,9 @@ _DUMPS = ("--xla_dump_", "--xla_gpu_dump_")
 
 def versions() -> dict[str, str]:
     """Returns package name to version, for the libraries that affect compiled programs."""
-    installed = {name: _version(name) for name in _PACKAGES}
+    installed = {name: version_of(name) for name in _PACKAGES}
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return installed | {x.dist.name: x.dist.version for x in plugins if x.dist is not None}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def settings() -> dict[str, str]:

@@ -5,7 +5,6 @@ Other tools may rely on their names and formats.
 
 import contextlib
 import enum
-import importlib.metadata
 import json
 import logging
 import math
@@ -31,6 +30,7 @@ from spmdtrain.files.validation import (
     read_bytes,
 )
 from spmdtrain.files.workdir_lock import WorkdirLock
+from spmdtrain.optional import version_of
 
 MEDIA_LINES = "media.jsonl"
 """File with a line for each logged image, text, histogram, table and figure."""
@@ -181,7 +181,7 @@ class RunFiles:
         """
         content = {
             "config": config,
-            "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
+            "versions": {name: version_of(name) for name in _VERSIONS},
             "mesh": mesh,
             "devices": len(devices),
             "device_kind": devices[0].device_kind,

@@ -1,10 +1,10 @@
 """The HTML page of one or several plans, made from the object that `--json` prints."""
 
 import datetime
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
+from spmdtrain.optional import NOT_INSTALLED, version_of
 from spmdtrain.page.blocks import (
     Block,
     Fact,
@@ -35,7 +35,7 @@ from spmdtrain.plan.phrases import (
 from spmdtrain.step.flops import SHORT_CONVENTION
 from spmdtrain.terminal import byte_size
 
-_PACKAGES = ("spmdtrain", "jax", "libtpu", "jax-cuda12-plugin")
+_PACKAGES = ("spmdtrain", "jax", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _FULL = 0.9  # fraction of the limit from which on memory is marked as scarce
 
 
@@ -85,14 +85,10 @@ def _badge(result: dict[str, Any]) -> tuple[str, Tone]:
 
 
 def _footer() -> str:
-    versions = []
-    for package in _PACKAGES:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {package: version_of(package) for package in _PACKAGES}
+    installed = [f"{name} {x}" for name, x in versions.items() if x != NOT_INSTALLED]
     now = datetime.datetime.now(datetime.UTC)
-    return f"{', '.join(versions)}; written {now:%Y-%m-%d %H:%M} UTC"
+    return f"{', '.join(installed)}; written {now:%Y-%m-%d %H:%M} UTC"
 
 
 def _sections(result: dict[str, Any]) -> list[Section]:

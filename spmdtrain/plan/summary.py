@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ import jax
 from spmdtrain.errors import UserError
 from spmdtrain.files.cache_files import keep_file
 from spmdtrain.files.user_folders import cache_folder
+from spmdtrain.optional import version_of
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log, short
 from spmdtrain.plan.element_operations import element_operations
 from spmdtrain.plan.instruction_work import Work, work_of
@@ -30,8 +30,8 @@ from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_p
 from spmdtrain.xla.hlo_shapes import element_of
 from spmdtrain.xla.provenance import Origins
 
-CUDA = "jax-cuda12-plugin"
-_PACKAGES = ("jax", "jaxlib", "libtpu", CUDA, "jax-cuda12-pjrt")
+_CUDA = tuple(f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt"))
+_PACKAGES = ("jax", "jaxlib", "libtpu", *_CUDA)
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # The modules that read a program. Their source is part of the cache key, so that a change of one
 # invalidates the cached summaries.
@@ -345,13 +345,6 @@ def _from_json(fields: dict[str, Any]) -> CompiledSummary:
         buffers=buffers,
         rematerialized=rematerialized,
     )
-
-
-def version_of(package: str) -> str:
-    """Returns the installed version of a package, or "none"."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return "none"
 
 
 def _key(lowered: jax.stages.Lowered, parameters: Mapping[str, str], target: Sequence[str]) -> str:

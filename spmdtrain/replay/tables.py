@@ -1,6 +1,5 @@
 """Tables of a comparison of two runs."""
 
-import importlib.metadata
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -9,6 +8,7 @@ from rich.table import Table
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.errors import foreign
 from spmdtrain.files.storage import source_digest
+from spmdtrain.optional import version_of
 from spmdtrain.replay.comparison import ArrayDifference, StepComparison
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
 from spmdtrain.replay.rerun import Rerun
@@ -53,10 +53,7 @@ def other_conditions(
         changes = changed_options(manifest.identity.config, run.config)
         found += [f"other options of a later start, which the replay uses: {x}" for x in changes]
     for name, version in run.versions.items():
-        try:
-            here = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            here = "not installed"
+        here = version_of(name)
         if here != version:
             found.append(
                 f"other versions: {foreign(name, 60)} was {foreign(version, 60)}, is {here}"
