@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,10 @@ def origin() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "keras", "numpy", "grain")
-    versions = {name: version(name) for name in packages}
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):  # such as Keras, if its peers are skipped
+            versions[name] = version(name)
     for python, name in ((TORCH, "torch"), (TORCH, "lightning"), (TENSORFLOW, "tensorflow")):
         script = f"from importlib.metadata import version; print(version({name!r}))"
         with contextlib.suppress(OSError, subprocess.CalledProcessError):  # not installed

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -159,11 +160,15 @@ def work_of(peers: Sequence[Peer], work: Work, file: Path) -> dict[str, dict[str
         UnequalWorkError: If the loss or the number of parameters of a peer is not the floor's.
     """
     single = replace(work, devices=1, processes=1, segment=1)
-    found: dict[str, dict[str, Any]] = {}
-    for peer in peers:
+
+    def facts(peer: Peer) -> dict[str, Any]:
         log = file.with_name(f"{file.stem} {peer.name} work.log".replace(" ", "-"))
         with running(peer, single, log, **{CHECK: "1"}) as one:
-            found[peer.name] = {x: one.first[x] for x in ("loss", "parameters", "flops", "dtypes")}
+            return {x: one.first[x] for x in ("loss", "parameters", "flops", "dtypes")}
+
+    # Nothing is timed here. A peer compiles with about four processors.
+    with ThreadPoolExecutor(max(1, THREADS // 4)) as threads:
+        found = dict(zip([x.name for x in peers], threads.map(facts, peers), strict=True))
     floor, *others = found
     expected = found[floor]
     for name in others:

@@ -161,5 +161,4 @@ def _classified(model: Any, batch: Any) -> dict[str, jax.Array]:
 
 
 def _next_token(model: Any, batch: Any) -> dict[str, jax.Array]:
-    logits = model(batch["image"])
-    return {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])}
+    return {"loss": model.token_losses(batch["image"], batch["label"]).loss}

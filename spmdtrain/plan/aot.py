@@ -11,11 +11,12 @@ from jax.experimental import topologies as jax_topologies
 from packaging.requirements import Requirement
 
 from spmdtrain.errors import UserError
+from spmdtrain.optional import NOT_INSTALLED, version_of
 from spmdtrain.plan.compiler_log import short
-from spmdtrain.plan.summary import CUDA, version_of
 from spmdtrain.plan.topologies import MOST_CPU_DEVICES, Topology, gpu_config
 
-_COMPILERS = {"tpu": ("tpu", "libtpu"), "gpu": ("cuda12", CUDA)}  # extra, package
+_CUDA = ("cuda13", "cuda12")
+"""The extras that install the GPU's compiler; `jax_plugins.xla_cuda13` is the plugin's module."""
 
 
 def environment(topology: Topology) -> dict[str, str]:
@@ -33,10 +34,10 @@ def environment(topology: Topology) -> dict[str, str]:
             "TPU_LOG_DIR": "disabled",
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
-    if topology.platform == "gpu" and _has_cuda():
+    if topology.platform == "gpu" and _installed_cuda():
         return {
-            "JAX_PLATFORMS": "",  # load the plugin, which finds no GPU
-            "CUDA_VISIBLE_DEVICES": "-1",
+            "JAX_PLATFORMS": "cpu",  # experiments build their arrays here
+            "CUDA_VISIBLE_DEVICES": "-1",  # the plugin compiles without a GPU, also if there is one
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # autotuning would run kernels
             "TF_CPP_MIN_LOG_LEVEL": "1",
@@ -44,15 +45,18 @@ def environment(topology: Topology) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
-def _has_cuda() -> bool:
+def _installed_cuda() -> str | None:
+    """Returns the extra whose CUDA plugin is installed; None if there is none."""
     with contextlib.suppress(ImportError):
-        return importlib.util.find_spec("jax_plugins.xla_cuda12") is not None
-    return False
+        for extra in _CUDA:
+            if importlib.util.find_spec(f"jax_plugins.xla_{extra}") is not None:
+                return extra
+    return None
 
 
 def has_compiler(topology: Topology) -> bool:
     """Returns whether the topology's own compiler is available, not only virtual CPU devices."""
-    return topology.platform != "gpu" or _has_cuda()
+    return topology.platform != "gpu" or _installed_cuda() is not None
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
@@ -111,13 +115,16 @@ def other_compiler(topology: Topology) -> str:
     Args:
         topology: Its platform selects the compiler: libtpu or the CUDA plugin.
     """
-    if topology.platform not in _COMPILERS:
+    if topology.platform == "tpu":
+        extra, package = "tpu", "libtpu"
+    elif topology.platform == "gpu" and (cuda := _installed_cuda()):
+        extra, package = cuda, f"jax-{cuda}-plugin"
+    else:
         return ""
-    extra, package = _COMPILERS[topology.platform]
     installed = version_of(package)
     for text in importlib.metadata.requires("jax") or ():
         required = Requirement(text)
-        if required.name != package or required.marker is None or installed == "none":
+        if required.name != package or required.marker is None or installed == NOT_INSTALLED:
             continue
         applies = required.marker.evaluate({"extra": extra})
         if applies and not required.specifier.contains(installed, prereleases=True):

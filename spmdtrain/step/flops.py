@@ -21,7 +21,7 @@ from spmdtrain.step import finite, norms, optimizer
 from spmdtrain.step.kernel_flops import KERNEL_CALLS, KernelFlops, kernel_flops
 from spmdtrain.step.product_flops import PRODUCT_FLOPS
 from spmdtrain.xla.hlo_parser import RARE_BRANCH
-from spmdtrain.xla.jaxpr import inner_jaxprs
+from spmdtrain.xla.jaxpr import inner_jaxprs, scan_operands
 from spmdtrain.xla.source_files import is_library
 
 _CHECKS = frozenset({finite.__file__, norms.__file__})
@@ -235,13 +235,13 @@ def _operands_of(
     equation: Any, operands: Sequence[np.ndarray | None], inner: Any
 ) -> dict[Any, np.ndarray]:
     """Returns the known variables of an inner jaxpr: constants of all of its iterations."""
-    params, operands = equation.params, list(operands)
+    operands = list(operands)
     match equation.primitive.name:
         case "while":
             return {}
         case "scan":
-            first = params["num_consts"]
-            operands[first : first + params["num_carry"]] = [None] * params["num_carry"]
+            first, carried = scan_operands(equation)
+            operands[first : first + carried] = [None] * carried
     return _pairs(inner.invars, operands)
 
 
@@ -261,7 +261,7 @@ def _results_of(equation: Any, found: Sequence[np.ndarray | None]) -> Sequence[n
         case "while":
             return ()
         case "scan":
-            carried = equation.params["num_carry"]
+            _, carried = scan_operands(equation)
             return [*[None] * carried, *found[carried:]]
     return found
 

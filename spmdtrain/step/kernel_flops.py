@@ -16,7 +16,7 @@ import numpy as np
 from spmdtrain.step.kernel_scalars import Known, ScalarTable, computed, table_element
 from spmdtrain.step.kernel_traffic import block_passes
 from spmdtrain.step.product_flops import PRODUCT_FLOPS, padded_dot
-from spmdtrain.xla.jaxpr import equations, inner_jaxprs
+from spmdtrain.xla.jaxpr import equations, inner_jaxprs, scan_operands
 
 _MOST_POINTS = 2**16  # of a grid whose points are distinguished
 MATRIX_UNIT = 128
@@ -208,7 +208,7 @@ class _Body:
             elif name == "cond":
                 self._add_branches(params["branches"], operands, active, times)
             elif name == "scan":
-                count = params["num_consts"]
+                count, _ = scan_operands(equation)
                 constants = [*operands[:count], *[None] * (len(operands) - count)]
                 self._add_inner(params["jaxpr"], constants, active, times * params["length"])
             elif name == "while":

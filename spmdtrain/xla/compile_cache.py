@@ -212,7 +212,7 @@ def _write(
     module_name: str,
     backend: Any,
     executable: Any,
-    host_callbacks: Sequence[Any],
+    *host_callbacks: Sequence[Any],  # JAX 0.10 alone passes them
 ) -> None:
     """Writes a compiled program to the cache: on CPU in every process, elsewhere in process 0.
 
@@ -221,9 +221,9 @@ def _write(
     """
     if backend.platform != "cpu" or jax_distributed.global_state.process_id in (None, 0):
         _write_in_process_0(
-            cache_key, compile_time_secs, module_name, backend, executable, host_callbacks
+            cache_key, compile_time_secs, module_name, backend, executable, *host_callbacks
         )
-    elif not host_callbacks:  # callbacks are addresses in this process
+    elif not any(host_callbacks):  # callbacks are addresses in this process
         try:
             compilation_cache.put_executable_and_time(
                 cache_key, module_name, executable, backend, int(compile_time_secs)

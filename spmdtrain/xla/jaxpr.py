@@ -31,6 +31,21 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
                 yield inner
 
 
+def scan_operands(equation: Any) -> tuple[int, int]:
+    """Returns how many of the operands of a `scan` are constants and how many are carried.
+
+    The constants are its first operands, the carried values follow.
+
+    Args:
+        equation: The equation of a `scan`.
+    """
+    params = equation.params
+    if "ft_in" in params:  # JAX 0.11 and later
+        constants, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
+        return constants, carried
+    return params["num_consts"], params["num_carry"]
+
+
 def evaluate(jaxpr: Any, equation: Any, read: Callable[[Any], Any]) -> list[Any]:
     """Evaluates one equation of a jaxpr.
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.xla.batch_sums import batch_sum, sum_over_parts
+from spmdtrain.xla.jaxpr import scan_operands
 from spmdtrain.xla.padding_rules import (
     CALLS,
     DRAWS,
@@ -278,7 +279,7 @@ class _Classifier:
         return carry
 
     def _scan(self, op: Op) -> list[Value]:
-        count, carried = op.params["num_consts"], op.params["num_carry"]
+        count, carried = scan_operands(op.first)
         consts, carry = list(op.ins[:count]), list(op.ins[count : count + carried])
         over_rows = op.params["length"] != op.second.params["length"]
         items = [_scan_slice(op, value, over_rows) for value in op.ins[count + carried :]]
