@@ -44,7 +44,8 @@ def _digest(lowered: jax.stages.Lowered) -> str:
     module: Any = lowered.compiler_ir("stablehlo")
     # Addresses of callbacks differ between processes. Since JAX 0.11 a program has none.
     callbacks: Any = getattr(cache_key, "IgnoreCallbacks", None)
-    program = cache_key._canonicalize_ir(module, callbacks.ALL if callbacks else True)
+    ignored: Any = callbacks.ALL if callbacks else True
+    program = cache_key._canonicalize_ir(module, ignored)
     return hashlib.sha256(program).hexdigest()
 
 

@@ -34,7 +34,7 @@ def environment(topology: Topology) -> dict[str, str]:
             "TPU_LOG_DIR": "disabled",
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
-    if topology.platform == "gpu" and _installed_cuda():
+    if topology.platform == "gpu" and installed_cuda():
         return {
             "JAX_PLATFORMS": "cpu",  # experiments build their arrays here
             "CUDA_VISIBLE_DEVICES": "-1",  # the plugin compiles without a GPU, also if there is one
@@ -45,7 +45,7 @@ def environment(topology: Topology) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
-def _installed_cuda() -> str | None:
+def installed_cuda() -> str | None:
     """Returns the extra whose CUDA plugin is installed; None if there is none."""
     with contextlib.suppress(ImportError):
         for extra in _CUDA:
@@ -56,7 +56,7 @@ def _installed_cuda() -> str | None:
 
 def has_compiler(topology: Topology) -> bool:
     """Returns whether the topology's own compiler is available, not only virtual CPU devices."""
-    return topology.platform != "gpu" or _installed_cuda() is not None
+    return topology.platform != "gpu" or installed_cuda() is not None
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
@@ -117,7 +117,7 @@ def other_compiler(topology: Topology) -> str:
     """
     if topology.platform == "tpu":
         extra, package = "tpu", "libtpu"
-    elif topology.platform == "gpu" and (cuda := _installed_cuda()):
+    elif topology.platform == "gpu" and (cuda := installed_cuda()):
         extra, package = cuda, f"jax-{cuda}-plugin"
     else:
         return ""

@@ -111,7 +111,7 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
     notes = []
     for kernel in kernels:
         name = _described(kernel)
-        if kernel.basis == CostBasis.INDICES:
+        if kernel.basis in (CostBasis.INDICES, CostBasis.SHAPES):
             continue
         if not kernel.basis:
             notes.append(

@@ -16,7 +16,7 @@ from spmdtrain.plan.phrases import (
     step_seconds,
     uses_measured_rates,
 )
-from spmdtrain.plan.time_model import overlapped_seconds
+from spmdtrain.plan.time_model import Overlap, overlapped_seconds
 from spmdtrain.step.flops import SHORT_CONVENTION
 
 _MOST_ROWS = 8  # of collectives; the others share one
@@ -81,11 +81,12 @@ def timeline(plan: dict[str, Any]) -> list[Segment]:
         plan: The plan as returned by `plan_as_json`, with times.
     """
     time = plan["time"]
-    serial = time["serial"]
+    overlap = Overlap(time["overlap"])
     segments = _instructions(time)
-    start = segments[-1].end if serial else 0.0
+    start = 0.0 if overlap == Overlap.ALL else segments[-1].end
     segments.append(Segment("memory", Part.MEMORY, start, start + time["memory"]))
-    start += time["memory"] if serial else 0.0
+    serial = overlap == Overlap.NOTHING
+    start = segments[-1].end if serial else 0.0
     every: dict[tuple[str, bool], list[tuple[str, int, float]]] = defaultdict(list)
     for each in plan["collectives"]:
         if each["seconds"]:

@@ -393,7 +393,7 @@ def _times(
         ),
         least_memory=_touched(trainer) * chip.devices / chip.bandwidth,
         least_links=sent / (chip.links * chip.link),
-        serial=topology.platform == "cpu",
+        overlap=time_model.Overlap.of(topology.platform),
         kernels=sum(each.seconds for each in kernels),
         instructions=time_model.instruction_times(summary.work, chip),
         elements=time_model.element_seconds(summary.elements, chip),

@@ -37,6 +37,7 @@ class CostBasis(enum.StrEnum):
     STATED = "its cost_estimate"
     BODY = "its body at each point of its grid"
     INDICES = "indices, without products"
+    SHAPES = "the shapes of attention; of causal attention half of the pairs"
 
 
 @dataclass(frozen=True)

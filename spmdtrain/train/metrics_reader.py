@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from spmdtrain.checkpoints.checksums import format_sums, read_parts
+from spmdtrain.checkpoints.host_copy import is_on_cpu
 from spmdtrain.checkpoints.replica_check import check_equal
 from spmdtrain.checkpoints.state_sums import StateSums
 from spmdtrain.data.mixture import components_of
@@ -34,11 +35,6 @@ def _of_step(value: Any, steps: Sequence[int], number: int) -> Any:
 
 def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
     return metrics
-
-
-def is_on_cpu(array: jax.Array) -> bool:
-    """Returns whether an array is on CPU devices, so that NumPy reads it without a copy."""
-    return {device.platform for device in array.devices()} == {"cpu"}
 
 
 class MetricsReader:

@@ -60,7 +60,7 @@ def keep_programs(folder: str | None) -> None:
     compilation_cache.reset_cache()
     # JAX's own cache writes in place, so that it would read the partial file of a killed process.
     compilation_cache.get_file_cache = lambda path: (CacheFolder(Path(path)), path)
-    compiler._cache_write = _write
+    compiler._cache_write = _write  # type: ignore[assignment]  # JAX 0.10 alone has callbacks
     cache_key.get = _key
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

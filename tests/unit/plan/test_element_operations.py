@@ -11,7 +11,7 @@ import pytest
 from spmdtrain.plan.element_operations import ElementKind, element_operations
 from spmdtrain.plan.measurement import ELEMENT_LOOPS
 from spmdtrain.plan.memory_traffic import bytes_moved
-from spmdtrain.plan.time_model import Times, element_seconds
+from spmdtrain.plan.time_model import Overlap, Times, element_seconds
 from spmdtrain.xla.chips import CHIPS
 from spmdtrain.xla.hlo_parser import Module
 
@@ -85,6 +85,8 @@ def test_the_time_of_operations_on_elements_is_added_to_a_step_on_cpu() -> None:
     chip = dataclasses.replace(CHIPS["h100"], element_rates={"arithmetic": 1e9, "functions": 1e8})
     seconds = element_seconds(operations, chip)
     assert seconds == pytest.approx(0.013)
-    times = Times(0.004, 0.004, 0.002, 0.001, 0.0, 0.0, 0.0, serial=True, elements=seconds)
+    times = Times(
+        *(0.004, 0.004, 0.002, 0.001, 0.0, 0.0, 0.0), overlap=Overlap.NOTHING, elements=seconds
+    )
     assert times.estimate == pytest.approx(0.004 + 0.002 + 0.001 + 0.013)
     assert times.bottleneck == "operations on elements"

@@ -273,3 +273,38 @@ def test_a_step_with_splash_attention_is_planned(tmp_path: Path) -> None:
     assert 0 < time["kernels"] < time["estimate"]
     assert time["instructions"]["vector"] > 0
     assert any("splash.py:" in note and "no cost_estimate" in note for note in found["notes"])
+
+
+CUDNN = """HloModule step, is_scheduled=true
+
+ENTRY %main (q: bf16[16,1024,12,64]) -> bf16[16,12,1024,64] {
+  %q = bf16[16,1024,12,64]{3,2,1,0} parameter(0)
+  ROOT %fmha.1 = bf16[16,12,1024,64]{3,1,2,0} custom-call(%q, %q, %q), \
+custom_call_target="TARGET", metadata={op_name="jit(step)/dot_product_attention_fwd"}, \
+backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": \
+{"element_type": "BF16", "dimensions": ["16", "12", "1024", "1024"], "tuple_shapes": []}, \
+"mask_type": "MASK", "sliding_window_length": WINDOW}}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "window", "share"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 0, 2),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 0, 2 / 2),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 128, 2 / 8),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 0, 5 / 2),
+    ],
+)
+def test_the_operations_of_the_attention_of_cudnn_follow_from_its_shapes(
+    target: str, mask: str, window: int, share: float
+) -> None:
+    """They were missing in plans for GPUs, of which no other part knew them."""
+    text = CUDNN.replace("MASK", mask).replace("TARGET", target).replace("WINDOW", str(window))
+    module = Module(text)
+    assert products(module) == 0
+    (kernel,) = planned_kernels(kernel_calls(module), [], peak=1e15, bandwidth=3e12, pads=False)
+    assert kernel.flops == share * 2 * 16 * 12 * 1024**2 * 64 and kernel.basis == CostBasis.SHAPES
+    assert kernel.seconds == pytest.approx(max(kernel.flops / 0.24e15, kernel.bytes / 3e12))
+    assert kernel_notes([kernel], Flops()) == []

@@ -61,7 +61,7 @@ LINES = {
         2 * 32 * 16 * 64,
     ),
     "a kernel that does not tell": (
-        'f32[32,16] custom-call(%a, %b), custom_call_target="__cudnn$fmhaSoftmax"',
+        'f32[32,16] custom-call(%a, %b), custom_call_target="__cudnn$fusion"',
         ("32,64", "64,16"),
         math.nan,
     ),

@@ -314,6 +314,7 @@ def test_without_libtpu_it_says_which_extra_to_install(monkeypatch: pytest.Monke
 
 def test_a_compiler_that_jax_was_not_made_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "version_of", lambda package: "0.0.11")
+    monkeypatch.setattr(aot, "installed_cuda", lambda: "cuda12")
     tpu, gpu = (aot.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
     assert tpu.startswith(f"libtpu 0.0.11 is installed, but jax {jax.__version__} requires libtpu")
     assert "pip install 'spmdtrain[tpu]'" in tpu and "pip install 'spmdtrain[cuda12]'" in gpu

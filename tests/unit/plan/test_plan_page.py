@@ -25,7 +25,13 @@ from spmdtrain.plan.phrases import time_parts
 from spmdtrain.plan.planned_collective import PlannedCollective
 from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.summary import Use
-from spmdtrain.plan.time_model import InstructionTimes, Times, TimeSource, topology_links
+from spmdtrain.plan.time_model import (
+    InstructionTimes,
+    Overlap,
+    Times,
+    TimeSource,
+    topology_links,
+)
 from spmdtrain.plan.traffic import Traffic
 from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried
@@ -165,7 +171,12 @@ def test_a_step_is_its_parallel_parts_and_then_what_nothing_overlaps() -> None:
         Part.OVERLAPPED: (0, 1e-3),
         Part.EXPOSED: (2e-3, plan["time"]["estimate"]),
     }
-    plan["time"]["serial"] = True
+    plan["time"]["overlap"] = Overlap.COLLECTIVES  # as on a GPU
+    spans = {segment.part: (segment.start, segment.end) for segment in timeline(plan)}
+    assert spans[Part.MEMORY] == (5e-4, 2.5e-3) and spans[Part.OVERLAPPED] == (0, 1e-3)
+    times = dataclasses.replace(TIMES, overlap=Overlap.COLLECTIVES)
+    assert times.estimate == pytest.approx(2.5e-3 + times.waiting)
+    plan["time"]["overlap"] = Overlap.NOTHING
     spans = {segment.part: (segment.start, segment.end) for segment in timeline(plan)}
     assert [spans[part][0] for part in Part if part in spans] == [0, 5e-4, 2.5e-3, 3.5e-3]
 
@@ -191,7 +202,9 @@ def test_instructions_and_kernels_of_a_step_follow_each_other() -> None:
 
 def test_operations_on_elements_follow_the_products_at_measured_rates() -> None:
     rates = TimeSource.MEASURED
-    plan = report(times=dataclasses.replace(TIMES, elements=1e-3, serial=True, rates=rates))
+    plan = report(
+        times=dataclasses.replace(TIMES, elements=1e-3, overlap=Overlap.NOTHING, rates=rates)
+    )
     segments = timeline(plan)
     assert [(segment.row, segment.part) for segment in segments[:2]] == [
         ("instructions", Part.PRODUCTS),
