@@ -131,7 +131,8 @@ def page(folder: Path) -> str:
     lines += ["## On an accelerator", ""]
     measured = {name: results[name] for name in ON_ACCELERATOR if name in results}
     if not measured:
-        lines += [f"Not measured: no accelerator was available. Run `{COMMAND}` on one.", ""]
+        figures = "[Figures of an H100](performance.md#on-an-h100)"
+        lines += [f"Not measured. Run `{COMMAND}` on one. {figures} are not of this command.", ""]
     for name, result in measured.items():
         rate = result["origin"]["matmul TFLOP/s"]
         if (where := machine(result["origin"])) != current:
