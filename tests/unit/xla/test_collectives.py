@@ -1,3 +1,4 @@
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.xla.collectives import Collective, collectives, describe_collectives
+from spmdtrain.xla.hlo_parser import UnreadableProgramError
 
 
 def make_mesh(**sizes: int) -> Mesh:
@@ -123,7 +125,7 @@ def test_unreadable_groups_are_no_error(groups: str) -> None:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(deadline=None)
-def test_no_corruption_is_an_error(data: st.DataObject) -> None:
+def test_no_corruption_is_an_unknown_error(data: st.DataObject) -> None:
     whole = all_reduce(
         data.draw(
             st.sampled_from(
@@ -138,8 +140,8 @@ def test_no_corruption_is_an_error(data: st.DataObject) -> None:
     )
     start = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(start, len(whole)))
-    found = collectives(whole[:start] + whole[end:], make_mesh(data=8))
-    assert len(found) <= 1
+    with contextlib.suppress(UnreadableProgramError):  # such as a brace that is not closed
+        assert len(collectives(whole[:start] + whole[end:], make_mesh(data=8))) <= 1
 
 
 def test_devices_beyond_the_mesh_name_no_axis() -> None:
