@@ -143,12 +143,17 @@ def kernel_calls(module: Module) -> list[KernelCall]:
 
 
 def _attention_flops(attributes: str, operands: Sequence[tuple[int, ...]]) -> float | None:
-    """Returns the operations of a call of cuDNN's attention; None for another instruction."""
+    """Returns the operations of a call of cuDNN's attention; None for another instruction.
+
+    Raises:
+        ValueError: If the text does not have the shapes.
+    """
     target = _TARGET.search(attributes)
     if target is None or not target[1].startswith(_CUDNN):
         return None
     shape, window = _PAIRS.search(attributes), _WINDOW.search(attributes)
-    assert shape is not None and operands, "XLA describes the scores of an attention"
+    if shape is None or not operands:
+        raise ValueError("an attention of cuDNN without the shape of its scores")
     batch, heads, queries, keys = (int(x.strip(' "')) for x in shape[1].split(","))
     pairs = queries * keys / (2 if "CAUSAL" in attributes else 1)
     if window is not None and (tokens := int(window[1])):

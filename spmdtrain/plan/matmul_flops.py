@@ -27,7 +27,7 @@ def products(module: Module) -> float:
     """Returns the floating-point operations of all products of a step on one device.
 
     As in `spmdtrain.step.flops`, each multiply-add counts as two; padding and dilation of a
-    convolution do not count. Pallas kernels do not count either: see `kernel_calls`.
+    convolution do not count. Kernels do not count either: see `kernel_calls`.
 
     Args:
         module: The compiled program.

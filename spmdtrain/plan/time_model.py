@@ -293,7 +293,7 @@ class Times:
         least_memory: Reading and writing the state once.
         least_links: Sending all bytes over all links of a chip at once.
         overlap: What runs while products are computed.
-        kernels: Pallas kernels, with an assumed part of the chip's peak.
+        kernels: Kernels of Pallas and cuDNN, with an assumed part of the chip's peak.
         instructions: Instructions by the compiler's cycles; None if it gives none.
         elements: Operations on elements, at the rates measured on CPU; 0 on other chips.
         rates: The source of the rates, which are peaks or measured.
