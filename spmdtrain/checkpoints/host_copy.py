@@ -168,8 +168,9 @@ def as_jax_arrays(tree: PyTree) -> PyTree:
 
 
 def is_on_cpu(tree: PyTree) -> bool:
-    """Returns whether arrays are on CPU devices, whose memory is that of the host."""
-    devices = (next(iter(leaf.sharding.device_set)) for leaf in jax.tree.leaves(tree))
+    """Returns whether arrays are in the host's memory: on CPU devices, or of NumPy."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, np.ndarray))
+    devices = (next(iter(array.sharding.device_set)) for array in arrays)
     return all(device.platform == "cpu" for device in devices)
 
 

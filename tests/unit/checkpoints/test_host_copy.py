@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.checkpoints.checksums import host_sum, sums
-from spmdtrain.checkpoints.host_copy import HostCopy, as_jax_arrays, copy_to_host
+from spmdtrain.checkpoints.host_copy import HostCopy, as_jax_arrays, copy_to_host, is_on_cpu
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.retention import Retention
@@ -103,6 +103,11 @@ def test_a_copy_holds_each_part_once(spec: PartitionSpec, parts: int, rows: int)
         assert len(distinct) == parts
         assert sum(shard.data.nbytes for shard in distinct.values()) == x.nbytes == copy.nbytes
         assert distinct.keys().isdisjoint(shard.unsafe_buffer_pointer() for shard in shards_of(x))
+
+
+def test_arrays_of_numpy_are_in_the_memory_of_the_host() -> None:
+    """The metrics of a chief of parameter servers are of NumPy, and have no sharding."""
+    assert is_on_cpu({"finite": np.asarray(True), "loss": np.zeros(()), "rate": jnp.zeros(())})
 
 
 @pytest.mark.parametrize("has_cpu", [True, False], ids=["with-cpu", "without-cpu"])
