@@ -20,12 +20,12 @@ PyTree = Any
 _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
 _NAMES = """
 cholesky conv_general_dilated cumlogsumexp cumprod cumsum dot_general eig eigh householder_product
-lu pallas_call qr ragged_dot_general reduce reduce_prod reduce_window reduce_window_sum scatter-add
-scatter-mul scatter_add scatter_mul shard_map svd triangular_solve tridiagonal_solve
+lu pallas_call polynomial qr ragged_dot_general reduce reduce_prod reduce_window reduce_window_sum
+scatter-add scatter-mul scatter_add scatter_mul shard_map svd triangular_solve tridiagonal_solve
 """
 _REFUSED = frozenset(_NAMES.split())
 """Primitives that add up in an order which may depend on how their operands are split."""
-_PRODUCTS = frozenset(("mul", "integer_pow", "square"))
+_PRODUCTS = frozenset(("mul", "integer_pow", "one_minus_square", "square"))
 _SMALL = 2**16  # elements up to which every device adds up all of an array
 
 

@@ -386,8 +386,9 @@ _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp complex conj convert_element_type copy copy_p cos cosh
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-    imag integer_pow is_finite le le_to lgamma log log1p logistic lt_to max min mul name ne neg
-    nextafter not or polygamma population_count clz pow random_clone random_fold_in
+    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt_to max min mul name ne neg
+    nextafter not one_minus_square or polygamma polynomial population_count clz pow random_clone
+    random_fold_in
     random_seed real reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh xor zeta

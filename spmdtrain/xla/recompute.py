@@ -18,8 +18,8 @@ PyTree = Any
 
 _NAMES = """
 abs add and broadcast_in_dim clamp conj convert_element_type copy cos div eq erf exp exp2 expm1 ge
-gt imag integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow real rem
-reshape rsqrt select_n sign sin sqrt square squeeze sub tanh xor
+gt imag integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg not one_minus_square
+or pow real rem reshape rsqrt select_n sign sin sqrt square squeeze sub tanh xor
 """
 _ELEMENTWISE = frozenset(_NAMES.split())
 """Primitives that are computed again: XLA fuses them into one pass over their operands."""

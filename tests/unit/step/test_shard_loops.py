@@ -135,7 +135,7 @@ def test_collectives_that_are_no_sums_over_all_are_refused(statistic: Any, is_su
         return rows - statistic(rows, VIRTUAL_SHARD)
 
     axes = [(VIRTUAL_SHARD, 2)]
-    assert (why_parts_differ(values, (), np.ones((8, 3)), 2, axes=axes) is None) == is_sum
+    assert (why_parts_differ(values, (), jnp.ones((8, 3)), 2, axes=axes) is None) == is_sum
     with contextlib.nullcontext() if is_sum else pytest.raises(UserError, match="parts of a batch"):
         jax.make_jaxpr(loops)()
 
@@ -146,7 +146,7 @@ def test_a_sum_must_not_depend_on_the_number_of_a_row_within_its_part() -> None:
         return rows - jax.lax.pmean(weighted.mean(0), VIRTUAL_SHARD)
 
     axes = [(VIRTUAL_SHARD, 2)]
-    assert why_parts_differ(values, (), np.ones((8, 3)), 2, axes=axes) is not None
+    assert why_parts_differ(values, (), jnp.ones((8, 3)), 2, axes=axes) is not None
 
 
 @pytest.mark.slow
