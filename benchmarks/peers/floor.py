@@ -76,7 +76,7 @@ else:  # the flax modules that other peers train, split once into plain lists
     def loss_of(params: Params, state: Any, images: jax.Array, labels: jax.Array) -> LossAndAux:
         params = [x.astype(dtype) for x in params]
         model = nnx.merge(graph, params_tree.unflatten(params), state_tree.unflatten(state))
-        values = net.objective(model, {"image": images, "label": labels})
+        values = net.floor_objective(model, {"image": images, "label": labels})
         _, *parts = nnx.split(model, nnx.Param, ...)
         new_state = jax.tree.leaves(parts[1])
         return values["loss"].mean(), (values.get("accuracy", values["loss"]).mean(), new_state)

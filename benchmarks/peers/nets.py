@@ -21,6 +21,8 @@ class Net:
     """Maps `rngs=` to the model."""
     objective: Callable[[Any, Any], dict[str, jax.Array]]
     """Maps (model, {"image", "label"}) to per-example values: loss, accuracy."""
+    floor_objective: Callable[[Any, Any], dict[str, jax.Array]]
+    """The same by optax alone, as a hand-written loop computes it."""
     optimizer: optax.GradientTransformation
     compute_dtype: str = "float32"
 
@@ -123,16 +125,12 @@ def net_of(work: Work) -> Net:
     """Returns the model of a workload."""
     if shape := TRANSFORMERS.get(work.workload):
         dtype = "bfloat16" if shape.sixteen_bits else "float32"
-        return Net(partial(_transformer, shape), _next_token, optax.adam(LEARNING_RATE), dtype)
+        make, optimizer = partial(_transformer, shape), optax.adam(LEARNING_RATE)
+        return Net(make, _next_token, _next_token_by_optax, optimizer, dtype)
     if work.workload == "leaves":
-        return Net(
-            lambda rngs: Leaves(work.leaves, rngs),
-            lambda model, batch: {"loss": model(batch["image"])},
-            optax.sgd(LEARNING_RATE),
-        )
-    if work.workload == "resnet":
-        return Net(ResNet, _classified, optax.adam(LEARNING_RATE))
-    return Net(Dense, _classified, optax.adam(LEARNING_RATE))
+        return Net(partial(Leaves, work.leaves), _sum, _sum, optax.sgd(LEARNING_RATE))
+    make = ResNet if work.workload == "resnet" else Dense
+    return Net(make, _classified, _classified, optax.adam(LEARNING_RATE))
 
 
 def _transformer(shape: Shape, rngs: nnx.Rngs) -> nnx.Module:
@@ -160,5 +158,14 @@ def _classified(model: Any, batch: Any) -> dict[str, jax.Array]:
     }
 
 
+def _sum(model: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"loss": model(batch["image"])}
+
+
 def _next_token(model: Any, batch: Any) -> dict[str, jax.Array]:
     return {"loss": model.token_losses(batch["image"], batch["label"]).loss}
+
+
+def _next_token_by_optax(model: Any, batch: Any) -> dict[str, jax.Array]:
+    logits = model(batch["image"])
+    return {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])}

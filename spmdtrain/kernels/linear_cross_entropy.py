@@ -20,7 +20,7 @@ from spmdtrain.kernels.whole_logits import (
 )
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import current_device, current_mesh
-from spmdtrain.xla.chips import chip_of
+from spmdtrain.xla.chips import memory_of
 
 # A backward pass that computes the logits a second time costs a third of the layer's time, so it
 # pays only if the logits are a large part of a device's memory.
@@ -58,12 +58,12 @@ def linear_cross_entropy(
 ) -> TokenLosses:
     """Computes the cross-entropy of the logits `hidden @ head.T + bias`.
 
-    If the logits of a device need more than an eighth of its memory (more than 2 GiB if that is
+    If the logits of a device need more than an eighth of its memory (more than 2 GiB if its kind is
     not known, as on CPU), they are computed for one chunk of its tokens after the other, in the
-    backward pass again, and no two chunks are in memory. Values and
-    gradients are those of whole logits up to rounding. On a mesh each device computes its own
-    tokens, and its own rows of `head` if these are split over "tensor". Chunks, and arrays of 16
-    bits, have no forward-mode derivatives.
+    backward pass again, and no two chunks are in memory. Values and gradients are those of whole
+    logits up to rounding. On a mesh each device computes its own tokens, and its own rows of `head`
+    if these are split over "tensor". Chunks, and arrays of 16 bits, have no forward-mode
+    derivatives.
 
     Args:
       hidden: (..., D), such as (B, T, D); the first of several leading dims is that of the batch.
@@ -135,8 +135,8 @@ def _check(
 
 def _chunks_by_size(tokens: int, rows: int) -> int:
     """Returns the number of chunks for a device's tokens and rows of the vocabulary."""
-    chip, size = chip_of(current_device().device_kind), 4 * tokens * rows
-    memory = _USUAL_MEMORY if chip is None else chip.memory
+    size = 4 * tokens * rows
+    memory = memory_of(current_device().device_kind) or _USUAL_MEMORY
     if size <= _MAX_WHOLE_SHARE * memory:
         return 1
     fewest = -(-size // _CHUNK_BYTES)

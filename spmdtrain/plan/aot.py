@@ -76,7 +76,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
             raise UserError(
                 f"--topology {topology}: {topology.devices:,} devices; without the GPU compiler, "
                 f"at most {MOST_CPU_DEVICES:,} virtual devices are supported. Install it with "
-                "pip install 'spmdtrain[cuda12]'"
+                "pip install 'spmdtrain[cuda12]' or 'spmdtrain[cuda13]'"
             )
         return jax.devices("cpu")
     options: dict[str, Any] = {}

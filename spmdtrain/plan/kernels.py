@@ -30,6 +30,7 @@ _STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
 _INDICES = "ragged-dot-metadata"  # XLA's kernel for the groups of `jax.lax.ragged_dot`
 _CUDNN = "__cudnn$fmha"
 _PAIRS = re.compile(r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\[([^]]*)\]')
+_CAUSAL = re.compile(r'"mask_type": ?"[A-Z_]*CAUSAL"')
 _WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')
 _PRODUCTS = {"forward": 2, "backward": 5}  # matrix products of the attention of a pair
 _CALLS = ("pallas_call", "mpmd_map")  # the last part of the operation's name
@@ -155,7 +156,7 @@ def _attention_flops(attributes: str, operands: Sequence[tuple[int, ...]]) -> fl
     if shape is None or not operands:
         raise ValueError("an attention of cuDNN without the shape of its scores")
     batch, heads, queries, keys = (int(x.strip(' "')) for x in shape[1].split(","))
-    pairs = queries * keys / (2 if "CAUSAL" in attributes else 1)
+    pairs = queries * keys / (2 if _CAUSAL.search(attributes) else 1)
     if window is not None and (tokens := int(window[1])):
         pairs = min(pairs, queries * tokens)
     products = _PRODUCTS["backward" if "Backward" in target[1] else "forward"]

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 from spmdtrain.xla.collectives import KINDS
 from spmdtrain.xla.hlo_parser import ASYNC, Computation, Instruction, Module, reading_program
@@ -21,8 +22,10 @@ _FREE_CALLS = re.compile(
 
 
 @reading_program()
-def bytes_moved(module: Module) -> float:
-    """Returns the bytes that all instructions of a step read and write on one device.
+def bytes_moved(
+    module: Module, omitted: Callable[[Instruction], bool] = lambda instruction: False
+) -> float:
+    """Returns the bytes that the instructions of a step read and write on one device.
 
     An operand counts in full for each instruction that reads it, except that a slice counts only
     its part, and an update in place only the updated part. Tiles of a layout count in full. Arrays
@@ -31,6 +34,7 @@ def bytes_moved(module: Module) -> float:
 
     Args:
         module: The compiled program.
+        omitted: Returns whether an instruction does not count.
 
     Raises:
         UnreadableProgramError: If XLA wrote the program in an unknown format.
@@ -38,6 +42,7 @@ def bytes_moved(module: Module) -> float:
     return sum(
         times * bytes_of(instruction, within, module)
         for instruction, within, times in module.instructions()
+        if not omitted(instruction)
     )
 
 

@@ -74,8 +74,9 @@ def notes_of(
         )
     if virtual:
         notes.append(
-            "partitioned for virtual devices because the CUDA plugin is not installed (pip install "
-            "'spmdtrain[cuda12]'): temporaries and 16-bit collectives are rough estimates"
+            "compiled for virtual CPU devices because the CUDA plugin is not installed (pip "
+            "install 'spmdtrain[cuda12]' or 'spmdtrain[cuda13]'): all times, temporaries and "
+            "16-bit collectives are rough estimates, and kernels are those of a CPU"
         )
     share = flops.total / len(trainer.placement.devices)
     if share and products > _EXCESS_PRODUCTS * share:

@@ -74,8 +74,9 @@ def timeline(plan: dict[str, Any]) -> list[Segment]:
     """Returns the segments of a step as the time model adds them up.
 
     Instructions (or products, if the compiler gives no cycles) with kernels, memory traffic and
-    overlapped collectives begin together, or follow each other if the model says so; then come the
-    exposed collectives. The order within each of them is arbitrary.
+    overlapped collectives begin together. On a GPU the memory traffic follows the products, on CPU
+    each follows the one before. Then come the exposed collectives. The order within each of them
+    is arbitrary.
 
     Args:
         plan: The plan as returned by `plan_as_json`, with times.

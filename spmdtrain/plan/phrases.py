@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.plan.kernels import KERNEL_EFFICIENCY
-from spmdtrain.step.kernel_flops import MATRIX_UNIT
+from spmdtrain.plan.kernels import CUDNN_EFFICIENCY, KERNEL_EFFICIENCY
+from spmdtrain.plan.time_model import Overlap
+from spmdtrain.step.kernel_flops import MATRIX_UNIT, CostBasis
 from spmdtrain.terminal import byte_size, duration
 
 _MOST_PARTS = 4  # parameters with excess traffic
@@ -39,6 +40,11 @@ _KERNELS = (
     f" Kernels are assumed to reach {KERNEL_EFFICIENCY:.0%} of the peak{{padded}}, or to take the "
     "time to read and write their blocks if that is longer."
 )
+_CUDNN = (
+    f" cuDNN's attention is assumed to reach {CUDNN_EFFICIENCY:.0%} of the peak, as measured on an "
+    "H100 with causal heads of width 64 and 1,024 tokens."
+)
+_ONE_BY_ONE = " Products, kernels and memory traffic follow each other, as measured on an H100."
 _PADDED = f", on dims padded to {MATRIX_UNIT} (half of that with heads of width 64)"
 _PARTS = {
     "compute": "products",
@@ -105,14 +111,23 @@ def assumptions(plan: dict[str, Any]) -> str:
         text += _CYCLES
     elif plan["chip"]["torus"]:  # a TPU
         text += _NO_CYCLES
-    if plan["kernels"]:
+    if plan["time"]["overlap"] == Overlap.COLLECTIVES:
+        text += _ONE_BY_ONE
+    bases = {kernel["basis"] for kernel in plan["kernels"]}
+    if CostBasis.SHAPES in bases:
+        text += _CUDNN
+    if bases - {CostBasis.SHAPES}:
         text += _KERNELS.format(padded=_PADDED if plan["chip"]["torus"] else "")
     return f"{text} The MFU counts {plan['flops']['convention']}."
 
 
 def utilization_kind(time: dict[str, Any]) -> str:
-    """Returns whether the MFU of a plan is an estimate, or a bound that ignores the vector unit."""
-    return "estimated" if time["instructions"] else "at most"
+    """Returns whether the MFU of a plan is an estimate, or a bound that ignores work on elements.
+
+    On a GPU the time of that work is the memory traffic, which is added to that of products.
+    """
+    counts_elements = time["instructions"] or time["overlap"] == Overlap.COLLECTIVES
+    return "estimated" if counts_elements else "at most"
 
 
 def time_parts(time: dict[str, Any]) -> list[tuple[str, float, str]]:

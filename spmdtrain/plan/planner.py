@@ -23,6 +23,7 @@ from spmdtrain.plan.memory import Memory, state_memory, with_program
 from spmdtrain.plan.notes import kernel_notes, notes_of, used_chips
 from spmdtrain.plan.planned_collective import PlannedCollective, planned_collective
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled
+from spmdtrain.plan.time_model import Overlap
 from spmdtrain.plan.topologies import Topology, gpu_config
 from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
 from spmdtrain.sharding import mesh
@@ -31,6 +32,7 @@ from spmdtrain.sharding.placement import Placement, resolve_config
 from spmdtrain.sharding.state_paths import field_of
 from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.step.flops import Flops, count_flops, model_flops
+from spmdtrain.step.kernel_flops import CostBasis
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import describe_preset
 from spmdtrain.strategies import strategy
@@ -80,7 +82,7 @@ class Plan:
     products: float
     """Floating-point operations of the compiled program on one device; NaN if unknown."""
     kernels: list[PlannedKernel]
-    """Pallas kernels of the compiled program."""
+    """Kernels of the compiled program, of Pallas and of cuDNN's attention."""
     times: time_model.Times | None
     """None if the rates of the devices are unknown."""
     chip: Chip | None = None
@@ -192,7 +194,8 @@ def plan(
         ]
         is_compiled = bool(summary.traffic)
         kernels = _kernels(topology, flops, summary)
-        products = summary.products + sum(each.times * each.flops for each in kernels)
+        # The jaxpr, whose operations a note compares, does not show those of cuDNN's attention.
+        shown = [each for each in kernels if each.basis != CostBasis.SHAPES]
         return Plan(
             topology=str(topology),
             chips=topology.chips,
@@ -215,7 +218,7 @@ def plan(
             flops=flops.total,
             flops_again=flops.again,
             flops_by_line=dict(flops.by_line.most_common()),
-            products=products if is_compiled else math.nan,
+            products=_products(summary, kernels) if is_compiled else math.nan,
             kernels=kernels,
             times=_times(topology, flops, useful, trainer, planned, summary, kernels)
             if is_compiled
@@ -224,7 +227,8 @@ def plan(
             links=time_model.topology_links(topology),
             notes=[
                 *notes_of(
-                    *(trainer, topology, flops, memory, summary, products, _total(trainer).host),
+                    *(trainer, topology, flops, memory, summary, _products(summary, shown)),
+                    _total(trainer).host,
                     virtual=virtual,
                 ),
                 *(each for each in (attention, preset) if each),
@@ -361,6 +365,11 @@ def _kernels(topology: Topology, flops: Flops, summary: CompiledSummary) -> list
     )
 
 
+def _products(summary: CompiledSummary, kernels: Sequence[PlannedKernel]) -> float:
+    """Returns the operations of a compiled step on one device, with those of kernels."""
+    return summary.products + sum(each.times * each.flops for each in kernels)
+
+
 def _times(
     topology: Topology,
     flops: Flops,
@@ -374,6 +383,11 @@ def _times(
     if chip is None:
         return None
     used, peak = len(trainer.placement.devices), chip.flops / chip.devices
+    # Virtual devices stand in for GPUs whose compiler is not installed: their program has other
+    # fusions, and so more traffic.
+    overlap = Overlap.of(topology.platform) if has_compiler(topology) else Overlap.ALL
+    one_by_one = overlap == Overlap.COLLECTIVES
+    traffic = summary.own_traffic if one_by_one else summary.traffic
     timed = [each for each in collectives if not math.isnan(each.seconds)]
     sent = sum(
         each.times * time_model.least_bytes(each.kind, each.bytes, each.group_size, topology, chip)
@@ -384,7 +398,7 @@ def _times(
     return time_model.Times(
         compute=products / peak,
         useful=useful.once / used / peak,
-        memory=summary.traffic * chip.devices / chip.bandwidth,
+        memory=traffic * chip.devices / chip.bandwidth,
         waiting=sum(each.seconds for each in timed if not each.overlapped),
         overlapped=time_model.overlapped_seconds(
             (f"{each.kind} {each.axes}", each.direction, each.seconds)
@@ -393,7 +407,7 @@ def _times(
         ),
         least_memory=_touched(trainer) * chip.devices / chip.bandwidth,
         least_links=sent / (chip.links * chip.link),
-        overlap=time_model.Overlap.of(topology.platform),
+        overlap=overlap,
         kernels=sum(each.seconds for each in kernels),
         instructions=time_model.instruction_times(summary.work, chip),
         elements=time_model.element_seconds(summary.elements, chip),

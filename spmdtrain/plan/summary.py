@@ -21,11 +21,11 @@ from spmdtrain.optional import version_of
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log, short
 from spmdtrain.plan.element_operations import element_operations
 from spmdtrain.plan.instruction_work import Work, work_of
-from spmdtrain.plan.kernels import KernelCall, kernel_calls
+from spmdtrain.plan.kernels import KernelCall, is_kernel, kernel_calls
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.peak_memory import Live, PeakMemory, read_dump
-from spmdtrain.xla.collectives import Carried, Collective, collectives_of
+from spmdtrain.xla.collectives import KINDS, Carried, Collective, collectives_of
 from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_program
 from spmdtrain.xla.hlo_shapes import element_of
 from spmdtrain.xla.provenance import Origins
@@ -106,18 +106,20 @@ class CompiledSummary:
             total.
         collectives: Collectives in the order of the program.
         traffic: Bytes read and written; see `bytes_moved`.
-        products: Floating-point operations on one device, without those of Pallas kernels; NaN if
+        products: Floating-point operations on one device, without those of kernels; NaN if
             unknown.
         unknown: Source lines that were compiled to loops with an unknown trip count.
         choices: Source lines that were compiled to a conditional, of which the largest branch
             counts.
         rare: Source lines with a branch that seldom runs and does not count.
         work: Work of the instructions that run one after another; see `work_of`.
-        kernels: Calls of Pallas kernels.
+        kernels: Calls of kernels, of Pallas and of cuDNN's attention.
         elements: Operations on elements; see `element_operations`.
         buffers: Temporary arrays that are live at peak memory, the largest first.
         rematerialized: Arrays for which the partitioner warned of a full rematerialization.
         refusal: XLA's out-of-memory message if it rejected the step, else "".
+        own_traffic: Part of `traffic` that is not of kernels or collectives, whose times include
+            that of their bytes.
     """
 
     sizes: dict[str, int]
@@ -133,6 +135,7 @@ class CompiledSummary:
     buffers: list[Buffer] = field(default_factory=list)
     rematerialized: list[Rematerialized] = field(default_factory=list)
     refusal: str = ""
+    own_traffic: float = 0.0
 
 
 def summarize_compiled(
@@ -256,7 +259,13 @@ def _summarize(
         elements=element_operations(module),
         buffers=buffers,
         rematerialized=rematerialized,
+        own_traffic=bytes_moved(module, omitted=is_timed_apart),
     )
+
+
+def is_timed_apart(instruction: Instruction) -> bool:
+    """Returns whether the time model has a time of its own for an instruction."""
+    return is_kernel(instruction) or instruction.opcode.removesuffix("-start") in KINDS
 
 
 def _dumped_module(folder: Path) -> str:

@@ -2,8 +2,9 @@
 
 The bound is strict at peak rates: no step of this program is faster. The estimate is not: it takes
 the cycles of the compiler's model for the instructions that run one after another, adds the memory
-that they read and write, and assumes that everything overlaps that XLA can overlap. On CPU the
-rates are measured, and nothing overlaps. `TimeSource` names the origin of each part.
+that they read and write, and assumes that everything overlaps that XLA can overlap. On a GPU only
+collectives overlap; on CPU the rates are measured, and nothing overlaps. `TimeSource` names the
+origin of each part.
 """
 
 import enum
@@ -287,7 +288,8 @@ class Times:
         compute: Products of the compiled program at the chip's peak, without those of kernels.
         useful: A device's share of the model's products at the chip's peak, without recomputed or
             duplicated ones.
-        memory: Reads and writes of all instructions.
+        memory: Reads and writes of all instructions; on a GPU without those of kernels and of
+            collectives, whose times are added to it.
         waiting: Collectives during which nothing else runs.
         overlapped: Collectives that run at the same time as other instructions.
         least_memory: Reading and writing the state once.

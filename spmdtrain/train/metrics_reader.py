@@ -123,9 +123,11 @@ class MetricsReader:
             self._reads_arrays = is_on_cpu(output.finite)
         if self._reads_arrays:
             return
-        values = [output.number, output.finite, output.sums]
-        if any(self._run.config.logs_at(step, self._run.schedule.total) for step in steps):
-            values += [*output.metrics.values(), output.rate, output.norms]
+        run, values = self._run, [output.number, output.finite, output.sums, output.rate]
+        if any(run.config.logs_at(step, run.schedule.total) for step in steps):
+            values += [*output.metrics.values(), output.norms]
+        if run.config.log_hash_every is not None:
+            values.append(output.metrics.get("loss"))
         for value in values:
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()

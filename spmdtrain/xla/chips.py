@@ -193,6 +193,22 @@ def chip_of(device_kind: str) -> Chip | None:
     return None
 
 
+def memory_of(device_kind: str) -> int | None:
+    """Returns the bytes of memory of a device; None if its chip is not known.
+
+    A name may state less than the memory of the chip: "NVIDIA A100-SXM4-40GB", or a part of a GPU
+    as in "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+    """
+    chip = chip_of(device_kind)
+    if chip is None:
+        return None
+    stated = (int(size) * GB for size in re.findall(r"(\d+) ?gb", device_kind.lower()))
+    return min((chip.memory, *stated))
+
+
 def peak_flops(device_kind: str) -> float | None:
     """Returns the peak FLOP/s of one JAX device on bfloat16; None if its chip is not known."""
     chip = chip_of(device_kind)

@@ -1,7 +1,9 @@
 """Cross-entropy in chunks against whole logits: values, gradients, meshes, proofs, memory."""
 
+import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -107,6 +109,48 @@ def test_the_reference_counts_each_product_once() -> None:
     with reference_kernels():
         assert count_flops(trace()).total == 3 * once
     assert model_flops(trace(), trace).once == 3 * once
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "chunks"),
+    [
+        ("NVIDIA H100 80GB HBM3", 32_768, 1),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 32_768, 16),
+        ("NVIDIA A100-SXM4-40GB", 16_384, 1),
+        ("NVIDIA A100-SXM4-40GB", 32_768, 16),
+        ("TPU v5 lite", 32_768, 16),
+        ("cpu", 8_192, 1),
+        ("cpu", 32_768, 16),  # 13 of 512 MiB; 16 have whole tiles of 128 rows
+        ("cpu", 32_000, 12),  # no number from 12 on gives whole tiles
+    ],
+)
+def test_the_number_of_chunks_follows_from_the_memory_of_the_device(
+    kind: str, tokens: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of 32,768 tokens and the vocabulary of GPT-2 have 6.6 GB."""
+    device = SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr("spmdtrain.kernels.linear_cross_entropy.current_device", lambda: device)
+    hidden, head = (jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (tokens, 50_304))
+    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    fresh = partial(linear_cross_entropy)  # which no other device has traced
+    found = re.findall(r"length=(\d+)", str(jax.make_jaxpr(fresh)(hidden, head, targets)))
+    assert [int(n) for n in found] == [chunks] * (chunks > 1)
+
+
+def test_tokens_that_fill_the_last_chunk_have_no_gradient() -> None:
+    """Their logits would overflow beside the large ones of a bias."""
+    arrays = {name: jnp.asarray(x) for name, x in ARRAYS.items()} | {"bias": jnp.full(HEAD, 100.0)}
+
+    def gradients(chunks: int) -> dict[str, jax.Array]:
+        def total(arrays: dict[str, jax.Array]) -> jax.Array:
+            hidden, head = arrays["hidden"], arrays["head"]
+            found = linear_cross_entropy(hidden, head, TARGETS, bias=arrays["bias"], chunks=chunks)
+            return found.loss.sum()
+
+        return jax.grad(total)(arrays)
+
+    for found, expected in zip(*map(jax.tree.leaves, (gradients(3), gradients(1))), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_large_logits_are_computed_in_chunks_and_need_the_memory_of_one() -> None:

@@ -18,7 +18,9 @@ from spmdtrain.plan.kernels import (
     planned_kernels,
 )
 from spmdtrain.plan.matmul_flops import products
+from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.notes import kernel_notes
+from spmdtrain.plan.summary import is_timed_apart
 from spmdtrain.plan.time_model import (
     InstructionTimes,
     Times,
@@ -30,7 +32,7 @@ from spmdtrain.plan.time_model import (
 from spmdtrain.step.flops import Flops
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.xla.chips import CHIPS
-from spmdtrain.xla.hlo_parser import Module
+from spmdtrain.xla.hlo_parser import Module, UnreadableProgramError
 
 # As libtpu writes them: the metadata of a kernel has a line for each field.
 TEXT = """HloModule m
@@ -286,6 +288,13 @@ backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": \
 "mask_type": "MASK", "sliding_window_length": WINDOW}}
 }
 """
+SUM = """
+sum {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
 
 
 @pytest.mark.parametrize(
@@ -308,3 +317,27 @@ def test_the_operations_of_the_attention_of_cudnn_follow_from_its_shapes(
     assert kernel.flops == share * 2 * 16 * 12 * 1024**2 * 64 and kernel.basis == CostBasis.SHAPES
     assert kernel.seconds == pytest.approx(max(kernel.flops / 0.24e15, kernel.bytes / 3e12))
     assert kernel_notes([kernel], Flops()) == []
+
+
+def test_a_name_does_not_make_the_attention_of_cudnn_causal() -> None:
+    text = CUDNN.replace("MASK", "NO_MASK").replace("WINDOW", "0").replace("step)", "CAUSAL)")
+    (call,) = kernel_calls(Module(text.replace("TARGET", "__cudnn$fmhaSoftmax")))
+    assert call.by_shapes == 2 * 2 * 16 * 12 * 1024**2 * 64
+
+
+def test_an_attention_of_cudnn_without_its_shapes_is_a_named_error() -> None:
+    text = CUDNN.replace("intermediate_tensor_shape", "another_shape")
+    with pytest.raises(UnreadableProgramError):
+        kernel_calls(Module(text.replace("TARGET", "__cudnn$fmhaSoftmax").replace("WINDOW", "0")))
+
+
+def test_bytes_of_kernels_and_collectives_are_part_of_their_own_times() -> None:
+    """The estimate for a GPU adds these times to that of the memory traffic."""
+    copy = "  %copy = bf16[16,1024,12,64]{3,2,1,0} copy(%q)\n  ROOT %fmha.1"
+    sums = copy.replace("copy", "all-reduce").replace("(%q)", "(%q), to_apply=%sum")
+    text = CUDNN.replace("TARGET", "__cudnn$fmhaSoftmax").replace("WINDOW", "0")
+    text = text.replace("  ROOT %fmha.1", copy).replace("  ROOT %fmha.1", sums)
+    module = Module(text.replace("\nENTRY", f"{SUM}\nENTRY"))
+    array = 2 * 16 * 1024 * 12 * 64
+    assert bytes_moved(module) == (2 + 2 + 4) * array
+    assert bytes_moved(module, omitted=is_timed_apart) == 2 * array

@@ -323,6 +323,15 @@ def test_a_compiler_that_jax_was_not_made_with_is_named(monkeypatch: pytest.Monk
     assert aot.other_compiler(topologies.parse("cpu:8")) == ""
 
 
+def test_a_plan_for_gpus_does_not_start_the_gpus_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experiments build their arrays on CPU: with the platform "" JAX would ask for a GPU."""
+    monkeypatch.setattr(aot, "installed_cuda", lambda: "cuda13")
+    found = aot.environment(topologies.parse("gpu:h100:1x8"))
+    assert found["JAX_PLATFORMS"] == "cpu" and found["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
 @pytest.mark.slow
 @needs_libtpu
 def test_jax_does_not_look_for_tpus_where_there_are_none() -> None:

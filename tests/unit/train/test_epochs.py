@@ -177,7 +177,8 @@ def test_the_copies_of_what_is_read_start_before_later_steps(
 
     def recording_start(array: Any) -> None:
         step, output = added[-1]
-        fields = {"finite": output.finite, "sums": output.sums, **output.metrics}
+        fields = {"finite": output.finite, "sums": output.sums, "rate": output.rate}
+        fields |= output.metrics
         copied.setdefault(step, set()).update(n for n, x in fields.items() if x is array)
         start(array)
 
@@ -190,6 +191,10 @@ def test_the_copies_of_what_is_read_start_before_later_steps(
     fitted(epochs=1, log_every=4, validation=None)
     assert copied[3] == {"finite", "sums"}
     assert copied[4] == {"finite", "sums", "loss", "off"}
+    rate = optax.sgd(optax.linear_schedule(0.0, 0.0, 4))
+    copied.clear()
+    fitted(rate, epochs=1, log_every=8, validation=None, steps_per_dispatch=2, log_hash_every=8)
+    assert copied[4] == {"finite", "sums", "rate", "loss"}  # of the hash's line, the last loss
 
 
 def test_the_end_of_an_epoch_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
