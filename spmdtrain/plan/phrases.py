@@ -45,8 +45,8 @@ _CUDNN = (
     "H100 with causal heads of width 64 and 1,024 tokens."
 )
 _ONE_BY_ONE = (
-    " Products, kernels and the memory traffic of everything else follow each other, as measured on "
-    "an H100."
+    " Products, kernels and the memory traffic of everything else follow each other, as measured "
+    "on an H100."
 )
 _PADDED = f", on dims padded to {MATRIX_UNIT} (half of that with heads of width 64)"
 _PARTS = {

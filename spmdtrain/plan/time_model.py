@@ -266,8 +266,8 @@ def element_seconds(operations: Mapping[str, float], chip: Chip) -> float:
 class Overlap(enum.StrEnum):
     """The work that a device does while it computes products.
 
-    The kernels of a GPU run one after another: those of a step of GPT-2 small took 1.01 to 1.06 of
-    the sum of products and memory traffic on an H100, with 8, 16 and 32 rows of 1,024 tokens.
+    The kernels of a GPU run one after another: on an H100, steps of GPT-2 small with 8, 16 and 32
+    rows of 1,024 tokens took 1.01 to 1.06 of the sum of products, kernels and other memory traffic.
     """
 
     ALL = "memory traffic and collectives"
