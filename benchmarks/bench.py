@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -255,6 +256,8 @@ def main() -> int:
         help="folder for results (default: benchmarks/results; with --quick .bench/quick)",
     )
     options = parser.parse_args()
+    # As SystemExit, so that the peers end, too. A peer that goes on disturbs the next measurement.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = options.results or (ENVIRONMENTS / "quick" if options.quick else RESULTS)
     quick = [line.name for line in LINES if line.quick]
     on_processor = [name for name in NAMES if name not in ACCELERATOR]
