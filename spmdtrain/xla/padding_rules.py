@@ -229,6 +229,14 @@ def _stack(op: Op) -> Value:
     return Rows(value.dim + (op.params["axis"] <= value.dim), value.inner)
 
 
+def _unstack(op: Op) -> Value:
+    (value,) = op.rows
+    axis = op.params["axis"] % len(op.shape(0))
+    if axis == value.dim:
+        return op.mixed()
+    return Rows(value.dim - (axis < value.dim), value.inner)
+
+
 def _tile(op: Op) -> Value:
     (value,) = op.rows
     reps = op.params["reps"]
@@ -417,6 +425,7 @@ RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "concatenate": _concatenate,
     "stack": _stack,
+    "unstack": _unstack,
     "tile": _tile,
     "slice": _slice,
     "dynamic_slice": _slice,

@@ -205,6 +205,7 @@ def test_the_command_trains_a_compiled_model(tmp_path: Path) -> None:
     "name",
     ["tickets", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("convnet", "timeseries"))],
 )
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # Keras with JAX 0.12
 def test_a_keras_script_needs_two_changed_lines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ INDEPENDENT: dict[str, Any] = {
     "stack and select": lambda b: jnp.select(
         [b["x"] > 0, b["x"] < -1], [jnp.stack([b["x"], 2 * b["x"]], 2).sum(2), b["x"]]
     ),
+    "unstack": lambda b: sum(jnp.unstack(b["x"], axis=1)) + jnp.unstack(b["x"], axis=2)[0][:, :4],
     "tile": lambda b: jnp.tile(b["x"], (1, 2, 1)),
     "linear systems": lambda b: jnp.linalg.solve(
         jnp.eye(6) + b["x"] @ b["x"].swapaxes(1, 2), b["x"]
@@ -240,6 +241,7 @@ MIXING: dict[str, Any] = {
     "gram": lambda b: b["x"].sum(1) @ b["x"].sum(1).T,
     "roll": lambda b: jnp.roll(b["x"], 1, 0),
     "flip": lambda b: b["x"][::-1],
+    "unstacked rows": lambda b: jnp.stack(jnp.unstack(b["x"])[::-1]),
     "neighbors": lambda b: b["x"].reshape(-1, 2, 6, 4).sum(1).repeat(2, 0),
     "sort": lambda b: jnp.sort(b["x"], axis=0),
     "permutation": lambda b: jax.random.permutation(jax.random.key(0), b["x"]),
