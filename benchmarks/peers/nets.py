@@ -129,8 +129,8 @@ def net_of(work: Work) -> Net:
         return Net(make, _next_token, _next_token_by_optax, optimizer, dtype)
     if work.workload == "leaves":
         return Net(partial(Leaves, work.leaves), _sum, _sum, optax.sgd(LEARNING_RATE))
-    make = ResNet if work.workload == "resnet" else Dense
-    return Net(make, _classified, _classified, optax.adam(LEARNING_RATE))
+    classifier = ResNet if work.workload == "resnet" else Dense
+    return Net(classifier, _classified, _classified, optax.adam(LEARNING_RATE))
 
 
 def _transformer(shape: Shape, rngs: nnx.Rngs) -> nnx.Module:
