@@ -256,7 +256,7 @@ def main() -> int:
         help="folder for results (default: benchmarks/results; with --quick .bench/quick)",
     )
     options = parser.parse_args()
-    # As SystemExit, so that the peers end, too. A peer that goes on disturbs the next measurement.
+    # As SystemExit, so that the peers end, too, and do not disturb the next measurement.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = options.results or (ENVIRONMENTS / "quick" if options.quick else RESULTS)
     quick = [line.name for line in LINES if line.quick]

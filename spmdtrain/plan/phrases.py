@@ -128,6 +128,9 @@ def utilization_kind(time: dict[str, Any]) -> str:
     """Returns whether the MFU of a plan is an estimate, or a bound that ignores work on elements.
 
     On a GPU the time of that work is the memory traffic, which is added to that of products.
+
+    Args:
+        time: The times of a plan.
     """
     counts_elements = time["instructions"] or time["overlap"] == Overlap.COLLECTIVES
     return "estimated" if counts_elements else "at most"

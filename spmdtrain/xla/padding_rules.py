@@ -230,11 +230,8 @@ def _stack(op: Op) -> Value:
 
 
 def _unstack(op: Op) -> Value:
-    (value,) = op.rows
-    axis = op.params["axis"] % len(op.shape(0))
-    if axis == value.dim:
-        return op.mixed()
-    return Rows(value.dim - (axis < value.dim), value.inner)
+    (value,), axis = op.rows, op.params["axis"]
+    return op.mixed() if axis == value.dim else Rows(value.dim - (axis < value.dim), value.inner)
 
 
 def _tile(op: Op) -> Value:
