@@ -386,8 +386,7 @@ def _times(
     # Virtual devices stand in for GPUs whose compiler is not installed: their program has other
     # fusions, and so more traffic.
     overlap = Overlap.of(topology.platform) if has_compiler(topology) else Overlap.ALL
-    one_by_one = overlap == Overlap.COLLECTIVES
-    traffic = summary.own_traffic if one_by_one else summary.traffic
+    traffic = summary.own_traffic if overlap == Overlap.COLLECTIVES else summary.traffic
     timed = [each for each in collectives if not math.isnan(each.seconds)]
     sent = sum(
         each.times * time_model.least_bytes(each.kind, each.bytes, each.group_size, topology, chip)
