@@ -41,7 +41,7 @@ FLOOR = Peer("floor", "floor.py")
 UNPLACED = Peer("floor, batches not placed", "floor.py", ("--unplaced",))
 WITH_FLAX = Peer("floor with flax", "floor.py", ("--flax",))
 OURS = Peer("spmdtrain", "ours.py")
-OURS_10 = Peer("spmdtrain, 10 steps a dispatch", "ours.py", ("--per-dispatch=10",))
+OURS_1 = Peer("spmdtrain, 1 step a dispatch", "ours.py", ("--per-dispatch=1",))
 FAST = Peer(
     "spmdtrain, 50 steps a dispatch, data on device",
     "ours.py",
@@ -103,7 +103,7 @@ ROWS = (
 )
 RESULTS = HERE / "results"
 PICTURES = ENVIRONMENTS / "pictures"
-SINGLE = (FLOOR, UNPLACED, OURS, OURS_10, FAST, KERAS, KERAS_10, TF_LOOP, TF_FIT, EAGER, LIGHTNING)
+SINGLE = (FLOOR, UNPLACED, OURS, OURS_1, FAST, KERAS, KERAS_10, TF_LOOP, TF_FIT, EAGER, LIGHTNING)
 LINES = [
     Line("w1-batch-32", Work("mlp", 32, 2000), SINGLE, quick=True),  # one epoch, hence one save
     Line("w1-batch-512", Work("mlp", 512, 125), SINGLE),  # the same
@@ -124,7 +124,7 @@ LINES = [
             FLOOR,
             OURS,
             AUTOMATIC,
-            OURS_10,
+            OURS_1,
             FAST,
             Peer("PyTorch DDP", "torch_loop.py", (), TORCH),
             TF_LOOP,

@@ -26,6 +26,7 @@ import nets
 from spmdtrain import ArrayDataset, CollectiveOptions, Trainer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.data import loader
+from spmdtrain.data.dispatch_batches import CountedBatches
 from spmdtrain.train import executor
 
 gate.mark("imported")
@@ -33,7 +34,7 @@ net = nets.net_of(work)
 options: dict[str, Any] = {"compute_dtype": net.compute_dtype}
 if work.accelerator:
     gate.device_peak = lambda: (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
-if work.per_dispatch > 1:
+if any(argument.startswith("--per-dispatch") for argument in sys.argv):
     options["steps_per_dispatch"] = work.per_dispatch
 if "--data-on-device" in sys.argv:
     options["data_on_device"] = True
@@ -65,10 +66,10 @@ def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
             gate.wait(steps=count - due + work.segment, saves=len(saving)) or os._exit(0)
             saving.clear()
             due = count + work.segment
-        leaf = jax.tree.leaves(batch)[0]
-        count += leaf.shape[0] if leaf.shape[0] != work.batch_size else 1
+        steps = int(batch.count) if isinstance(batch, CountedBatches) else 1
+        count += steps
         yield batch
-        if count == 1 or count == work.per_dispatch:
+        if count == steps:
             jax.block_until_ready(run.state)
             gate.mark("first step")
 

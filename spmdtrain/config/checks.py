@@ -130,7 +130,7 @@ def check_run(config: "RunConfig") -> None:
             f"data_workers is {config.data_workers} and data_on_device is True: the devices hold "
             "all examples, so processes have nothing to read; leave one of the two out"
         )
-    if config.steps_per_dispatch > 1 and not config.jit:
+    if (config.steps_per_dispatch or 1) > 1 and not config.jit:
         raise UserError(
             f"steps_per_dispatch is {config.steps_per_dispatch} and jit is False: several steps "
             "per dispatch are one compiled program; leave one of the two out"
@@ -349,7 +349,7 @@ def _check_exact(config: "RunConfig") -> None:
         ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),
         ("uneven_batch", config.uneven_batch, "refuse", "padding depends on the devices"),
         ("jit", config.jit, True, "operations that run one by one have other kernels"),
-        ("steps_per_dispatch", config.steps_per_dispatch, 1, "XLA optimizes across steps"),
+        ("steps_per_dispatch", config.steps_per_dispatch or 1, 1, "XLA optimizes across steps"),
     ]
     found = [(name, value, why) for name, value, default, why in conflicts if value != default]
     if strategy(config.strategy).by_servers:
@@ -379,8 +379,12 @@ def _check_servers(config: "RunConfig") -> None:
             raise UserError(
                 f"mesh.{name} is {size}, but under parameter_server {why}: leave it out"
             )
+    if (steps := config.steps_per_dispatch or 1) > 1:
+        raise UserError(
+            f"steps_per_dispatch is {steps}, but under parameter_server a worker computes one step "
+            "at a time: leave it out"
+        )
     for name, required, why in (
-        ("steps_per_dispatch", 1, "a worker computes one step at a time"),
         ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),
         ("data_workers", 0, "each worker is a process that reads its own batches"),
         ("profile_steps", None, "the steps run in other processes"),

@@ -149,9 +149,10 @@ class RunConfig:
     """Task that evaluates the validation split, and so decides which checkpoint is best: the
     training itself, or a separate evaluator (--role evaluate, the launcher's --evaluator, or a task
     of TF_CONFIG). Without a running evaluator, no checkpoint is then removed."""
-    steps_per_dispatch: int = 1
-    """Steps that the devices compute without the host if nothing is due between them; otherwise
-    they are dispatched one by one. Signals and callbacks are delayed until the last of them."""
+    steps_per_dispatch: int | None = None
+    """Steps that the devices compute without the host if nothing is due between them. Signals and
+    callbacks are delayed until the last of them. None means up to 10 small steps on a CPU with one
+    device, but one if there are callbacks of steps, and one step otherwise."""
     jit: bool = True
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
     compilation_cache: str | None = None

@@ -10,16 +10,21 @@ by the positions after it.
 import collections
 import itertools
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.dispatch_batches import (
+    CountedBatches,
+    indexed,
+    stack_batches,
+    stacked_sharding,
+)
 from spmdtrain.data.marked_rows import rows_of, with_marks
 from spmdtrain.data.read_ahead import read_ahead
 from spmdtrain.data.sampling import Augment, OrderedBatches, TrainBatches, padded_size, process_rows
@@ -34,38 +39,6 @@ T = TypeVar("T")
 
 _WIDE = (np.dtype(np.int64), np.dtype(np.uint64))
 _CHUNK = 1024  # examples read at once by `on_devices`
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class IndexedBatch:
-    """A batch as indices into arrays that are on every device.
-
-    Attributes:
-      indices: int32 (B,), or `MarkedRows` of it; (n, B) for n steps.
-      arrays: All examples, arrays (N, ...).
-    """
-
-    indices: PyTree
-    arrays: PyTree
-
-
-def examples_of(batch: PyTree) -> PyTree:
-    """Returns the examples of a batch, which it gathers if it is an `IndexedBatch`."""
-    if not isinstance(batch, IndexedBatch):
-        return batch
-    indices = rows_of(batch.indices)
-    rows = jax.tree.map(lambda x: jnp.take(x, indices, axis=0), batch.arrays)
-    return rows if indices is batch.indices else replace(batch.indices, rows=rows)
-
-
-def batch_of_first_step(batch: PyTree, steps: int) -> PyTree:
-    """Returns the first step's batch from a batch of `steps` steps."""
-    if steps == 1:
-        return batch
-    if isinstance(batch, IndexedBatch):
-        return IndexedBatch(batch_of_first_step(batch.indices, steps), batch.arrays)
-    return jax.tree.map(lambda x: x[0], batch)
 
 
 def on_devices(dataset: Dataset, placement: Placement) -> PyTree:
@@ -117,6 +90,7 @@ def abstract_batch(
     steps: int,
     by_index: bool,
     step_may_place: bool,
+    counted: bool = False,
     padded_to: int | None = None,
 ) -> PyTree:
     """Returns the shapes, dtypes and shardings of a batch of `train_batches`. Reads one example.
@@ -129,6 +103,7 @@ def abstract_batch(
       steps: Number of steps of a dispatch.
       by_index: Whether batches are `IndexedBatch`.
       step_may_place: As for `train_batches`.
+      counted: Whether they are `CountedBatches` of up to `steps` steps.
       padded_to: Number of rows, if batches are padded.
     """
     size = padded_to or batch_size
@@ -151,10 +126,12 @@ def abstract_batch(
         return jax.ShapeDtypeStruct((*shape, *np.shape(x)[1:]), dtype, sharding=place)
 
     batch = jax.tree.map(lambda x: array(x, (*lead, size), place), read)
+    if counted:
+        batch = CountedBatches(batch, jax.ShapeDtypeStruct((), np.int32))
     if not by_index:
         return batch
     replicated = placement.replicated
-    return IndexedBatch(batch, jax.tree.map(lambda x: array(x, (count,), replicated), example))
+    return indexed(batch, jax.tree.map(lambda x: array(x, (count,), replicated), example))
 
 
 @dataclass(frozen=True)
@@ -184,6 +161,7 @@ def train_batches(
     threads: int = 0,
     workers: int = 0,
     sizes: Iterable[int] = itertools.repeat(1),
+    most_steps: int | None = None,
     arrays: PyTree = None,
     step_may_place: bool = False,
     padded_to: int | None = None,
@@ -207,6 +185,7 @@ def train_batches(
       workers: Number of processes that read ahead; they end when the iterator is closed.
       sizes: Number of steps of each dispatch. The batches of n > 1 steps are stacked, with a new
         leading dim of n.
+      most_steps: If given, all dispatches have `CountedBatches` with this leading dim.
       arrays: All examples on the devices (see `on_devices`); batches are then `IndexedBatch`.
       step_may_place: Whether the step is jitted and places host arrays itself. If that is faster
         (`places_in_step`), batches stay host arrays.
@@ -240,11 +219,11 @@ def train_batches(
     if size != batch_size:
         mask = (local < batch_size).astype(np.float32)
         read = ((with_marks(x, mask=mask), after) for x, after in read)
-    placing = _Placer(sharding, size, step_may_place=step_may_place)
+    placing = _Placer(sharding, size, step_may_place=step_may_place, most_steps=most_steps)
     ready = (_Dispatch.of(placing, group) for group in _group(read, sizes))
     placed = ready if placing.step_may_place else _prefetch(ready)
     received = _received(placed, start, progress)
-    return received if arrays is None else (IndexedBatch(x, arrays) for x in received)
+    return received if arrays is None else (indexed(x, arrays) for x in received)
 
 
 class _Dispatch(NamedTuple):
@@ -328,9 +307,15 @@ class _Placer:
     """
 
     def __init__(
-        self, sharding: Sharding, batch_size: int, *, step_may_place: bool = False
+        self,
+        sharding: Sharding,
+        batch_size: int,
+        *,
+        step_may_place: bool = False,
+        most_steps: int | None = None,
     ) -> None:
         self._sharding, self._batch_size = sharding, batch_size
+        self._most_steps = most_steps
         self._local_rows = len(process_rows(sharding, batch_size))
         # If this process has all rows, one call places all arrays, in half the time.
         self._at_once = self._local_rows == batch_size and sharding.is_fully_addressable
@@ -340,10 +325,12 @@ class _Placer:
     def __call__(self, batches: Sequence[PyTree]) -> PyTree:
         for batch in batches:
             self._check(rows_of(batch), self._local_rows)
-        if len(batches) == 1:
+        if self._most_steps is None and len(batches) == 1:
             return self._place(batches[0], self._sharding)
-        stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-        return self._place(stacked, stacked_sharding(self._sharding), len(batches))
+        size = self._most_steps or len(batches)
+        placed = self._place(stack_batches(batches, size), stacked_sharding(self._sharding), size)
+        counts = self._most_steps is not None
+        return CountedBatches(placed, np.int32(len(batches))) if counts else placed
 
     def _place(self, batch: PyTree, sharding: Sharding, *steps: int) -> PyTree:
         if self.step_may_place:
@@ -409,13 +396,6 @@ def places_in_step(sharding: Sharding) -> bool:
     """
     devices: Collection[Any] = sharding.device_set
     return sharding.is_fully_addressable and all(x.platform == "cpu" for x in devices)
-
-
-def stacked_sharding(sharding: Sharding) -> Sharding:
-    """Returns the sharding of stacked batches, whose first dim (steps) is not split."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 def _describe(batch: Sequence[Any]) -> str:

@@ -109,8 +109,9 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
         trainer.fit(experiment.train, steps=trainer.step + steps)
         return time.perf_counter() - start
 
-    seconds(2 * config.steps_per_dispatch)  # compiles
-    few = _FEWEST * config.steps_per_dispatch
+    together = config.steps_per_dispatch or 1
+    seconds(2 * together)  # compiles
+    few = _FEWEST * together
     many = few * max(2, round(_SECONDS / seconds(few)))
     # The difference cancels the constant cost of a call of `fit`.
     step = (seconds(many) - seconds(few)) / (many - few)

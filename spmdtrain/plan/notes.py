@@ -91,8 +91,7 @@ def notes_of(
         notes.append(
             "a run first tries the experiment's own reduction on its devices; a plan does not"
         )
-    if trainer.config.steps_per_dispatch > 1:
-        more = trainer.config.steps_per_dispatch - 1
+    if (more := (trainer.config.steps_per_dispatch or 1) - 1) > 0:
         notes.append(f"memory is that of one step: each dispatch holds {more} more batches")
     if host:
         notes.append(

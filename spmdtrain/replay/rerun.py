@@ -148,7 +148,7 @@ def _run(
         experiment = file.build(whole)
         trainer = Trainer.from_experiment(experiment, config, terminal=quiet, trackers=[])
         # An evaluation may change the state, by a callback, and ends a dispatch of several steps.
-        evaluates = bool(experiment.callbacks) or config.steps_per_dispatch > 1
+        evaluates = bool(experiment.callbacks) or (config.steps_per_dispatch or 1) > 1
         validation = experiment.validation if evaluates else None
         trainer.fit(experiment.train, validation=validation, steps=step)
         placement = trainer.placement

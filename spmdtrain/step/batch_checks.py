@@ -1,4 +1,4 @@
-"""Checks of a batch before its program is compiled: padding, precision, loops."""
+"""Checks of a batch before its program is compiled: padding, precision."""
 
 from typing import Any
 
@@ -105,19 +105,6 @@ class BatchChecks:
             "if they do"
         )
 
-    def is_slow_in_loop(self, batch: PyTree) -> bool:
-        """Returns whether a loop would slow the step down: on CPU, convolutions.
-
-        Outside of loops XLA on CPU computes convolutions with a library, inside of them by code
-        that it generates, which takes many times as long.
-
-        Args:
-          batch: Abstract rows of a global batch.
-        """
-        if self._placement.devices[0].platform != "cpu":
-            return False
-        return any(x.primitive.name == "conv_general_dilated" for x in self._equations(batch))
-
     def check_evaluation(self, rows: PyTree, size: int) -> None:
         """Checks that virtual shards do not change an evaluation with `exact`.
 
@@ -217,7 +204,7 @@ class BatchChecks:
         """
         products = [
             {x.aval.dtype for x in equation.invars}
-            for equation in self._equations(batch)
+            for equation in equations(self.forward_program(batch))
             if equation.primitive.name in ("dot_general", "conv_general_dilated")
         ]
         dtype = self._forward.compute_dtype
@@ -229,13 +216,14 @@ class BatchChecks:
                 "the objective"
             )
 
-    def _equations(self, batch: PyTree) -> Any:
+    def forward_program(self, batch: PyTree) -> Any:
+        """Returns the open jaxpr of the objective's values for abstract rows of a global batch."""
         state = self._state
         params, frozen = self._update.partition(state.params)
         program = jax.make_jaxpr(self._forward.outputs)(
             params, frozen, batch, state.model_state, jax.eval_shape(jax.random.key, 0)
         )
-        return equations(program.jaxpr)
+        return program.jaxpr
 
 
 def _abstract_batch(rows: PyTree, size: int) -> PyTree:

@@ -10,12 +10,16 @@ import jax
 from jax._src.config import trace_context
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.dispatch_batches import batch_at, examples_of
 from spmdtrain.data.loader import abstract_batch
+from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
 from spmdtrain.kernels.attention import check_context_used, describe_attention
+from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, may_group
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.step_options import describe_preset
@@ -34,7 +38,7 @@ class Program:
       lowered: The program before XLA compiled it; None if it is not compiled.
       jaxpr: The operations of the program, for `model_flops`; None if it is not compiled.
       retrace: Traces the program again and returns its jaxpr; None if it is not compiled.
-      steps: The number of steps of a call.
+      steps: The number of steps whose operations `jaxpr` has.
       collectives: The collectives of the compiled program, or the reason why they are not known.
         Only process 0 has them.
     """
@@ -62,6 +66,23 @@ class Programs:
         # One thread, because the programs share the result of `StepFunctions.choose_reduction`.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._programs: dict[int, tuple[PyTree, Future[Program]]] = {}
+        self.dispatch = Dispatch()
+        """How steps are dispatched, as `choose_dispatch` has decided."""
+
+    def choose_dispatch(
+        self, dataset: TrainingData, augment: Augment | None, config: RunConfig
+    ) -> Dispatch:
+        """Chooses how the steps of a run are dispatched; arguments as for `abstract_batch`."""
+        self.wait()  # a compilation reads the last choice
+        self.dispatch = Dispatch()
+        steps, placement = self._steps, self._placement
+        if may_group(config, placement, steps.abstract_state):
+            batch = self._abstract_batch(dataset, 1, augment, config)
+            rows = as_marked(jax.eval_shape(examples_of, batch)).rows
+            with reference_kernels():  # operations of kernels cannot be read
+                forward = steps.checks.forward_program(rows)
+            self.dispatch = choose_dispatch(config, placement, rows, forward)
+        return self.dispatch
 
     def begin(self, steps: int, batch: PyTree) -> None:
         """Starts to compile in the background.
@@ -81,7 +102,12 @@ class Programs:
         self, dataset: TrainingData, steps: int, augment: Augment | None, config: RunConfig
     ) -> None:
         """Starts to compile for the batches of a dataset; arguments as for `abstract_batch`."""
-        shapes = abstract_batch(
+        self.begin(steps, self._abstract_batch(dataset, steps, augment, config))
+
+    def _abstract_batch(
+        self, dataset: TrainingData, steps: int, augment: Augment | None, config: RunConfig
+    ) -> PyTree:
+        return abstract_batch(
             dataset,
             config.resolved_batch_size,
             self._placement,
@@ -89,9 +115,9 @@ class Programs:
             steps=steps,
             by_index=config.data_on_device,
             step_may_place=config.jit,
+            counted=self.dispatch.is_counted,
             padded_to=config.padded_batch_size(self._placement.batch_shards),
         )
-        self.begin(steps, shapes)
 
     def get(self, steps: int, batch: PyTree) -> Program:
         """Returns the compiled program.
@@ -128,9 +154,14 @@ class Programs:
     def _make(self, steps: int, batch: PyTree) -> Program:
         started = time.perf_counter()
         with use_placement(self._placement):  # the placement belongs to a thread
-            choice = self._steps.choose_reduction(batch, steps)
+            repeat, first = self.dispatch.repeat_of(steps), batch
+            if repeat is not Repeat.NONE:
+                first = jax.eval_shape(lambda batches: batch_at(batches, 0), batch)
+            choice = self._steps.choose_reduction(first)
+            if repeat is not Repeat.NONE:
+                choice += self.dispatch.note
             by_index = self._config.data_on_device
-            call = self._steps.train_program(steps, by_index=by_index)
+            call = self._steps.train_program(repeat, by_index=by_index)
             if not self._config.jit:
                 return Program(call, "steps are not compiled", None)
             # With the shardings of the real arguments, so that the jitted function finds the
@@ -153,7 +184,9 @@ class Programs:
             with use_placement(self._placement):
                 return call.trace(self._steps.placed_state, batch).jaxpr
 
-        return Program(call, summary, lowered, traced.jaxpr, retrace, steps, found)
+        # The operations of a loop of unknown length are counted once.
+        counted = 1 if repeat is Repeat.COUNTED else steps
+        return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from spmdtrain.adapters.base import (
 )
 from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.loader import batch_of_first_step, examples_of
+from spmdtrain.data.dispatch_batches import examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
@@ -38,6 +38,7 @@ from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
+from spmdtrain.step.dispatch import Repeat
 from spmdtrain.step.exact import ExactGradients, ExactUpdate, exact_evaluation
 from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
@@ -185,8 +186,7 @@ class StepFunctions:
             out_shardings=self.shardings,
             compiler_options=options_for_one_run(placement.devices[0].platform),
         )
-        self._train_programs: dict[tuple[bool, bool], Any] = {}
-        self._unrolls = False  # the steps of a dispatch
+        self._train_programs: dict[tuple[Repeat, bool], Any] = {}
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
         evaluate: Callable[..., Any] = self._forward.evaluate
@@ -285,22 +285,21 @@ class StepFunctions:
 
     # -- the train step ------------------------------------------------------------------------
 
-    def train_program(self, steps: int = 1, *, by_index: bool = False) -> Any:
+    def train_program(self, repeat: Repeat = Repeat.NONE, *, by_index: bool = False) -> Any:
         """Returns the train step (see `make_train_step`), compiled at its first call.
 
         Args:
-          steps: Number of steps of a call.
+          repeat: How the steps of a call are repeated.
           by_index: Whether batches are `IndexedBatch`.
         """
-        key = (steps > 1, by_index)
+        key = repeat, by_index
         if key not in self._train_programs:
             self._train_programs[key] = make_train_step(
                 self._gradients,
                 self.update,
                 self.layout,
                 self._placement,
-                steps=steps,
-                unrolls=self._unrolls,
+                repeat=repeat,
                 by_index=by_index,
                 log_every=self._config.log_every,
                 order=self._order,
@@ -325,12 +324,11 @@ class StepFunctions:
         """Whether `choose_reduction` runs a program on the devices of all processes."""
         return self._own_reduction is not None
 
-    def choose_reduction(self, batch: PyTree, steps: int = 1) -> str:
-        """Checks a batch, and chooses what reduces its gradients and whether steps are unrolled.
+    def choose_reduction(self, batch: PyTree) -> str:
+        """Checks a batch, and chooses what reduces its gradients.
 
         Args:
-          batch: A global batch or its shapes; if `steps` > 1, with a leading dim of `steps`.
-          steps: Number of steps of the batch.
+          batch: A global batch of one step or its shapes.
 
         Returns:
           The choice for the log, "" if there is nothing to say.
@@ -338,16 +336,12 @@ class StepFunctions:
         Raises:
           UserError: If a train step of it would not compute what the options promise.
         """
-        first = jax.eval_shape(lambda batch: examples_of(batch_of_first_step(batch, steps)), batch)
-        batch, mask = as_marked(first).rows, as_marked(first).mask
+        marked = as_marked(jax.eval_shape(examples_of, batch))
+        batch, mask = marked.rows, marked.mask
         # The checks read the operations of the model, and kernels cannot be analyzed.
         with reference_kernels():
             self.checks.check_training(batch, mask)
             note = self.checks.note_of_microbatches(batch)
-            if steps > 1:
-                self._unrolls = self.checks.is_slow_in_loop(batch)
-        if steps > 1 and self._unrolls:
-            note += f"; {steps} steps unrolled, because convolutions in a loop are slow on CPU"
         requested = self._requested_reduction is not None
         wanted = self._requested_reduction or default_reduction(
             self._config, self._placement, self.layout

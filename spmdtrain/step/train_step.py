@@ -5,15 +5,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.data.loader import IndexedBatch, examples_of, stacked_sharding
+from spmdtrain.data.dispatch_batches import (
+    CountedBatches,
+    IndexedBatch,
+    examples_of,
+    stacked_sharding,
+)
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step import metrics
 from spmdtrain.step.batch_loss import BatchLoss
+from spmdtrain.step.dispatch import Repeat, repeated
 from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.fixed_order import FixedOrder
@@ -73,8 +78,7 @@ def make_train_step(
     layout: Layout,
     placement: Placement,
     *,
-    steps: int = 1,
-    unrolls: bool = False,
+    repeat: Repeat = Repeat.NONE,
     by_index: bool = False,
     log_every: int = 1,
     order: FixedOrder | None = None,
@@ -88,9 +92,8 @@ def make_train_step(
       update: Applies the optimizer.
       layout: The shardings of the state.
       placement: The strategy and its mesh.
-      steps: Number of steps of one call. If above 1, they run in a `jax.lax.scan`, and the arrays
-        of batch and output have a leading dim of `steps`.
-      unrolls: Whether several steps are straight-line code instead of a loop.
+      repeat: How the steps of a call are repeated. If at all, the arrays of batch and output have a
+        leading dim of steps.
       by_index: Whether the batch is an `IndexedBatch`.
       log_every: The cadence of the log, for `step_norms`.
       order: The order of the sums of norms; None if it may depend on the devices.
@@ -145,23 +148,13 @@ def make_train_step(
             means, finite, sums=found.sums, rate=rate, norms=norms, combined=found.combined
         )
 
-    def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
-        def step(state: TrainState, given: tuple[PyTree, jax.Array]) -> Any:
-            batch, is_last = given
-            if isinstance(batches, IndexedBatch):
-                batch = IndexedBatch(batch, batches.arrays)
-            return train_step(state, batch, is_last)
-
-        # Of an `IndexedBatch` only the indices have a leading dim of steps.
-        each = batches.indices if isinstance(batches, IndexedBatch) else batches
-        count = jax.tree.leaves(each)[0].shape[0]
-        last = jnp.arange(count) == count - 1
-        return jax.lax.scan(step, state, (each, last), unroll=unrolls)
-
-    function = train_step if steps == 1 else train_steps
-    batch: Any = placement.batch if steps == 1 else stacked_sharding(placement.batch)
+    is_single = repeat is Repeat.NONE
+    function = train_step if is_single else repeated(train_step, repeat)
+    batch: Any = placement.batch if is_single else stacked_sharding(placement.batch)
     if by_index:
         batch = IndexedBatch(batch, placement.replicated)
+    if repeat is Repeat.COUNTED:
+        batch = CountedBatches(batch, placement.replicated)
     if not jit:
         return eager(function)
     return jax.jit(

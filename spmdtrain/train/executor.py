@@ -11,6 +11,7 @@ from spmdtrain.checkpoints.source import list_for_all
 from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.dispatch_batches import CountedBatches, batch_at
 from spmdtrain.data.loader import on_devices, train_batches
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import initialize
@@ -191,7 +192,13 @@ def backend_of(strategy: Strategy) -> Backend:
 
 
 def max_in_flight(placement: Placement) -> int:
-    """Returns how many dispatches on a mesh may be pending."""
+    """Returns how many dispatches of one step on a mesh may be pending.
+
+    On virtual devices, many pending steps can abort XLA's in-process all-reduce.
+
+    Args:
+      placement: The devices.
+    """
     return 2 if placement.is_virtual() else 8
 
 
@@ -250,7 +257,7 @@ class MeshBackend:
         first = source.steps[-1] if source and source.steps else 0
         if first >= schedule.total or functions.has_custom_reduction:
             return
-        steps = len(next(schedule.dispatches(first)))
+        steps = programs.dispatch.program_steps(len(next(schedule.dispatches(first))))
         programs.begin_for(run.train_data, steps, augment, config)
 
     @contextmanager
@@ -268,9 +275,9 @@ class MeshExecutor:
         config, first = run.config, int(inputs.state.step)
         self._run, self._programs, self._placement = run, inputs.programs, placement
         self._functions = inputs.functions
-        # On virtual devices, many pending steps can abort XLA's in-process all-reduce.
-        several = config.steps_per_dispatch > 1
-        self.max_in_flight = 2 if several else max_in_flight(placement)
+        dispatch = self._programs.dispatch
+        # With one, the devices compute several steps while the host makes the next ones ready.
+        self.max_in_flight = 1 if dispatch.steps > 1 else max_in_flight(placement)
         self._compiled: dict[int, StepCall] = {}  # by the number of steps of a dispatch
         self._sentinel: Sentinel | None = None
         if config.sentinel_every is not None:
@@ -287,6 +294,7 @@ class MeshExecutor:
             threads=config.data_threads,
             workers=config.data_workers,
             sizes=map(len, run.schedule.dispatches(first)),
+            most_steps=dispatch.steps if dispatch.is_counted else None,
             arrays=inputs.all_examples(config, run),
             step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
@@ -297,15 +305,17 @@ class MeshExecutor:
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the compiled program of these steps, and the next batch."""
         batch = next_batch(self._batches, state, self._run.logger.count_input_wait, steps[-1])
-        if len(steps) not in self._compiled:
-            self._compiled[len(steps)] = self._compile(len(steps), batch, state)
+        size = self._programs.dispatch.program_steps(len(steps))
+        if size not in self._compiled:
+            self._compiled[size] = self._compile(size, batch, state)
             self._run.logger.restart_timer(steps[0] - 1)
-        return self._compiled[len(steps)], batch
+        return self._compiled[size], batch
 
     def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
         """Checks the devices by the sentinel, if that is due before this step."""
         if self._sentinel is not None and self._run.config.checks_devices_at(step):
-            self._sentinel.check(step, state, batch)
+            is_counted = isinstance(batch, CountedBatches)
+            self._sentinel.check(step, state, batch_at(batch, 0) if is_counted else batch)
 
     def stop_dispatch(self, step: int) -> int:
         """Returns `step`, because only the training loop dispatches steps."""

@@ -32,7 +32,7 @@ _TRAINER_ONLY: Mapping[str, Any] = {
     "freeze": (),
     "ema_decay": None,
     "jit": True,
-    "steps_per_dispatch": 1,
+    "steps_per_dispatch": None,
     "data_on_device": False,
     "init_from": None,
     "init_from_strict": "all",
@@ -224,9 +224,10 @@ def _is_real(x: Any) -> bool:
 def check_config(config: RunConfig) -> None:
     """Raises `UserError` for options that only the `Trainer` supports."""
     for name, only in _TRAINER_ONLY.items():
-        if getattr(config, name) != only:
+        given = getattr(config, name)
+        if given != only and (name, given) != ("steps_per_dispatch", 1):
             raise UserError(
-                f"{name} is {getattr(config, name)!r}, an option of the Trainer's own step: in a "
+                f"{name} is {given!r}, an option of the Trainer's own step: in a "
                 "Loop, the step is a function that you write"
             )
     chosen = config.collectives.reduction not in (None, "automatic")

@@ -28,9 +28,14 @@ from spmdtrain.train.session import RunSession
 Logged = Callable[[int, dict[str, float]], dict[str, float]]
 
 
-def _of_step(value: Any, steps: Sequence[int], number: int) -> Any:
-    """Returns a value of one step of a dispatch; the arrays of several have a leading dim."""
-    return value if value is None or len(steps) == 1 else np.asarray(value)[number]
+def _of_step(value: Any, output: StepOutput, number: int) -> Any:
+    """Returns a value of one step of an output."""
+    return value if value is None or not _is_stacked(output) else np.asarray(value)[number]
+
+
+def _is_stacked(output: StepOutput) -> bool:
+    """Returns whether the arrays of an output have a leading dim of steps."""
+    return output.finite.ndim > 1
 
 
 def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -77,7 +82,8 @@ class MetricsReader:
 
         Args:
           steps: Step numbers of the dispatch.
-          output: Its output; leaves have a leading dim of len(steps) if len(steps) > 1.
+          output: Its output. If it is that of a loop, leaves have a leading dim of len(steps) or
+            more.
 
         Raises:
           NonFiniteError: If a fetched loss or state is NaN or infinite.
@@ -149,7 +155,8 @@ class MetricsReader:
         self._read_all(steps, output, finite)
         if self._run.config.log_hash_every is not None:
             loss = output.metrics.get("loss")  # of all steps of the dispatch
-            self._last_loss = None if loss is None else float(np.ravel(loss)[-1])
+            at_last = len(steps) - 1
+            self._last_loss = None if loss is None else float(_of_step(loss, output, at_last))
         if last in self._sums:
             sums, is_hashed = self._sums.pop(last)
             self._read_sums(last, sums, is_hashed=is_hashed)
@@ -178,22 +185,23 @@ class MetricsReader:
     def _read_all(self, steps: Sequence[int], output: StepOutput, finite: np.ndarray) -> None:
         run, last = self._run, steps[-1]
         sums = None if output.sums is None else np.asarray(output.sums)
-        if len(steps) == 1:
+        if not _is_stacked(output):
             finite, sums = finite[None], None if sums is None else sums[None]
+        finite = finite[: len(steps)]  # a counted loop may have room for more steps
         names = self._sorted_names(output.metrics)
         all_finite = b"\0" not in finite.tobytes()  # a quarter of the time of `all`
         weighed = counted = 0  # steps whose weights are counted for the log, sums for the epoch
         for number, step in enumerate(steps):
             if not all_finite and not finite[number].all():
-                self._fail(step, finite[number], self._present(steps, output, sums, number))
+                self._fail(step, finite[number], self._present(output, sums, number))
             is_logged = run.config.logs_at(step, run.schedule.total)
             if is_logged or step == last:
                 self._count_weights(names, sums, slice(weighed, number + 1))
                 weighed = number + 1
             if is_logged:
-                self._log(steps, output, number, self._present(steps, output, sums, number))
+                self._log(steps, output, number, self._present(output, sums, number))
             if sums is not None and (step == last or run.epochs.ends_with(step)):
-                rate = _of_step(output.rate, steps, number)
+                rate = _of_step(output.rate, output, number)
                 part = slice(counted, number + 1)
                 run.epochs.count(steps[part], names, sums[part], rate, output.combined)
                 counted = number + 1
@@ -207,17 +215,16 @@ class MetricsReader:
         return self._names
 
     def _present(
-        self, steps: Sequence[int], output: StepOutput, sums: np.ndarray | None, number: int
+        self, output: StepOutput, sums: np.ndarray | None, number: int
     ) -> Mapping[str, float]:
         """Returns the metrics of a step, without the losses of components that it has no rows of.
 
         Args:
-          steps: Step numbers of the dispatch.
-          output: Its output.
+          output: The output of a dispatch.
           sums: Weighted sums and weights, (steps, metrics by sorted name, 2).
-          number: Index of the step in `steps`.
+          number: Index of the step in the dispatch.
         """
-        metrics = {name: float(_of_step(x, steps, number)) for name, x in output.metrics.items()}
+        metrics = {name: float(_of_step(x, output, number)) for name, x in output.metrics.items()}
         if not self._components or sums is None:
             return metrics
         weights = dict(zip(sorted(metrics), sums[number, :, 1], strict=True))
@@ -244,7 +251,7 @@ class MetricsReader:
         self, steps: Sequence[int], output: StepOutput, number: int, metrics: Mapping[str, float]
     ) -> None:
         run, step = self._run, steps[number]
-        rate, norms = (_of_step(x, steps, number) for x in (output.rate, output.norms))
+        rate, norms = (_of_step(x, output, number) for x in (output.rate, output.norms))
         found = loss_first(dict(metrics))
         # A metric of the objective takes precedence over a value of the same name.
         found |= self._beside(step, rate, norms) | found

@@ -16,7 +16,7 @@ from spmdtrain.checkpoints.source import list_for_all
 from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset, classes_of
-from spmdtrain.data.loader import IndexedBatch
+from spmdtrain.data.dispatch_batches import IndexedBatch
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import UserError

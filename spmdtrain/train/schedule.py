@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
+from spmdtrain.step.dispatch import Dispatch
 
 _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by several processes
 
@@ -54,6 +55,9 @@ class Schedule:
         """Number of steps of the run; fewer once a callback has asked to stop."""
         self.stops_at_epochs = False
         """Whether a callback reads the state after each epoch."""
+        self.stops_at_steps = False
+        """Whether a callback is called after each step."""
+        self._dispatch = Dispatch()
         self._config, self._num_examples = config, num_examples
         self._evaluates, self._saves, self._clock = evaluates, saves, clock
         self._saved_at = clock()
@@ -65,13 +69,13 @@ class Schedule:
     def dispatches(self, first: int) -> Iterator[range]:
         """Yields the steps after `first`, grouped as they are dispatched.
 
-        A group has `steps_per_dispatch` steps if nothing is due between them, and one step
-        otherwise, because each other number of steps would need a program of its own.
+        A group ends where something is due. Without a counted loop (see `Dispatch`) it has either
+        all steps of a dispatch or one, because other numbers would need programs of their own.
 
         Args:
           first: The last step that is done, which is that of the state.
         """
-        size, step, end = self._config.steps_per_dispatch, first, first
+        size, step, end = self._size, first, first
         while step < self.total:
             if size == 1:
                 step += 1
@@ -80,14 +84,22 @@ class Schedule:
             # `end` is the last step that one dispatch from here could make.
             while end < min(step + size, self.total) and (end == step or not self._splits(end)):
                 end += 1
-            count = size if end == step + size else 1
+            count = end - step if self._dispatch.is_counted or end == step + size else 1
             yield range(step + 1, step + count + 1)
             step += count
 
-    def check_dispatches(self) -> None:
-        """Raises `UserError` if no dispatch would have `steps_per_dispatch` steps."""
-        size = self._config.steps_per_dispatch
-        if size == 1 or self.total < size:
+    def set_dispatch(self, dispatch: Dispatch) -> None:
+        """Sets how steps are dispatched.
+
+        Args:
+          dispatch: The most steps and their program.
+
+        Raises:
+          UserError: If no dispatch would have `steps_per_dispatch` steps, which only those of a
+            counted loop need not have.
+        """
+        self._dispatch, size = dispatch, dispatch.steps
+        if size == 1 or self.total < size or dispatch.is_counted:
             return
         if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):
             raise UserError(
@@ -96,6 +108,12 @@ class Schedule:
                 "check of the devices (sentinel_every) or an end of an epoch that a callback "
                 "reads: make one of these rarer, or steps_per_dispatch smaller"
             )
+
+    @property
+    def _size(self) -> int:
+        """The most steps of a dispatch: one by default if a callback is called after each."""
+        is_default = self._config.steps_per_dispatch is None
+        return 1 if is_default and self.stops_at_steps else self._dispatch.steps
 
     def _splits(self, step: int) -> bool:
         """Returns whether a dispatch must end with `step`."""

@@ -85,7 +85,7 @@ def compilations(fitted: Trainer, data: Any, caplog: pytest.LogCaptureFixture) -
     finally:
         jax.config.update("jax_log_compiles", False)
     messages = [record.getMessage() for record in caplog.records]
-    return sum(text.startswith("Finished XLA compilation of jit(train_step)") for text in messages)
+    return sum(text.startswith("Finished XLA compilation of jit(train_step") for text in messages)
 
 
 def test_thread_local_settings_of_jax_apply(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,9 @@ from spmdtrain import (
     UserError,
 )
 from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import ArrayDataset
+from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.tree import named_leaves
@@ -48,21 +51,26 @@ def losses(workdir: Path, **options: Any) -> list[float]:
 
 @given(
     size=st.integers(1, 9),
+    repeat=st.sampled_from([Repeat.SCAN, Repeat.COUNTED]),
     first=st.integers(0, 20),
     total=st.integers(1, 60),
     ends=st.sets(st.integers(1, 60)),
 )
 def test_each_step_is_made_once_and_nothing_due_is_passed_over(
-    size: int, first: int, total: int, ends: set[int]
+    size: int, repeat: Repeat, first: int, total: int, ends: set[int]
 ) -> None:
     schedule: Any = SimpleNamespace(
-        _config=SimpleNamespace(steps_per_dispatch=size), total=total, _splits=ends.__contains__
+        _size=size, _dispatch=Dispatch(size, repeat), total=total, _splits=ends.__contains__
     )
     found = list(Schedule.dispatches(schedule, first))
     assert list(itertools.chain(*found)) == list(range(first + 1, total + 1))
-    assert {len(steps) for steps in found} <= {1, size}  # two programs at most
     for steps in found:
         assert not ends & set(steps[:-1])
+    if repeat is Repeat.COUNTED:  # as many as possible
+        last = {*ends, total}
+        assert all(len(steps) == size or steps[-1] in last for steps in found)
+        return
+    assert {len(steps) for steps in found} <= {1, size}  # two programs at most
     # One step alone is made only where so many would pass over what is due, or the end.
     for steps in found:
         if len(steps) < size:
@@ -71,12 +79,16 @@ def test_each_step_is_made_once_and_nothing_due_is_passed_over(
 
 
 def test_steps_that_never_come_together_are_an_error() -> None:
+    """Of a loop of a fixed number of steps, which is that of GPUs and TPUs."""
     message = "steps_per_dispatch is 8, and there are never so many steps without an evaluation"
+    fixed = Dispatch(8, Repeat.SCAN)
+    config = RunConfig(steps_per_dispatch=8, eval_every_steps=5)
+    made = partial(Schedule, config, num_examples=80, saves=False, clock=lambda: 0.0)
     with pytest.raises(UserError, match=message):
-        trainer(steps_per_dispatch=8, eval_every_steps=5).fit((X, Y), validation=(X, Y), steps=40)
-    fitted = trainer(steps_per_dispatch=8, eval_every_steps=5)
-    assert fitted.fit((X, Y), steps=40).step == 40  # there is nothing to evaluate
-    assert trainer(steps_per_dispatch=50).fit((X, Y), steps=7).step == 7  # all there are
+        made(total=40, evaluates=True).set_dispatch(fixed)
+    made(total=40, evaluates=False).set_dispatch(fixed)
+    made(total=7, evaluates=True).set_dispatch(fixed)  # all there are
+    made(total=40, evaluates=True).set_dispatch(Dispatch(8, Repeat.COUNTED))
 
 
 # -- the same numbers ------------------------------------------------------------------------------
@@ -186,7 +198,7 @@ def test_callbacks_are_called_after_each_dispatch_and_its_logged_steps(tmp_path:
         callbacks=dict.fromkeys(heard, hear),
     )
     fitted.fit((X, Y), validation=(X, Y), epochs=2)
-    assert heard["step"] == [4, 8, 9, 10, 14, 18, 19, 20]
+    assert heard["step"] == [4, 8, 10, 14, 18, 20]
     assert heard["log"] == [1, 3, 6, 9, 12, 15, 18, 20]
     assert heard["evaluation"] == heard["checkpoint"] == [10, 20]
 
@@ -250,7 +262,8 @@ def test_on_cpu_convolutions_of_several_steps_are_not_in_a_loop(
     assert fitted.fit((X, Y), steps=6).train["loss"] == pytest.approx(expected, rel=1e-5)
     assert "3 steps unrolled, because convolutions" in capsys.readouterr().out
     stacked = jax.tree.map(lambda x: x[:24].reshape(3, 8, -1), (X, Y))
-    program = fitted.functions.train_program(3).lower(fitted.functions.abstract_state, stacked)
+    of = fitted.functions
+    program = of.train_program(Repeat.UNROLLED).lower(of.abstract_state, stacked)
     inside, _, straight = program.compile().as_text().rpartition("ENTRY")
     assert straight.count(" convolution(") >= 3 and " convolution(" not in inside
 
@@ -340,7 +353,7 @@ def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixtu
         fitted.fit((X, Y), steps=6)
     finally:
         jax.config.update("jax_log_compiles", False)
-    compiled = [r.getMessage() for r in caplog.records if "jit(train_step)" in r.getMessage()]
+    compiled = [r.getMessage() for r in caplog.records if "jit(train_step" in r.getMessage()]
     finished = [text for text in compiled if text.startswith("Finished XLA compilation")]
     assert len(finished) == 1, compiled
 

@@ -42,7 +42,7 @@ def slow_step(model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {"loss": model(batch["x"]) * product[0, 0]}
 
 
-def share_of_epoch(workdir: Path, data: Any, of: Any, steps: int = 40) -> float:
+def share_of_epoch(workdir: Path, data: Any, of: Any, steps: int = 80) -> float:
     model = FunctionModel(lambda key: jnp.ones(4), lambda params, x: x @ params)
     fitted = Trainer(
         model=model,

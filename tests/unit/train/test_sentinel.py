@@ -36,8 +36,10 @@ from spmdtrain.files.run_events import read_events
 from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.sharding.resolution import resolve
+from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import sentinel
+from spmdtrain.train.schedule import Schedule
 from spmdtrain.train.sentinel import why_not_on
 from spmdtrain.train.sentinel_program import GradientSums
 from spmdtrain.train.sentinel_verdict import FaultKind, Verdict, find_faulty
@@ -348,8 +350,10 @@ def test_a_job_is_restarted_only_on_devices_that_its_configuration_fits(
 
 
 def test_steps_of_one_dispatch_are_refused_if_a_check_comes_before_each() -> None:
+    config = RunConfig(sentinel_every=1, steps_per_dispatch=2)
+    schedule = Schedule(config, 8, 80, evaluates=False, saves=False, clock=lambda: 0.0)
     with pytest.raises(UserError, match=r"check of the devices \(sentinel_every\)") as refused:
-        trainer(sentinel_every=1, steps_per_dispatch=2, steps=8).fit((X, Y))
+        schedule.set_dispatch(Dispatch(2, Repeat.SCAN))
     assert "log_hash_every" in str(refused.value)
 
 
