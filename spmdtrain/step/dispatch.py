@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.dispatch_batches import CountedBatches, IndexedBatch, batch_at, stacked_steps
+from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.flops import count_flops
 from spmdtrain.step.state import TrainState
+from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations
 
 PyTree = Any
@@ -73,7 +75,7 @@ class Dispatch:
 def may_group(config: RunConfig, placement: Placement, state: TrainState) -> bool:
     """Returns whether steps are dispatched together, if each of them is small.
 
-    Without `steps_per_dispatch` they are on a CPU with one device. On GPUs a loop of unknown length
+    Without `steps_per_dispatch` they are on CPUs, if each process has one device. On GPUs a loop of unknown length
     makes the host wait for each of its steps, and one of known length needs a second program, so
     the numbers would depend on the cadence of checkpoints. Virtual devices are for tests, and their
     collectives take longer than the host.
@@ -87,8 +89,9 @@ def may_group(config: RunConfig, placement: Placement, state: TrainState) -> boo
         return config.steps_per_dispatch > 1
     if config.exact is not None or not config.jit or placement.strategy.by_servers:
         return False
-    mine = [x for x in placement.devices if x.process_index == jax.process_index()]
-    return len(mine) == 1 and _is_on_cpu(placement) and _bytes(state) <= _SMALL_STATE
+    processes = {device.process_index for device in placement.devices}
+    has_one_each = len(placement.devices) == len(processes)  # the same in all processes
+    return has_one_each and _is_on_cpu(placement) and _bytes(state) <= _SMALL_STATE
 
 
 def choose_dispatch(
@@ -156,7 +159,8 @@ def _counted(step: Callable[..., Any]) -> Callable[[Any, CountedBatches], Any]:
             return step(state, batch_at(batches, number), number == batches.count - 1)
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        _, shapes = jax.eval_shape(step_at, state, batches, number)
+        after, shapes = jax.eval_shape(step_at, state, batches, number)
+        _check_types(state, after)
         size = stacked_steps(batches)
         outputs = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), shapes)
 
@@ -169,6 +173,21 @@ def _counted(step: Callable[..., Any]) -> Callable[[Any, CountedBatches], Any]:
         return jax.lax.fori_loop(0, batches.count, body, (state, outputs))
 
     return train_steps
+
+
+def _check_types(before: Any, after: Any) -> None:
+    """Raises `UserError` if a step changes the names, shapes or dtypes of a state's arrays."""
+    old, new = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(state).items()}
+        for state in (before, after)
+    )
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            raise UserError(
+                f"{name} is {old.get(name, 'absent')} before a step and {new.get(name, 'absent')} "
+                "after it, so steps cannot be repeated in a loop: keep its shape and dtype, or set "
+                "steps_per_dispatch to 1"
+            )
 
 
 def _is_on_cpu(placement: Placement) -> bool:

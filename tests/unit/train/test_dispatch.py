@@ -181,6 +181,43 @@ def test_the_command_takes_both(tmp_path: Path) -> None:
     np.testing.assert_allclose([x for _, x in found[1]], [x for _, x in found[0]], rtol=1e-4)
 
 
+@pytest.mark.slow
+def test_small_steps_have_the_same_bits_wherever_a_dispatch_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One device groups them by default; a cadence, a callback or a restart changes no bit."""
+    called: list[int] = []
+    at_steps = {"step": lambda event: called.append(event.step)}
+    noted: dict[str, Any] = {"terminal": Terminal(), "workdir": str(tmp_path / "noted")}
+    ways: list[dict[str, Any]] = [
+        noted,
+        {"checkpoint_every_steps": 3, "workdir": str(tmp_path / "saves")},
+        {"steps_per_dispatch": 7},
+        {"callbacks": at_steps},
+        {"data_on_device": True},
+        {"workdir": str(tmp_path / "resumed")},
+    ]
+    states = []
+    for way in ways:
+        fitted = trainer(mesh=MeshSpec(devices=(0,)), log_every=1, **way)
+        if way is ways[-1]:
+            fitted.fit((X, Y), steps=14)
+            fitted = trainer(mesh=MeshSpec(devices=(0,)), **way)
+        fitted.fit((X, Y), steps=23)
+        states.append(jax.device_get(fitted.state))
+    out = capsys.readouterr().out
+    assert "up to 10 steps per dispatch" in out and "step 23/23" in out
+    assert called == list(range(1, 24))
+    for state in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, state, states[0])
+    # The loss of each step, also of those in dispatches of other lengths.
+    logged = [
+        [line["loss"] for line in metrics(tmp_path / name) if line["split"] == "train"]
+        for name in ("noted", "saves")
+    ]
+    assert logged[0] == logged[1] and len(set(logged[0])) == 23
+
+
 # -- what is printed -------------------------------------------------------------------------------
 
 
@@ -214,7 +251,9 @@ def test_a_stop_comes_after_the_dispatch_it_is_asked_in() -> None:
 def test_the_step_that_went_wrong_is_named() -> None:
     x = X.copy()
     x[8 * 6 + 1] = np.nan
-    for way in ({}, {"steps_per_dispatch": 5}, {"steps_per_dispatch": 5, "data_on_device": True}):
+    one = {"mesh": MeshSpec(devices=(0,))}
+    every = {"steps_per_dispatch": 5}
+    for way in ({}, one, every, every | {"data_on_device": True}):
         fitted = trainer(shuffle=False, **way)
         with pytest.raises(NonFiniteError, match="step 7: loss and params and opt_state"):
             fitted.fit((x, Y), steps=10)

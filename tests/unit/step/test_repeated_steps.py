@@ -1,0 +1,139 @@
+"""Which steps are dispatched together, and the loops that run them."""
+
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from spmdtrain import MeshSpec, UserError
+from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.dispatch_batches import CountedBatches, IndexedBatch, stack_batches
+from spmdtrain.sharding.placement import make_placement
+from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, may_group, repeated
+
+MOST = 6  # steps of a dispatch
+ONE: dict[str, Any] = {"mesh": MeshSpec(devices=(0,)), "global_batch_size": 8}
+
+
+def step(state: jax.Array, batch: jax.Array, is_last: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Has a state whose bits depend on the order and the number of the steps."""
+    state = jnp.sin(state * 1.7 + batch.sum())
+    return state, {"sum": batch.sum(), "is_last": is_last}
+
+
+program = jax.jit(repeated(step, Repeat.COUNTED))
+
+
+@settings(max_examples=25)
+@given(sizes=st.lists(st.integers(1, MOST), min_size=1, max_size=5))
+def test_a_counted_loop_has_the_same_bits_however_steps_are_grouped(sizes: list[int]) -> None:
+    batches = np.random.default_rng(0).normal(size=(sum(sizes), 3)).astype(np.float32)
+
+    def after(sizes: list[int]) -> tuple[np.ndarray, list[float]]:
+        state, start, sums = jnp.ones(4), 0, []
+        for size in sizes:
+            stacked = stack_batches(list(batches[start : start + size]), MOST)
+            state, output = program(state, CountedBatches(stacked, np.int32(size)))
+            assert output["is_last"].tolist() == [n == size - 1 for n in range(MOST)]
+            assert not output["sum"][size:].any()
+            sums += output["sum"][:size].tolist()
+            start += size
+        return np.asarray(state), sums
+
+    single, each = after([1] * sum(sizes))
+    grouped, found = after(sizes)
+    np.testing.assert_array_equal(grouped, single)
+    assert found == each == [float(jnp.sum(x)) for x in batches]
+
+
+@pytest.mark.parametrize("repeat", [Repeat.SCAN, Repeat.UNROLLED, Repeat.COUNTED])
+def test_an_indexed_batch_has_indices_of_each_step(repeat: Repeat) -> None:
+    arrays = jnp.arange(10.0)
+    indices = np.array([[1, 2], [5, 7]], np.int32)
+    batches: Any = IndexedBatch(indices, arrays)
+    if repeat is Repeat.COUNTED:
+        batches = CountedBatches(batches, np.int32(2))
+
+    def add(total: jax.Array, batch: Any, is_last: Any) -> Any:
+        return total + batch.arrays[batch.indices].sum(), (batch.indices, is_last)
+
+    total, (seen, is_last) = jax.jit(repeated(add, repeat))(jnp.float32(0), batches)
+    assert total == 15
+    np.testing.assert_array_equal(seen, indices)
+    assert is_last.tolist() == [False, True]
+
+
+def shapes(*sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "expected"),
+    [
+        ({}, shapes(2**20), True),
+        ({}, shapes(2**23 + 1), False),  # more than 32 MiB
+        ({"steps_per_dispatch": 1}, shapes(4), False),
+        ({"steps_per_dispatch": 5}, shapes(2**24), True),
+        ({"steps_per_dispatch": 5, "mesh": MeshSpec(data=8)}, shapes(4), True),
+        ({"mesh": MeshSpec(data=8)}, shapes(4), False),
+        ({"jit": False}, shapes(4), False),
+        ({"exact": 8}, shapes(4), False),
+    ],
+)
+def test_steps_may_be_grouped_on_a_cpu_with_one_device(
+    options: dict[str, Any], state: Any, expected: bool
+) -> None:
+    config = RunConfig(**(ONE | options))
+    assert may_group(config, make_placement(config), state) == expected
+
+
+def products(count: int, x: jax.Array) -> jax.Array:
+    """Has `count` products of 2 * 8 * 256 * 256 operations."""
+    for _ in range(count):
+        x = x @ jnp.ones((256, 256))
+    return x
+
+
+def convolution(x: jax.Array) -> jax.Array:
+    return jax.lax.conv(x[None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "batch", "expected"),
+    [
+        ({}, partial(products, 10), shapes(8, 256), Dispatch(10, Repeat.COUNTED)),
+        ({}, partial(products, 400), shapes(8, 256), Dispatch()),
+        ({}, jnp.sum, shapes(8, 2**17), Dispatch(10, Repeat.COUNTED)),  # 4 MiB
+        ({}, jnp.sum, shapes(8, 2**17 + 1), Dispatch()),
+        ({}, convolution, shapes(8, 256), Dispatch()),
+        ({"steps_per_dispatch": 3}, convolution, shapes(8, 256), Dispatch(3, Repeat.UNROLLED)),
+        (
+            {"steps_per_dispatch": 3},
+            partial(products, 400),
+            shapes(8, 256),
+            Dispatch(3, Repeat.COUNTED),
+        ),
+    ],
+)
+def test_small_steps_are_grouped(
+    options: dict[str, Any], forward: Any, batch: Any, expected: Dispatch
+) -> None:
+    config = RunConfig(**(ONE | options))
+    traced = jax.make_jaxpr(forward)(batch).jaxpr
+    assert choose_dispatch(config, make_placement(config), batch, traced) == expected
+
+
+def test_a_state_whose_types_change_cannot_be_in_a_loop() -> None:
+    def count(state: Any, batch: Any, is_last: Any) -> Any:
+        return {"params": state["params"], "count": state["count"] + 0.5}, is_last
+
+    state = {"params": jnp.ones(3), "count": jnp.int32(0)}
+    batches = CountedBatches(np.zeros((2, 4), np.float32), np.int32(2))
+    message = r"count is int32\[\] before a step and float32\[\] after it.* steps_per_dispatch to 1"
+    with pytest.raises(UserError, match=message):
+        repeated(count, Repeat.COUNTED)(state, batches)
