@@ -66,7 +66,9 @@ def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
             gate.wait(steps=count - due + work.segment, saves=len(saving)) or os._exit(0)
             saving.clear()
             due = count + work.segment
-        steps = int(batch.count) if isinstance(batch, CountedBatches) else 1
+        leading = jax.tree.leaves(batch)[0].shape[0]
+        steps = leading if leading != work.batch_size else 1
+        steps = int(batch.count) if isinstance(batch, CountedBatches) else steps
         count += steps
         yield batch
         if count == steps:

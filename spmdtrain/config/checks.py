@@ -349,7 +349,12 @@ def _check_exact(config: "RunConfig") -> None:
         ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),
         ("uneven_batch", config.uneven_batch, "refuse", "padding depends on the devices"),
         ("jit", config.jit, True, "operations that run one by one have other kernels"),
-        ("steps_per_dispatch", config.steps_per_dispatch or 1, 1, "XLA optimizes across steps"),
+        (
+            "steps_per_dispatch",
+            config.steps_per_dispatch or 1,
+            1,
+            "a loop is another program",
+        ),
     ]
     found = [(name, value, why) for name, value, default, why in conflicts if value != default]
     if strategy(config.strategy).by_servers:

@@ -148,6 +148,13 @@ class MappedDataset:
         return blocks_of(self.dataset)
 
 
+def is_in_memory(dataset: Any) -> bool:
+    """Returns whether a dataset only copies rows of arrays in memory."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return type(dataset) is ArrayDataset  # a subclass may read its rows from elsewhere
+
+
 def as_dataset(data: Any, what: str = "the dataset", *, sparse: bool = False) -> Dataset:
     """Returns a dataset.
 

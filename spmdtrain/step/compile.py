@@ -10,6 +10,7 @@ import jax
 from jax._src.config import trace_context
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.datasets import is_in_memory
 from spmdtrain.data.dispatch_batches import batch_at, examples_of
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.marked_rows import as_marked
@@ -19,7 +20,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.kernels.attention import check_context_used, describe_attention
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, may_group
+from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, keeps_types, may_group
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.step_options import describe_preset
@@ -68,20 +69,52 @@ class Programs:
         self._programs: dict[int, tuple[PyTree, Future[Program]]] = {}
         self.dispatch = Dispatch()
         """How steps are dispatched, as `choose_dispatch` has decided."""
+        self._choices: dict[tuple[int | None, str], Dispatch] = {}
 
     def choose_dispatch(
-        self, dataset: TrainingData, augment: Augment | None, config: RunConfig
+        self,
+        dataset: TrainingData,
+        augment: Augment | None,
+        config: RunConfig,
+        *,
+        is_watched: bool,
     ) -> Dispatch:
-        """Chooses how the steps of a run are dispatched; arguments as for `abstract_batch`."""
+        """Chooses how the steps of a run are dispatched.
+
+        By default small steps are dispatched together, if nothing waits for each: no callback, and
+        no reading of examples, which are arrays in memory.
+
+        Args:
+          dataset: As for `abstract_batch`.
+          augment: As for `abstract_batch`.
+          config: The run's options.
+          is_watched: Whether callbacks are called after steps or for log lines.
+
+        Returns:
+          The choice, which is that of `dispatch` from now on.
+        """
         self.wait()  # a compilation reads the last choice
         self.dispatch = Dispatch()
-        steps, placement = self._steps, self._placement
-        if may_group(config, placement, steps.abstract_state):
-            batch = self._abstract_batch(dataset, 1, augment, config)
-            rows = as_marked(jax.eval_shape(examples_of, batch)).rows
-            with reference_kernels():  # operations of kernels cannot be read
-                forward = steps.checks.forward_program(rows)
-            self.dispatch = choose_dispatch(config, placement, rows, forward)
+        given, steps, placement = config.steps_per_dispatch, self._steps, self._placement
+        if given is None:
+            waits = is_watched or augment is not None or not is_in_memory(dataset)
+            if waits or not may_group(config, placement, steps.abstract_state):
+                return self.dispatch
+            trained, _ = steps.update.partition(steps.abstract_state.params)
+            if not keeps_types(steps.update.optimizer, trained, steps.abstract_state.opt_state):
+                return self.dispatch
+        elif given == 1:
+            return self.dispatch
+        batch = self._abstract_batch(dataset, 1, augment, config)
+        rows = as_marked(jax.eval_shape(examples_of, batch)).rows
+        if (key := (given, str(rows))) not in self._choices:
+            try:
+                with reference_kernels():  # operations of kernels cannot be read
+                    forward = steps.checks.forward_program(rows)
+            except Exception:  # of the user's code: the compilation raises it, too
+                return self.dispatch
+            self._choices[key] = choose_dispatch(given, placement, rows, forward)
+        self.dispatch = self._choices[key]
         return self.dispatch
 
     def begin(self, steps: int, batch: PyTree) -> None:

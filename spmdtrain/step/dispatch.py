@@ -1,6 +1,7 @@
 """The steps of a dispatch: how many run without the host, and in which kind of program."""
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.dispatch_batches import CountedBatches, IndexedBatch, batch_at, stacked_steps
@@ -16,14 +18,17 @@ from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.flops import count_flops
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
-from spmdtrain.xla.jaxpr import equations
+from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
 PyTree = Any
 _MANY = 10  # steps of a dispatch if each is small
 _STEP_FLOPS = 3  # of a step, relative to those of the objective's values
-_SMALL_FLOPS = 10**9  # of a step; a CPU takes some milliseconds
-_SMALL_STATE = 2**25  # bytes
-_SMALL_BATCH = 2**22  # bytes
+# Limits of a small step, which a CPU computes in about a millisecond. For larger ones the stacking
+# of their batches takes longer than the dispatches that it saves.
+_SMALL_FLOPS = 10**8
+_SMALL_ELEMENTS = 2**20  # of the results of all operations of the objective
+_SMALL_STATE = 2**22  # bytes
+_SMALL_BATCH = 2**18  # bytes
 
 
 class Repeat(enum.Enum):
@@ -73,51 +78,68 @@ class Dispatch:
 
 
 def may_group(config: RunConfig, placement: Placement, state: TrainState) -> bool:
-    """Returns whether steps are dispatched together, if each of them is small.
+    """Returns whether steps are dispatched together without `steps_per_dispatch` if they are small.
 
-    Without `steps_per_dispatch` they are on CPUs, if each process has one device. On GPUs a loop of unknown length
-    makes the host wait for each of its steps, and one of known length needs a second program, so
-    the numbers would depend on the cadence of checkpoints. Virtual devices are for tests, and their
-    collectives take longer than the host.
+    They are on CPUs, if each process has one device. On GPUs a loop of unknown length makes the
+    host wait for each of its steps, and one of known length needs a second program, so the numbers
+    would depend on the cadence of checkpoints. Virtual devices are for tests, and their collectives
+    take longer than the host. The model has no state, whose types a step could change.
 
     Args:
       config: The run's options.
       placement: The strategy and its mesh.
       state: The abstract state.
     """
-    if config.steps_per_dispatch is not None:
-        return config.steps_per_dispatch > 1
     if config.exact is not None or not config.jit or placement.strategy.by_servers:
         return False
     processes = {device.process_index for device in placement.devices}
     has_one_each = len(placement.devices) == len(processes)  # the same in all processes
-    return has_one_each and _is_on_cpu(placement) and _bytes(state) <= _SMALL_STATE
+    is_small = not jax.tree.leaves(state.model_state) and _bytes(state) <= _SMALL_STATE
+    return has_one_each and _is_on_cpu(placement) and is_small
 
 
 def choose_dispatch(
-    config: RunConfig, placement: Placement, batch: PyTree, forward: Any
+    steps: int | None, placement: Placement, batch: PyTree, forward: Any
 ) -> Dispatch:
-    """Returns how the steps are dispatched if they may be grouped (`may_group`).
+    """Returns how steps are dispatched.
 
     Convolutions are never in a loop on CPU: XLA computes them with a library outside of loops, and
     inside of them by code that it generates, which takes many times as long.
 
     Args:
-      config: The run's options.
+      steps: The option `steps_per_dispatch`. If it is None, `may_group` is true.
       placement: The strategy and its mesh.
       batch: An abstract batch of one step.
       forward: The jaxpr of the objective's values.
     """
-    steps = config.steps_per_dispatch
-    if not _is_on_cpu(placement):
-        return Dispatch(steps or 1, Repeat.SCAN)
+    if steps is not None and not _is_on_cpu(placement):
+        return Dispatch(steps, Repeat.SCAN)
     convolves = any(x.primitive.name == "conv_general_dilated" for x in equations(forward))
     if steps is not None:
         return Dispatch(steps, Repeat.UNROLLED if convolves else Repeat.COUNTED)
-    flops = _STEP_FLOPS * count_flops(forward).total
-    if convolves or flops > _SMALL_FLOPS or _bytes(batch) > _SMALL_BATCH:
-        return Dispatch()
-    return Dispatch(_MANY, Repeat.COUNTED)
+    is_small = (
+        _bytes(batch) <= _SMALL_BATCH
+        and _elements(forward) <= _SMALL_ELEMENTS
+        and _STEP_FLOPS * count_flops(forward).total <= _SMALL_FLOPS
+    )
+    return Dispatch(_MANY, Repeat.COUNTED) if is_small and not convolves else Dispatch()
+
+
+def keeps_types(optimizer: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
+    """Returns whether an update keeps the types of the optimizer's state, as a loop needs it.
+
+    Args:
+      optimizer: The optimizer. If it needs more than gradients, which is not known here, the result
+        is False.
+      params: The trained parameters; shapes suffice.
+      state: Its state; shapes suffice.
+    """
+    try:
+        _, after = jax.eval_shape(optimizer.update, params, state, params)
+        _check_types(state, after)
+    except Exception:
+        return False
+    return True
 
 
 def repeated(step: Callable[..., Any], repeat: Repeat) -> Callable[[Any, PyTree], Any]:
@@ -153,20 +175,23 @@ def _fixed(step: Callable[..., Any], repeat: Repeat) -> Callable[[Any, PyTree], 
 
 def _counted(step: Callable[..., Any]) -> Callable[[Any, CountedBatches], Any]:
     def train_steps(state: Any, batches: CountedBatches) -> Any:
-        # Traced once, for the shapes of its output and for the body of the loop.
-        @partial(jax.jit, inline=True)
         def step_at(state: Any, batches: CountedBatches, number: jax.Array) -> Any:
             return step(state, batch_at(batches, number), number == batches.count - 1)
 
+        # Traced once, for the shapes of its output and for the body of the loop. Under `jax.jit`
+        # its operations would lose their lines in the source.
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        after, shapes = jax.eval_shape(step_at, state, batches, number)
+        traced, shapes = jax.make_jaxpr(step_at, return_shape=True)(state, batches, number)
+        after, each = shapes
         _check_types(state, after)
         size = stacked_steps(batches)
-        outputs = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), shapes)
+        outputs = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), each)
 
         def body(number: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
             state, outputs = carried
-            state, output = step_at(state, batches, number)
+            given = jax.tree.leaves((state, batches, number))
+            results = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *given)
+            state, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
             put = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
             return state, jax.tree.map(put, outputs, output)
 
@@ -181,6 +206,12 @@ def _check_types(before: Any, after: Any) -> None:
         {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(state).items()}
         for state in (before, after)
     )
+    structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
+    if structures[0] != structures[1] and old.keys() == new.keys():
+        raise UserError(
+            "the state has other containers after a step than before it, so steps cannot be "
+            "repeated in a loop: keep its structure, or set steps_per_dispatch to 1"
+        )
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             raise UserError(
@@ -192,6 +223,24 @@ def _check_types(before: Any, after: Any) -> None:
 
 def _is_on_cpu(placement: Placement) -> bool:
     return placement.devices[0].platform == "cpu"
+
+
+def _elements(jaxpr: Any) -> float:
+    """Returns the number of elements of the results of all operations.
+
+    It is infinite with a loop of unknown length or a call of Python.
+
+    Args:
+      jaxpr: An open jaxpr.
+    """
+    total: float = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "while" or "callback" in equation.params or equation.effects:
+            return math.inf
+        inner = sum(_elements(x) for x in inner_jaxprs(equation))
+        total += equation.params["length"] * inner if equation.primitive.name == "scan" else inner
+        total += sum(x.aval.size for x in equation.outvars)
+    return total
 
 
 def _bytes(tree: PyTree) -> int:

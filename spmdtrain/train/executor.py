@@ -276,9 +276,10 @@ class MeshExecutor:
         self._run, self._programs, self._placement = run, inputs.programs, placement
         self._functions = inputs.functions
         dispatch = self._programs.dispatch
-        # With one, the devices compute several steps while the host makes the next ones ready.
-        self.max_in_flight = 1 if dispatch.steps > 1 else max_in_flight(placement)
-        self._compiled: dict[int, StepCall] = {}  # by the number of steps of a dispatch
+        self.max_in_flight = 2 if dispatch.steps > 1 else max_in_flight(placement)
+        if dispatch.is_counted:  # the devices compute one while the host prepares the next
+            self.max_in_flight = 1
+        self._compiled: dict[int, StepCall] = {}  # by the number of steps of the program
         self._sentinel: Sentinel | None = None
         if config.sentinel_every is not None:
             self._sentinel = Sentinel(inputs.functions, placement, run, first)

@@ -55,8 +55,6 @@ class Schedule:
         """Number of steps of the run; fewer once a callback has asked to stop."""
         self.stops_at_epochs = False
         """Whether a callback reads the state after each epoch."""
-        self.stops_at_steps = False
-        """Whether a callback is called after each step."""
         self._dispatch = Dispatch()
         self._config, self._num_examples = config, num_examples
         self._evaluates, self._saves, self._clock = evaluates, saves, clock
@@ -75,7 +73,7 @@ class Schedule:
         Args:
           first: The last step that is done, which is that of the state.
         """
-        size, step, end = self._size, first, first
+        size, step, end = self._dispatch.steps, first, first
         while step < self.total:
             if size == 1:
                 step += 1
@@ -109,12 +107,6 @@ class Schedule:
                 "reads: make one of these rarer, or steps_per_dispatch smaller"
             )
 
-    @property
-    def _size(self) -> int:
-        """The most steps of a dispatch: one by default if a callback is called after each."""
-        is_default = self._config.steps_per_dispatch is None
-        return 1 if is_default and self.stops_at_steps else self._dispatch.steps
-
     def _splits(self, step: int) -> bool:
         """Returns whether a dispatch must end with `step`."""
         profiled = self._config.profile_range()
@@ -122,7 +114,10 @@ class Schedule:
         saved = self._saves and self.saves_by_count(step)
         hashed = self._config.hashes_at(step, self.total)
         checked = any(map(self._config.checks_devices_at, (step, step + 1)))
-        due = saved or around or hashed or checked or self.ends_epoch(step)
+        # An epoch is timed when its last dispatch is read: by default that ends with it.
+        is_default = self._config.steps_per_dispatch is None
+        timed = is_default and self._config.ends_epoch(step, self._num_examples)
+        due = saved or around or hashed or checked or timed or self.ends_epoch(step)
         return due or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------

@@ -232,8 +232,9 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
     def _start(self, run: RunSession, stack: contextlib.ExitStack, *, restart: bool) -> None:
         """Sets the first state: of an earlier fit, restored from a checkpoint, or initialized."""
         run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
-        run.schedule.stops_at_steps = self._callbacks.has(CallbackEvent.STEP)
-        dispatch = self._programs.choose_dispatch(run.train_data, self._augment, run.config)
+        watched = any(map(self._callbacks.has, (CallbackEvent.STEP, CallbackEvent.LOG)))
+        data = run.train_data, self._augment
+        dispatch = self._programs.choose_dispatch(*data, run.config, is_watched=watched)
         run.schedule.set_dispatch(dispatch)
         if run.validation is not None:
             self._evaluation.check(run.validation, run.eval_batch_size)

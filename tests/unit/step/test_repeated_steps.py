@@ -1,12 +1,14 @@
 """Which steps are dispatched together, and the loops that run them."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 
@@ -14,7 +16,15 @@ from spmdtrain import MeshSpec, UserError
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.dispatch_batches import CountedBatches, IndexedBatch, stack_batches
 from spmdtrain.sharding.placement import make_placement
-from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, may_group, repeated
+from spmdtrain.step.dispatch import (
+    Dispatch,
+    Repeat,
+    choose_dispatch,
+    keeps_types,
+    may_group,
+    repeated,
+)
+from spmdtrain.step.state import TrainState
 
 MOST = 6  # steps of a dispatch
 ONE: dict[str, Any] = {"mesh": MeshSpec(devices=(0,)), "global_batch_size": 8}
@@ -72,17 +82,20 @@ def shapes(*sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
+def state_of(params: Any, model_state: Any = ()) -> TrainState:
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    return TrainState(scalar, params, (), {}, model_state, scalar)
+
+
 @pytest.mark.parametrize(
     ("options", "state", "expected"),
     [
-        ({}, shapes(2**20), True),
-        ({}, shapes(2**23 + 1), False),  # more than 32 MiB
-        ({"steps_per_dispatch": 1}, shapes(4), False),
-        ({"steps_per_dispatch": 5}, shapes(2**24), True),
-        ({"steps_per_dispatch": 5, "mesh": MeshSpec(data=8)}, shapes(4), True),
-        ({"mesh": MeshSpec(data=8)}, shapes(4), False),
-        ({"jit": False}, shapes(4), False),
-        ({"exact": 8}, shapes(4), False),
+        ({}, state_of(shapes(2**20 - 2)), True),
+        ({}, state_of(shapes(2**20)), False),  # more than 4 MiB
+        ({}, state_of(shapes(4), {"mean": shapes(4)}), False),
+        ({"mesh": MeshSpec(data=8)}, state_of(shapes(4)), False),
+        ({"jit": False}, state_of(shapes(4)), False),
+        ({"exact": 8}, state_of(shapes(4)), False),
     ],
 )
 def test_steps_may_be_grouped_on_a_cpu_with_one_device(
@@ -92,11 +105,46 @@ def test_steps_may_be_grouped_on_a_cpu_with_one_device(
     assert may_group(config, make_placement(config), state) == expected
 
 
+@pytest.mark.parametrize(("processes", "expected"), [((0, 1), True), ((0, 0, 1, 1), False)])
+def test_steps_are_grouped_in_all_processes_or_in_none(
+    processes: tuple[int, ...], expected: bool
+) -> None:
+    config = RunConfig(**ONE)
+    placement: Any = SimpleNamespace(
+        devices=[SimpleNamespace(platform="cpu", process_index=x) for x in processes],
+        strategy=make_placement(config).strategy,
+    )
+    assert may_group(config, placement, state_of(shapes(4))) == expected
+
+
+def test_the_loop_of_an_accelerator_has_a_fixed_number_of_steps() -> None:
+    placement: Any = SimpleNamespace(devices=[SimpleNamespace(platform="gpu")])
+    traced = jax.make_jaxpr(convolution)(shapes(8, 256)).jaxpr
+    found = choose_dispatch(3, placement, shapes(8, 256), traced)
+    assert found == Dispatch(3, Repeat.SCAN)
+    assert [found.program_steps(n) for n in (1, 3)] == [1, 3]
+    assert [found.repeat_of(n) for n in (1, 3)] == [Repeat.NONE, Repeat.SCAN]
+
+
 def products(count: int, x: jax.Array) -> jax.Array:
     """Has `count` products of 2 * 8 * 256 * 256 operations."""
     for _ in range(count):
         x = x @ jnp.ones((256, 256))
     return x
+
+
+def elementwise(x: jax.Array) -> jax.Array:
+    """Has 600 operations on 2,048 elements."""
+    return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, length=600)[0]
+
+
+def printing(x: jax.Array) -> jax.Array:
+    jax.debug.print("sum {}", x.sum())
+    return x
+
+
+def until_small(x: jax.Array) -> jax.Array:
+    return jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
 
 
 def convolution(x: jax.Array) -> jax.Array:
@@ -107,9 +155,12 @@ def convolution(x: jax.Array) -> jax.Array:
     ("options", "forward", "batch", "expected"),
     [
         ({}, partial(products, 10), shapes(8, 256), Dispatch(10, Repeat.COUNTED)),
-        ({}, partial(products, 400), shapes(8, 256), Dispatch()),
-        ({}, jnp.sum, shapes(8, 2**17), Dispatch(10, Repeat.COUNTED)),  # 4 MiB
-        ({}, jnp.sum, shapes(8, 2**17 + 1), Dispatch()),
+        ({}, partial(products, 40), shapes(8, 256), Dispatch()),
+        ({}, jnp.sum, shapes(8, 2**13), Dispatch(10, Repeat.COUNTED)),  # 256 KiB
+        ({}, jnp.sum, shapes(8, 2**13 + 1), Dispatch()),
+        ({}, elementwise, shapes(8, 256), Dispatch()),
+        ({}, printing, shapes(8, 256), Dispatch()),
+        ({}, until_small, shapes(8, 256), Dispatch()),
         ({}, convolution, shapes(8, 256), Dispatch()),
         ({"steps_per_dispatch": 3}, convolution, shapes(8, 256), Dispatch(3, Repeat.UNROLLED)),
         (
@@ -125,7 +176,8 @@ def test_small_steps_are_grouped(
 ) -> None:
     config = RunConfig(**(ONE | options))
     traced = jax.make_jaxpr(forward)(batch).jaxpr
-    assert choose_dispatch(config, make_placement(config), batch, traced) == expected
+    given = config.steps_per_dispatch
+    assert choose_dispatch(given, make_placement(config), batch, traced) == expected
 
 
 def test_a_state_whose_types_change_cannot_be_in_a_loop() -> None:
@@ -137,3 +189,21 @@ def test_a_state_whose_types_change_cannot_be_in_a_loop() -> None:
     message = r"count is int32\[\] before a step and float32\[\] after it.* steps_per_dispatch to 1"
     with pytest.raises(UserError, match=message):
         repeated(count, Repeat.COUNTED)(state, batches)
+
+
+def test_only_optimizers_that_keep_the_types_of_their_state_are_grouped_by_default() -> None:
+    def counting(by: float) -> optax.GradientTransformation:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            return updates, state + by
+
+        return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+    params = shapes(4)
+    for optimizer, expected in [
+        (optax.adam(1e-3), True),
+        (counting(1), True),
+        (counting(0.5), False),
+        (optax.lbfgs(), False),  # needs the loss
+    ]:
+        state = jax.eval_shape(optimizer.init, params)
+        assert keeps_types(optimizer, params, state) == expected

@@ -1,6 +1,7 @@
 """Several steps at once, and data on the devices: the same numbers, fewer words with the host."""
 
 import itertools
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from spmdtrain import (
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import ArrayDataset
+from spmdtrain.files.state_hashes import read_hashes
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.schedule import Schedule
@@ -181,19 +183,30 @@ def test_the_command_takes_both(tmp_path: Path) -> None:
     np.testing.assert_allclose([x for _, x in found[1]], [x for _, x in found[0]], rtol=1e-4)
 
 
+def test_fixed_loops_and_single_steps_make_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of GPUs and TPUs: a program of 5 steps, and one of a single step."""
+    expected = losses(tmp_path / "single")
+    fixed = Dispatch(5, Repeat.SCAN)
+    monkeypatch.setattr("spmdtrain.step.compile.choose_dispatch", lambda *given: fixed)
+    called: list[int] = []
+    callbacks = {"step": lambda event: called.append(event.step)}
+    found = losses(tmp_path / "fixed", steps_per_dispatch=5, callbacks=callbacks)
+    assert called == [5, 10, 15, 20, 21, 22, 23]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_small_steps_have_the_same_bits_wherever_a_dispatch_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One device groups them by default; a cadence, a callback or a restart changes no bit."""
-    called: list[int] = []
-    at_steps = {"step": lambda event: called.append(event.step)}
+    """One device groups them by default; neither a cadence nor a restart changes a bit."""
     noted: dict[str, Any] = {"terminal": Terminal(), "workdir": str(tmp_path / "noted")}
     ways: list[dict[str, Any]] = [
         noted,
-        {"checkpoint_every_steps": 3, "workdir": str(tmp_path / "saves")},
+        {"checkpoint_every_steps": 3, "log_hash_every": 7, "workdir": str(tmp_path / "saves")},
         {"steps_per_dispatch": 7},
-        {"callbacks": at_steps},
         {"data_on_device": True},
         {"workdir": str(tmp_path / "resumed")},
     ]
@@ -207,7 +220,6 @@ def test_small_steps_have_the_same_bits_wherever_a_dispatch_ends(
         states.append(jax.device_get(fitted.state))
     out = capsys.readouterr().out
     assert "up to 10 steps per dispatch" in out and "step 23/23" in out
-    assert called == list(range(1, 24))
     for state in states[1:]:
         jax.tree.map(np.testing.assert_array_equal, state, states[0])
     # The loss of each step, also of those in dispatches of other lengths.
@@ -216,6 +228,38 @@ def test_small_steps_have_the_same_bits_wherever_a_dispatch_ends(
         for name in ("noted", "saves")
     ]
     assert logged[0] == logged[1] and len(set(logged[0])) == 23
+    hashes = read_hashes(str(tmp_path / "saves"))
+    assert {step: hashes[step].loss for step in (7, 14, 21)} == {
+        step: logged[0][step - 1] for step in (7, 14, 21)
+    }
+
+
+@pytest.mark.slow
+def test_a_loop_of_small_steps_has_the_operations_of_one(tmp_path: Path) -> None:
+    found = []
+    for steps in (None, 1, 7):
+        workdir = tmp_path / str(steps)
+        trainer(mesh=MeshSpec(devices=(0,)), workdir=str(workdir), steps_per_dispatch=steps).fit(
+            (X, Y), steps=9
+        )
+        found.append(json.loads((workdir / "program.json").read_text())["flops_per_step"])
+    assert found[0] == found[1] == found[2] > 0
+
+
+def test_callbacks_of_steps_and_of_log_lines_are_not_delayed_by_default() -> None:
+    called: dict[str, list[int]] = {"step": [], "log": []}
+    for event in called:
+
+        def call(context: CallbackContext) -> None:
+            called[context.event].append(context.step)
+            if context.step == 3:
+                context.trainer.stop()
+
+        fitted = trainer(mesh=MeshSpec(devices=(0,)), log_every=1, callbacks={event: call})
+        fitted.fit((X, Y), steps=30)
+    assert called["step"] == [1, 2, 3]
+    # Those of log lines are called when these are read, at most 8 steps later.
+    assert called["log"] == list(range(1, 12))
 
 
 # -- what is printed -------------------------------------------------------------------------------

@@ -513,6 +513,7 @@ def test_values_of_each_replica_within_a_step() -> None:
         ({"compute_dtype": "bfloat16"}, "compute_dtype is 'bfloat16'"),
         ({"ema_decay": 0.9}, "ema_decay is 0.9"),
         ({"jit": False}, "jit is False"),
+        ({"steps_per_dispatch": 2}, "steps_per_dispatch is 2"),
         ({"freeze": ("w",)}, "freeze is"),
         ({"profile_steps": "1:2"}, "profile_steps is"),
         ({"evaluated_by": "evaluator"}, "evaluated_by is"),
@@ -528,6 +529,10 @@ def test_values_of_each_replica_within_a_step() -> None:
 def test_options_that_a_loop_would_ignore_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         loop(**options)
+
+
+def test_one_step_per_dispatch_is_no_option_that_a_loop_ignores() -> None:
+    assert loop(steps_per_dispatch=1).config.steps_per_dispatch == 1
 
 
 def bad_init(*parts: Any) -> Any:

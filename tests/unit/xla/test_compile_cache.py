@@ -43,7 +43,7 @@ def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path) -
     logs = {"JAX_EXPLAIN_CACHE_MISSES": "1"}
     first = train(tmp_path, "first", **logs)
     kept = programs(tmp_path / "home" / "spmdtrain" / "programs")
-    assert any(name.startswith("jit_train_step-") for name in kept)
+    assert any(name.startswith("jit_train_step") for name in kept)
     assert any(name.startswith("jit__init-") for name in kept)
     assert "jit_train_step" in first.stderr
     assert "CACHE MISS" in first.stderr or "Not writing" in first.stderr
