@@ -207,7 +207,11 @@ class CallbackRunner:
 
         Returns:
           The states.
+
+        Raises:
+          UserError: If another process has callbacks of other events.
         """
+        self._check_processes()
         self.stop_requested = False
         if from_step_zero:
             self.states.reset()
@@ -231,6 +235,24 @@ class CallbackRunner:
     def has(self, event: CallbackEvent) -> bool:
         """Returns whether an event has callbacks."""
         return bool(self._functions[event])
+
+    def _check_processes(self) -> None:
+        """Checks that all processes have callbacks of the same events, which they handle together.
+
+        Raises:
+          UserError: If a process has others than process 0.
+        """
+        if process_group.count() == 1:
+            return
+        given = process_group.gather([str(event) for event in CallbackEvent if self.has(event)])
+        for name, events in zip(process_group.names(), given, strict=True):
+            if events != given[0]:
+                raise UserError(
+                    f"{name} has callbacks of {', '.join(events) or 'no event'}, and "
+                    f"{process_group.names()[0]} of {', '.join(given[0]) or 'no event'}: give all "
+                    "processes the same callbacks, and return at once in those that have nothing "
+                    "to do (jax.process_index())"
+                )
 
     def check_readable(self) -> None:
         """Checks that no callback is running whose step has another state than the newest one.

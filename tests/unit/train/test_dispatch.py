@@ -33,6 +33,7 @@ from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.files.state_hashes import read_hashes
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.callbacks import CallbackRunner
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.tree import named_leaves
 
@@ -480,3 +481,15 @@ def test_whatever_is_not_finite_is_seen_wherever_it_is(
         )
         with pytest.raises(NonFiniteError, match="step 1: params"):
             fitted.fit(X, steps=1)
+
+
+def test_all_processes_have_callbacks_of_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because they handle an event together: they agree to stop, for example."""
+    group = "spmdtrain.train.callbacks.process_group."
+    monkeypatch.setattr(group + "count", lambda: 2)
+    monkeypatch.setattr(group + "names", lambda: ["chief", "worker 0"])
+    monkeypatch.setattr(group + "gather", lambda own: [["step"], own])
+    message = "worker 0 has callbacks of log, and chief of step: give all processes the same"
+    with pytest.raises(UserError, match=message):
+        CallbackRunner(None, {"log": print}, state_at_steps=True).begin(from_step_zero=True)
+    CallbackRunner(None, {"step": print}, state_at_steps=True).begin(from_step_zero=True)
