@@ -68,7 +68,7 @@ class Programs:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._programs: dict[int, tuple[PyTree, Future[Program]]] = {}
         self.dispatch = Dispatch()
-        """How steps are dispatched, as `choose_dispatch` has decided."""
+        """The choice of `choose_dispatch`."""
         self._choices: dict[tuple[int | None, str], Dispatch] = {}
 
     def choose_dispatch(

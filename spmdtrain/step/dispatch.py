@@ -53,12 +53,12 @@ class Dispatch:
 
     @property
     def is_counted(self) -> bool:
-        """Whether one program runs any number of steps."""
+        """Whether the program takes the number of steps as an argument."""
         return self.repeat is Repeat.COUNTED
 
     @property
     def note(self) -> str:
-        """What the log says about a dispatch, "" for one step."""
+        """A note for the log; "" if it needs none."""
         match self.repeat:
             case Repeat.NONE | Repeat.SCAN:
                 return ""
