@@ -34,7 +34,7 @@ net = nets.net_of(work)
 options: dict[str, Any] = {"compute_dtype": net.compute_dtype}
 if work.accelerator:
     gate.device_peak = lambda: (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
-if any(argument.startswith("--per-dispatch") for argument in sys.argv):
+if work.per_dispatch:
     options["steps_per_dispatch"] = work.per_dispatch
 if "--data-on-device" in sys.argv:
     options["data_on_device"] = True

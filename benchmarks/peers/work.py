@@ -58,8 +58,8 @@ class Work:
     devices: int = 1
     """Virtual devices of each process."""
     processes: int = 1
-    per_dispatch: int = 1
-    """Steps in one dispatch, if the peer supports it."""
+    per_dispatch: int = 0
+    """Steps in one dispatch, if the peer supports it; 0 for its default."""
     leaves: int = 0
     """Number of parameter arrays of the workload `leaves`."""
     data: str = ""
