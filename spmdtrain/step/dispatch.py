@@ -23,12 +23,12 @@ from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 PyTree = Any
 _MANY = 10  # steps of a dispatch if each is small
 _STEP_FLOPS = 3  # of a step, relative to those of the objective's values
-# Limits of a small step, which a CPU computes in about a millisecond. For larger ones the stacking
-# of their batches takes longer than the dispatches that it saves.
-_SMALL_FLOPS = 10**8
-_SMALL_ELEMENTS = 2**20  # of the results of all operations of the objective
+# Limits of a small step, which a CPU computes in some milliseconds: a signal waits for a dispatch.
+# The stacking of batches of a few MiB takes longer than the dispatches that it saves.
+_SMALL_FLOPS = 10**9
+_SMALL_ELEMENTS = 2**23  # of the results of all operations of the objective
 _SMALL_STATE = 2**22  # bytes
-_SMALL_BATCH = 2**18  # bytes
+_SMALL_BATCH = 2**19  # bytes
 
 
 class Repeat(enum.Enum):

@@ -128,14 +128,15 @@ def test_the_loop_of_an_accelerator_has_a_fixed_number_of_steps() -> None:
 
 def products(count: int, x: jax.Array) -> jax.Array:
     """Has `count` products of 2 * 8 * 256 * 256 operations."""
+    weights = jnp.ones((256, 256))
     for _ in range(count):
-        x = x @ jnp.ones((256, 256))
+        x = x @ weights
     return x
 
 
 def elementwise(x: jax.Array) -> jax.Array:
-    """Has 600 operations on 2,048 elements."""
-    return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, length=600)[0]
+    """Has 5,000 operations on 2,048 elements."""
+    return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, length=5000)[0]
 
 
 def printing(x: jax.Array) -> jax.Array:
@@ -154,10 +155,10 @@ def convolution(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("options", "forward", "batch", "expected"),
     [
-        ({}, partial(products, 10), shapes(8, 256), Dispatch(10, Repeat.COUNTED)),
-        ({}, partial(products, 40), shapes(8, 256), Dispatch()),
-        ({}, jnp.sum, shapes(8, 2**13), Dispatch(10, Repeat.COUNTED)),  # 256 KiB
-        ({}, jnp.sum, shapes(8, 2**13 + 1), Dispatch()),
+        ({}, partial(products, 300), shapes(8, 256), Dispatch(10, Repeat.COUNTED)),
+        ({}, partial(products, 340), shapes(8, 256), Dispatch()),
+        ({}, jnp.sum, shapes(8, 2**14), Dispatch(10, Repeat.COUNTED)),  # 512 KiB
+        ({}, jnp.sum, shapes(8, 2**14 + 1), Dispatch()),
         ({}, elementwise, shapes(8, 256), Dispatch()),
         ({}, printing, shapes(8, 256), Dispatch()),
         ({}, until_small, shapes(8, 256), Dispatch()),
