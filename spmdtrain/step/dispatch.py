@@ -21,7 +21,9 @@ from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
 PyTree = Any
-_MANY = 10  # steps of a dispatch if each is small
+# Steps of a dispatch of the largest small steps, and the most steps of one: the smaller the steps,
+# the larger is the host's part of their time.
+_MANY, _MOST = 10, 50
 _STEP_FLOPS = 3  # of a step, relative to those of the objective's values
 # Limits of a small step, which a CPU computes in some milliseconds: a signal waits for a dispatch.
 # The stacking of batches of a few MiB takes longer than the dispatches that it saves.
@@ -117,12 +119,14 @@ def choose_dispatch(
     convolves = any(x.primitive.name == "conv_general_dilated" for x in equations(forward))
     if steps is not None:
         return Dispatch(steps, Repeat.UNROLLED if convolves else Repeat.COUNTED)
-    is_small = (
-        _bytes(batch) <= _SMALL_BATCH
-        and _elements(forward) <= _SMALL_ELEMENTS
-        and _STEP_FLOPS * count_flops(forward).total <= _SMALL_FLOPS
+    size = max(  # relative to the largest small step
+        _bytes(batch) / _SMALL_BATCH,
+        _elements(forward) / _SMALL_ELEMENTS,
+        _STEP_FLOPS * count_flops(forward).total / _SMALL_FLOPS,
     )
-    return Dispatch(_MANY, Repeat.COUNTED) if is_small and not convolves else Dispatch()
+    if convolves or size > 1:
+        return Dispatch()
+    return Dispatch(int(min(_MANY / size, _MOST)), Repeat.COUNTED)
 
 
 def keeps_types(optimizer: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:

@@ -156,6 +156,8 @@ def convolution(x: jax.Array) -> jax.Array:
     ("options", "forward", "batch", "expected"),
     [
         ({}, partial(products, 300), shapes(8, 256), Dispatch(10, Repeat.COUNTED)),
+        ({}, partial(products, 100), shapes(8, 256), Dispatch(31, Repeat.COUNTED)),
+        ({}, partial(products, 10), shapes(8, 256), Dispatch(50, Repeat.COUNTED)),
         ({}, partial(products, 340), shapes(8, 256), Dispatch()),
         ({}, jnp.sum, shapes(8, 2**14), Dispatch(10, Repeat.COUNTED)),  # 512 KiB
         ({}, jnp.sum, shapes(8, 2**14 + 1), Dispatch()),

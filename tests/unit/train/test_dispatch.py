@@ -220,7 +220,7 @@ def test_small_steps_have_the_same_bits_wherever_a_dispatch_ends(
         fitted.fit((X, Y), steps=23)
         states.append(jax.device_get(fitted.state))
     out = capsys.readouterr().out
-    assert "up to 10 steps per dispatch" in out and "step 23/23" in out
+    assert "up to 50 steps per dispatch" in out and "step 23/23" in out
     for state in states[1:]:
         jax.tree.map(np.testing.assert_array_equal, state, states[0])
     # The loss of each step, also of those in dispatches of other lengths.
