@@ -113,7 +113,9 @@ class Programs:
                     forward = steps.checks.forward_program(rows)
             except Exception:  # of the user's code: the compilation raises it, too
                 return self.dispatch
-            self._choices[key] = choose_dispatch(given, placement, rows, forward)
+            self._choices[key] = choose_dispatch(
+                given, placement, steps.abstract_state, rows, forward
+            )
         self.dispatch = self._choices[key]
         return self.dispatch
 

@@ -29,7 +29,7 @@ _STEP_FLOPS = 3  # of a step, relative to those of the objective's values
 # The stacking of batches of a few MiB takes longer than the dispatches that it saves.
 _SMALL_FLOPS = 10**9
 _SMALL_ELEMENTS = 2**23  # of the results of all operations of the objective
-_SMALL_STATE = 2**22  # bytes
+_SMALL_STATE = 2**26  # bytes
 _SMALL_BATCH = 2**19  # bytes
 
 
@@ -101,7 +101,7 @@ def may_group(config: RunConfig, placement: Placement, state: TrainState) -> boo
 
 
 def choose_dispatch(
-    steps: int | None, placement: Placement, batch: PyTree, forward: Any
+    steps: int | None, placement: Placement, state: TrainState, batch: PyTree, forward: Any
 ) -> Dispatch:
     """Returns how steps are dispatched.
 
@@ -111,6 +111,7 @@ def choose_dispatch(
     Args:
       steps: The option `steps_per_dispatch`. If it is None, `may_group` is true.
       placement: The strategy and its mesh.
+      state: The abstract state.
       batch: An abstract batch of one step.
       forward: The jaxpr of the objective's values.
     """
@@ -120,6 +121,7 @@ def choose_dispatch(
     if steps is not None:
         return Dispatch(steps, Repeat.UNROLLED if convolves else Repeat.COUNTED)
     size = max(  # relative to the largest small step
+        _bytes(state) / _SMALL_STATE,
         _bytes(batch) / _SMALL_BATCH,
         _elements(forward) / _SMALL_ELEMENTS,
         _STEP_FLOPS * count_flops(forward).total / _SMALL_FLOPS,

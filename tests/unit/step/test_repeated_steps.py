@@ -90,8 +90,8 @@ def state_of(params: Any, model_state: Any = ()) -> TrainState:
 @pytest.mark.parametrize(
     ("options", "state", "expected"),
     [
-        ({}, state_of(shapes(2**20 - 2)), True),
-        ({}, state_of(shapes(2**20)), False),  # more than 4 MiB
+        ({}, state_of(shapes(2**24 - 2)), True),
+        ({}, state_of(shapes(2**24)), False),  # more than 64 MiB
         ({}, state_of(shapes(4), {"mean": shapes(4)}), False),
         ({"mesh": MeshSpec(data=8)}, state_of(shapes(4)), False),
         ({"jit": False}, state_of(shapes(4)), False),
@@ -120,7 +120,7 @@ def test_steps_are_grouped_in_all_processes_or_in_none(
 def test_the_loop_of_an_accelerator_has_a_fixed_number_of_steps() -> None:
     placement: Any = SimpleNamespace(devices=[SimpleNamespace(platform="gpu")])
     traced = jax.make_jaxpr(convolution)(shapes(8, 256)).jaxpr
-    found = choose_dispatch(3, placement, shapes(8, 256), traced)
+    found = choose_dispatch(3, placement, state_of(shapes(4)), shapes(8, 256), traced)
     assert found == Dispatch(3, Repeat.SCAN)
     assert [found.program_steps(n) for n in (1, 3)] == [1, 3]
     assert [found.repeat_of(n) for n in (1, 3)] == [Repeat.NONE, Repeat.SCAN]
@@ -180,7 +180,16 @@ def test_small_steps_are_grouped(
     config = RunConfig(**(ONE | options))
     traced = jax.make_jaxpr(forward)(batch).jaxpr
     given = config.steps_per_dispatch
-    assert choose_dispatch(given, make_placement(config), batch, traced) == expected
+    placement, state = make_placement(config), state_of(shapes(4))
+    assert choose_dispatch(given, placement, state, batch, traced) == expected
+
+
+def test_the_larger_the_state_the_fewer_steps_are_grouped() -> None:
+    placement, batch = make_placement(RunConfig(**ONE)), shapes(8, 4)
+    traced = jax.make_jaxpr(jnp.sum)(batch).jaxpr
+    for count, steps in ((2**21, 50), (2**22, 39), (2**24 - 2, 10)):
+        found = choose_dispatch(None, placement, state_of(shapes(count)), batch, traced)
+        assert found == Dispatch(steps, Repeat.COUNTED)
 
 
 def test_a_state_whose_types_change_cannot_be_in_a_loop() -> None:
