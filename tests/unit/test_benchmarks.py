@@ -69,6 +69,20 @@ def test_a_peer_is_reported_by_its_ratio_to_the_floor(tmp_path: Path, modules: A
         assert compare.is_void(result) == void
 
 
+def test_a_peer_chooses_its_steps_per_dispatch_unless_it_is_given_them(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare, _ = modules
+    import bench
+
+    given = compare.Work("mlp", 32, 10)
+    steps = []
+    for peer in (bench.OURS, bench.OURS_1, bench.FAST):
+        monkeypatch.setattr("sys.argv", ["ours.py", *given.arguments, *peer.arguments])
+        steps.append(compare.Work.from_arguments().per_dispatch)
+    assert steps == [0, 1, 50]  # 0: the default
+
+
 @pytest.mark.slow
 def test_peers_that_compute_something_else_are_refused_before_they_are_timed(
     tmp_path: Path, modules: Any
