@@ -151,8 +151,8 @@ class RunConfig:
     of TF_CONFIG). Without a running evaluator, no checkpoint is then removed."""
     steps_per_dispatch: int | None = None
     """Steps that the devices compute without the host if nothing is due between them. Signals and
-    callbacks are delayed until the last of them. None means 10 for small steps of examples in
-    memory on a CPU with one device, without callbacks at step or log, and 1 otherwise."""
+    callbacks are delayed until the last of them. None means 10 to 50 for small steps of examples
+    in memory on a CPU with one device, without callbacks at step or log, and 1 otherwise."""
     jit: bool = True
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
     compilation_cache: str | None = None

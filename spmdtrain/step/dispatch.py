@@ -25,8 +25,8 @@ PyTree = Any
 # the larger is the host's part of their time.
 _MANY, _MOST = 10, 50
 _STEP_FLOPS = 3  # of a step, relative to those of the objective's values
-# Limits of a small step, which a CPU computes in some milliseconds: a signal waits for a dispatch.
-# The stacking of batches of a few MiB takes longer than the dispatches that it saves.
+# Limits of a small step, which a CPU computes in some milliseconds. Signals wait for the end of a
+# dispatch, and stacking batches of a few MiB takes longer than the dispatches that it saves.
 _SMALL_FLOPS = 10**9
 _SMALL_ELEMENTS = 2**23  # of the results of all operations of the objective
 _SMALL_STATE = 2**26  # bytes

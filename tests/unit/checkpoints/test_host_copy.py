@@ -82,6 +82,7 @@ def test_a_save_returns_before_the_sums_and_keeps_the_bits_of_its_step(
     manifest = Manifest.read(folder / "1")
     assert threads and threading.current_thread() not in threads
     assert manifest.sums == names
+    assert sum(manifest.files.values()) > sum(x.nbytes for x in expected.values())  # uncompressed
     loaded = as_numpy(load_state(folder / "1", manifest, shape, shardings))
     assert {name: x.tobytes() for name, x in loaded.items()} == {
         name: x.tobytes() for name, x in expected.items()
