@@ -27,7 +27,7 @@ from spmdtrain.models.expert_mlp import RoutedExperts, Routing, expert_mlp
 from spmdtrain.models.head_projection import project_heads
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.models.residual import split_residual
-from spmdtrain.models.rotary import Rotation, rotation
+from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
@@ -191,7 +191,7 @@ class LlamaConfig:
     @property
     def speeds(self) -> np.ndarray:
         """Radians by which each pair of a head's values turns a token, f32 (head width / 2,)."""
-        speeds = float(self.rope_base) ** (-np.arange(0, self.head_width, 2) / self.head_width)
+        speeds = rotary_speeds(self.head_width, self.rope_base)
         scaling = self.rope_scaling
         scaled = speeds if scaling is None else scaling.scale(speeds)
         return scaled.astype(np.float32)
@@ -334,7 +334,7 @@ class Llama(StackedDecoder):
         return split_residual(x)
 
     def _rotation(self, positions: int | jax.Array) -> Rotation:
-        return rotation(positions, jnp.asarray(self.config.speeds))
+        return rotation(positions, self.config.speeds)
 
     def _heads(
         self, weights: dict[str, jax.Array], x: jax.Array, turn: Rotation

@@ -1,16 +1,19 @@
 """Rotary positions, for the shipped models."""
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Rotation = Callable[[jax.Array], jax.Array]
 """Rotates queries or keys (B, T, heads, head width) by the positions of their tokens."""
 
+_MAX_TABLE = 2**20  # elements of a constant of the program
 
-def rotary_speeds(width: int, base: float) -> jax.Array:
+
+def rotary_speeds(width: int, base: float) -> np.ndarray:
     """Returns the radians by which each pair of values turns from a token to the next.
 
     Args:
@@ -18,13 +21,13 @@ def rotary_speeds(width: int, base: float) -> jax.Array:
       base: The speeds fall from 1 to nearly 1 / base.
 
     Returns:
-      f32 (width / 2,).
+      f64 (width / 2,).
     """
-    half = width // 2
-    return jnp.exp(-math.log(base) / half * jnp.arange(half))
+    speeds: np.ndarray = float(base) ** (-np.arange(0, width, 2) / width)
+    return speeds
 
 
-def rotation(positions: int | jax.Array, speeds: jax.Array) -> Rotation:
+def rotation(positions: int | jax.Array, speeds: np.ndarray) -> Rotation:
     """Returns a function that rotates (B, T, heads, width) by each token's position.
 
     The product of a query and a key then depends on their distance, not on their positions (rotary
@@ -33,12 +36,9 @@ def rotation(positions: int | jax.Array, speeds: jax.Array) -> Rotation:
     Args:
       positions: Each token's position, int (B, T); or the number of tokens T, for positions from 0
         to T - 1.
-      speeds: f32 (width / 2,), radians from a token to the next.
+      speeds: (width / 2,), radians from a token to the next, used as f32.
     """
-    if isinstance(positions, int):
-        positions = jnp.arange(positions)
-    angles = (positions[..., None] * speeds)[..., None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = _table(positions, speeds.astype(np.float32))
 
     def turn(x: jax.Array) -> jax.Array:
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -46,3 +46,20 @@ def rotation(positions: int | jax.Array, speeds: jax.Array) -> Rotation:
         return turned.astype(x.dtype)
 
     return turn
+
+
+def _table(positions: int | jax.Array, speeds: np.ndarray) -> tuple[Any, Any]:
+    """Returns the cosines and sines of the angles, f32 (..., T, 1, width / 2).
+
+    Of known positions they are constants: otherwise XLA:CPU computes them again in each operation
+    that uses them, a twentieth of a small transformer's step.
+    """
+    if isinstance(positions, int) and positions * speeds.size <= _MAX_TABLE:
+        known = np.arange(positions, dtype=np.float32)[:, None, None] * speeds
+        # In f64, so that the rounded values do not depend on the processor.
+        exact = known.astype(np.float64)
+        return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)
+    if isinstance(positions, int):
+        positions = jnp.arange(positions)
+    angles = (positions[..., None] * speeds)[..., None, :]
+    return jnp.cos(angles), jnp.sin(angles)

@@ -74,6 +74,21 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     np.testing.assert_allclose(queries[0], query[0, 0, 0], rtol=1e-6)  # the first is not turned
 
 
+@pytest.mark.parametrize(("count", "are_constants"), [(300, True), (2**20, False)])
+def test_rotations_by_few_known_positions_are_constants(count: int, are_constants: bool) -> None:
+    speeds = rotary_speeds(8, 10_000.0)
+    x = jax.ShapeDtypeStruct((1, count, 1, 8), jnp.float32)
+    program = jax.make_jaxpr(lambda x: rotation(count, speeds)(x))(x)
+    assert ("cos" not in {e.primitive.name for e in program.eqns}) == are_constants
+
+
+def test_rotations_by_known_positions_are_those_by_given_ones() -> None:
+    speeds, x = rotary_speeds(8, 10_000.0), jax.random.normal(jax.random.key(0), (1, 300, 2, 8))
+    given = rotation(jnp.arange(300)[None], speeds)(x)
+    np.testing.assert_allclose(rotation(300, speeds)(x), given, atol=1e-6)
+    assert np.abs(given - x).max() > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_the_order_of_earlier_tokens_counts(positions: str) -> None:
