@@ -1,14 +1,17 @@
 """What tests of plans share: the shipped command, and the same within this process."""
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from helpers import environment
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from spmdtrain.plan import planner, topologies
 from spmdtrain.plan.advice import Advice, advise
@@ -33,6 +36,18 @@ def plan(config: Path, *options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@contextlib.contextmanager
+def no_compilation_cache() -> Iterator[None]:
+    """As in the command's process: the compiler writes no warnings about a cached program."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX decides once per process whether it uses the cache
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        reset_cache()
+
+
 def planned(config: Path, *options: object) -> dict[str, Any]:
     """The one plan that `--json` prints, made here, where there are 8 devices."""
     arguments = ["--config", str(config), *map(str, options)]
@@ -40,7 +55,8 @@ def planned(config: Path, *options: object) -> dict[str, Any]:
         arguments += ["--topology", "cpu:8"]
     command = command_line.parse_command_line(arguments, Options)
     topology = topologies.parse(command.options.topology)
-    return plan_as_json(planner.plan(command.experiment, command.config, topology))
+    with no_compilation_cache():
+        return plan_as_json(planner.plan(command.experiment, command.config, topology))
 
 
 def advised(
@@ -56,8 +72,9 @@ def advised(
         found = planner.plan(command.experiment, other, topology)
         return found if change is None else change(found)
 
-    plan = planner.plan(command.experiment, command.config, topology)
-    return advise(plan, command.config, topology, again)
+    with no_compilation_cache():
+        plan = planner.plan(command.experiment, command.config, topology)
+        return advise(plan, command.config, topology, again)
 
 
 FOUND = CompiledSummary(
