@@ -152,7 +152,8 @@ class RunConfig:
     steps_per_dispatch: int | None = None
     """Steps that the devices compute without the host if nothing is due between them. Signals and
     callbacks are delayed until the last of them. None means 10 to 50 for small steps of examples
-    in memory on a CPU with one device, without callbacks at step or log, and 1 otherwise."""
+    in memory, without callbacks at step or log, on CPUs with one device per process, and 1
+    otherwise."""
     jit: bool = True
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
     compilation_cache: str | None = None

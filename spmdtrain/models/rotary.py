@@ -38,7 +38,7 @@ def rotation(positions: int | jax.Array, speeds: np.ndarray) -> Rotation:
         to T - 1.
       speeds: (width / 2,), radians from a token to the next, used as f32.
     """
-    cos, sin = _table(positions, speeds.astype(np.float32))
+    cos, sin = _tables(positions, speeds.astype(np.float32))
 
     def turn(x: jax.Array) -> jax.Array:
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -48,18 +48,19 @@ def rotation(positions: int | jax.Array, speeds: np.ndarray) -> Rotation:
     return turn
 
 
-def _table(positions: int | jax.Array, speeds: np.ndarray) -> tuple[Any, Any]:
+def _tables(positions: int | jax.Array, speeds: np.ndarray) -> tuple[Any, Any]:
     """Returns the cosines and sines of the angles, f32 (..., T, 1, width / 2).
 
-    Of known positions they are constants: otherwise XLA:CPU computes them again in each operation
-    that uses them, a twentieth of a small transformer's step.
+    Of a known number of positions they are constants, because XLA:CPU computes them again in each
+    operation that uses them, which took a twentieth of a small transformer's step.
     """
-    if isinstance(positions, int) and positions * speeds.size <= _MAX_TABLE:
-        known = np.arange(positions, dtype=np.float32)[:, None, None] * speeds
-        # In f64, so that the rounded values do not depend on the processor.
-        exact = known.astype(np.float64)
-        return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)
-    if isinstance(positions, int):
-        positions = jnp.arange(positions)
-    angles = (positions[..., None] * speeds)[..., None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    if not isinstance(positions, int):
+        angles = (positions[..., None] * speeds)[..., None, :]
+        return jnp.cos(angles), jnp.sin(angles)
+    if positions * speeds.size > _MAX_TABLE:
+        return _tables(jnp.arange(positions), speeds)
+    known = np.arange(positions, dtype=np.float32)[:, None, None] * speeds
+    # In f64: NumPy's f32 functions have other bits on other processors, and f64 ones hardly ever
+    # after they are rounded.
+    angles = known.astype(np.float64)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -20,7 +20,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.kernels.attention import check_context_used, describe_attention
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, keeps_types, may_group
+from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, may_group, update_program
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.step_options import describe_preset
@@ -96,12 +96,14 @@ class Programs:
         self.wait()  # a compilation reads the last choice
         self.dispatch = Dispatch()
         given, steps, placement = config.steps_per_dispatch, self._steps, self._placement
+        update = None
         if given is None:
             waits = is_watched or augment is not None or not is_in_memory(dataset)
             if waits or not may_group(config, placement, steps.abstract_state):
                 return self.dispatch
             trained, _ = steps.update.partition(steps.abstract_state.params)
-            if not keeps_types(steps.update.optimizer, trained, steps.abstract_state.opt_state):
+            before = steps.abstract_state.opt_state
+            if (update := update_program(steps.update.optimizer, trained, before)) is None:
                 return self.dispatch
         elif given == 1:
             return self.dispatch
@@ -114,7 +116,7 @@ class Programs:
             except Exception:  # of the user's code: the compilation raises it, too
                 return self.dispatch
             self._choices[key] = choose_dispatch(
-                given, placement, steps.abstract_state, rows, forward
+                given, placement, steps.abstract_state, rows, forward, update
             )
         self.dispatch = self._choices[key]
         return self.dispatch

@@ -1,7 +1,6 @@
 """The steps of a dispatch: how many run without the host, and in which kind of program."""
 
 import enum
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +20,24 @@ from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
 PyTree = Any
-# Steps of a dispatch of the largest small steps, and the most steps of one: the smaller the steps,
-# the larger is the host's part of their time.
-_MANY, _MOST = 10, 50
-_STEP_FLOPS = 3  # of a step, relative to those of the objective's values
+# The steps of a dispatch by default, of the largest small steps and of the smallest ones: the
+# smaller the steps, the larger is the host's part of their time.
+_OF_LARGEST, _OF_SMALLEST = 10, 50
+_GRADIENT_FLOPS = 3  # of values with gradients, relative to those of the values
 # Limits of a small step, which a CPU computes in some milliseconds. Signals wait for the end of a
 # dispatch, and stacking batches of a few MiB takes longer than the dispatches that it saves.
 _SMALL_FLOPS = 10**9
 _SMALL_ELEMENTS = 2**23  # of the results of all operations of the objective
 _SMALL_STATE = 2**26  # bytes
 _SMALL_BATCH = 2**19  # bytes
+# Operations whose time their shapes do not tell: `count_flops` counts products and convolutions.
+_DECOMPOSITIONS = frozenset(
+    {
+        *("cholesky", "lu", "qr", "geqrf", "geqp3", "householder_product", "ormqr"),
+        *("eig", "eigh", "svd", "schur", "hessenberg", "tridiagonal"),
+        *("triangular_solve", "tridiagonal_solve"),
+    }
+)
 
 
 class Repeat(enum.Enum):
@@ -101,7 +108,12 @@ def may_group(config: RunConfig, placement: Placement, state: TrainState) -> boo
 
 
 def choose_dispatch(
-    steps: int | None, placement: Placement, state: TrainState, batch: PyTree, forward: Any
+    steps: int | None,
+    placement: Placement,
+    state: TrainState,
+    batch: PyTree,
+    forward: Any,
+    update: Any = None,
 ) -> Dispatch:
     """Returns how steps are dispatched.
 
@@ -114,38 +126,48 @@ def choose_dispatch(
       state: The abstract state.
       batch: An abstract batch of one step.
       forward: The jaxpr of the objective's values.
+      update: The jaxpr of the optimizer's update; not read if `steps` is given.
     """
     if steps is not None and not _is_on_cpu(placement):
         return Dispatch(steps, Repeat.SCAN)
     convolves = any(x.primitive.name == "conv_general_dilated" for x in equations(forward))
     if steps is not None:
         return Dispatch(steps, Repeat.UNROLLED if convolves else Repeat.COUNTED)
+    if convolves or _has_unknown_time(forward) or _has_unknown_time(update):
+        return Dispatch()
+    flops = _GRADIENT_FLOPS * count_flops(forward).total + count_flops(update).total
     size = max(  # relative to the largest small step
         _bytes(state) / _SMALL_STATE,
         _bytes(batch) / _SMALL_BATCH,
         _elements(forward) / _SMALL_ELEMENTS,
-        _STEP_FLOPS * count_flops(forward).total / _SMALL_FLOPS,
+        flops / _SMALL_FLOPS,
     )
-    if convolves or size > 1:
+    if size > 1:
         return Dispatch()
-    return Dispatch(int(min(_MANY / size, _MOST)), Repeat.COUNTED)
+    return Dispatch(int(min(_OF_LARGEST / size, _OF_SMALLEST)), Repeat.COUNTED)
 
 
-def keeps_types(optimizer: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
-    """Returns whether an update keeps the types of the optimizer's state, as a loop needs it.
+def update_program(
+    optimizer: optax.GradientTransformation, params: PyTree, state: PyTree
+) -> Any | None:
+    """Returns the jaxpr of an update.
 
     Args:
-      optimizer: The optimizer. If it needs more than gradients, which is not known here, the result
-        is False.
+      optimizer: The optimizer.
       params: The trained parameters; shapes suffice.
       state: Its state; shapes suffice.
+
+    Returns:
+      The open jaxpr. None if steps cannot be in a loop, because the update changes the types of the
+      state, and if it needs more than gradients, which is not known here.
     """
+    trace = jax.make_jaxpr(optimizer.update, return_shape=True)
     try:
-        _, after = jax.eval_shape(optimizer.update, params, state, params)
+        traced, (_, after) = trace(params, state, params)
         _check_types(state, after)
     except Exception:
-        return False
-    return True
+        return None
+    return traced.jaxpr
 
 
 def repeated(step: Callable[..., Any], repeat: Repeat) -> Callable[[Any, PyTree], Any]:
@@ -231,18 +253,21 @@ def _is_on_cpu(placement: Placement) -> bool:
     return placement.devices[0].platform == "cpu"
 
 
-def _elements(jaxpr: Any) -> float:
-    """Returns the number of elements of the results of all operations.
+def _has_unknown_time(jaxpr: Any) -> bool:
+    """Returns whether an open jaxpr has operations whose shapes do not tell how long they take.
 
-    It is infinite with a loop of unknown length or a call of Python.
-
-    Args:
-      jaxpr: An open jaxpr.
+    These are loops of unknown length, calls of Python and decompositions of matrices.
     """
-    total: float = 0
+    return any(
+        x.primitive.name in {"while", *_DECOMPOSITIONS} or "callback" in x.params or x.effects
+        for x in equations(jaxpr)
+    )
+
+
+def _elements(jaxpr: Any) -> int:
+    """Returns the number of elements of the results of all operations of an open jaxpr."""
+    total = 0
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "while" or "callback" in equation.params or equation.effects:
-            return math.inf
         inner = sum(_elements(x) for x in inner_jaxprs(equation))
         total += equation.params["length"] * inner if equation.primitive.name == "scan" else inner
         total += sum(x.aval.size for x in equation.outvars)

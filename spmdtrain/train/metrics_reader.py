@@ -193,7 +193,7 @@ class MetricsReader:
         weighed = counted = 0  # steps whose weights are counted for the log, sums for the epoch
         for number, step in enumerate(steps):
             if not all_finite and not finite[number].all():
-                self._fail(step, finite[number], self._present(output, sums, number))
+                self._fail(steps, number, finite[number], self._present(output, sums, number))
             is_logged = run.config.logs_at(step, run.schedule.total)
             if is_logged or step == last:
                 self._count_weights(names, sums, slice(weighed, number + 1))
@@ -236,15 +236,21 @@ class MetricsReader:
             weights = sums[part, names.index("loss"), 1].tolist()
             self._run.logger.performance.count_weights(weights)
 
-    def _fail(self, step: int, finite: np.ndarray, values: Mapping[str, float]) -> Never:
-        """Raises `NonFiniteError` for a step with its flags and metrics."""
-        wrong = " and ".join(np.array(FLAGS)[~finite])
+    def _fail(
+        self, steps: Sequence[int], number: int, finite: np.ndarray, values: Mapping[str, float]
+    ) -> Never:
+        """Raises `NonFiniteError` for a step of a dispatch with its flags and metrics."""
+        names = np.array(FLAGS)[~finite]
+        wrong, step = " and ".join(names), f"step {steps[number]}"
+        # Within a dispatch this flag alone may be that of the last step (see `finite_flags`).
+        if list(names) == ["opt_state"] and 0 < number == len(steps) - 1:
+            step = f"one of steps {steps[0]} to {steps[-1]}"
         facts = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
         state = self._state()
         where = None if state is None or state.step.is_deleted() else first_non_finite(state)
         if where is not None:
             facts.append(f"{where} is the first such array")
-        self._failed = NonFiniteError(f"step {step}: {wrong} not finite ({'; '.join(facts)})")
+        self._failed = NonFiniteError(f"{step}: {wrong} not finite ({'; '.join(facts)})")
         raise self._failed
 
     def _log(

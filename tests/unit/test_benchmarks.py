@@ -69,7 +69,7 @@ def test_a_peer_is_reported_by_its_ratio_to_the_floor(tmp_path: Path, modules: A
         assert compare.is_void(result) == void
 
 
-def test_a_peer_chooses_its_steps_per_dispatch_unless_it_is_given_them(
+def test_peers_are_given_no_steps_per_dispatch_but_those_that_name_them(
     modules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare, _ = modules

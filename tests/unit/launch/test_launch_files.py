@@ -537,9 +537,7 @@ def test_a_tfjob_s_exit_codes(
 @pytest.mark.parametrize("kind", ["Chief", "Evaluator"])
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 @pytest.mark.parametrize("delay", ["", "sleep 0.5; "], ids=["", "at once"])
-def test_a_tfjob_s_pod_passes_sigterm_on(
-    tmp_path: Path, kind: str, shell: str, delay: str
-) -> None:
+def test_a_tfjob_s_pod_passes_sigterm_on(tmp_path: Path, kind: str, shell: str, delay: str) -> None:
     """Kubernetes sends it to the shell; the training behind it is what has something to save."""
     pod = replicas()[kind]["template"]
     stand_in(tmp_path / "bin", "getent", NOTES)

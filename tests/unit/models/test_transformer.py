@@ -74,7 +74,7 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     np.testing.assert_allclose(queries[0], query[0, 0, 0], rtol=1e-6)  # the first is not turned
 
 
-@pytest.mark.parametrize(("count", "are_constants"), [(300, True), (2**20, False)])
+@pytest.mark.parametrize(("count", "are_constants"), [(2**18, True), (2**18 + 1, False)])
 def test_rotations_by_few_known_positions_are_constants(count: int, are_constants: bool) -> None:
     speeds = rotary_speeds(8, 10_000.0)
     x = jax.ShapeDtypeStruct((1, count, 1, 8), jnp.float32)
@@ -87,6 +87,14 @@ def test_rotations_by_known_positions_are_those_by_given_ones() -> None:
     given = rotation(jnp.arange(300)[None], speeds)(x)
     np.testing.assert_allclose(rotation(300, speeds)(x), given, atol=1e-6)
     assert np.abs(given - x).max() > 1
+
+
+def test_rotations_by_known_positions_are_rounded_once() -> None:
+    speeds = rotary_speeds(64, 10_000.0).astype(np.float32)
+    ones = jnp.concatenate([jnp.ones((1, 300, 1, 32)), jnp.zeros((1, 300, 1, 32))], axis=-1)
+    angles = (np.arange(300, dtype=np.float32)[:, None] * speeds).astype(np.float64)
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+    np.testing.assert_array_equal(rotation(300, speeds)(ones)[0, :, 0], expected)
 
 
 @pytest.mark.slow

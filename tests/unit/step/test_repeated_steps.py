@@ -20,9 +20,9 @@ from spmdtrain.step.dispatch import (
     Dispatch,
     Repeat,
     choose_dispatch,
-    keeps_types,
     may_group,
     repeated,
+    update_program,
 )
 from spmdtrain.step.state import TrainState
 
@@ -126,6 +126,22 @@ def test_the_loop_of_an_accelerator_has_a_fixed_number_of_steps() -> None:
     assert [found.repeat_of(n) for n in (1, 3)] == [Repeat.NONE, Repeat.SCAN]
 
 
+def choose(
+    forward: Any,
+    batch: Any,
+    params: Any = None,
+    *,
+    steps: int | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Dispatch:
+    params = shapes(4) if params is None else params
+    optimizer = optimizer or optax.sgd(0.1)
+    update = update_program(optimizer, params, jax.eval_shape(optimizer.init, params))
+    traced = jax.make_jaxpr(forward)(batch).jaxpr
+    placement = make_placement(RunConfig(**ONE))
+    return choose_dispatch(steps, placement, state_of(params), batch, traced, update)
+
+
 def products(count: int, x: jax.Array) -> jax.Array:
     """Has `count` products of 2 * 8 * 256 * 256 operations."""
     weights = jnp.ones((256, 256))
@@ -153,42 +169,50 @@ def convolution(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("options", "forward", "batch", "expected"),
+    ("steps", "forward", "batch", "expected"),
     [
-        ({}, partial(products, 300), shapes(8, 256), Dispatch(10, Repeat.COUNTED)),
-        ({}, partial(products, 100), shapes(8, 256), Dispatch(31, Repeat.COUNTED)),
-        ({}, partial(products, 10), shapes(8, 256), Dispatch(50, Repeat.COUNTED)),
-        ({}, partial(products, 340), shapes(8, 256), Dispatch()),
-        ({}, jnp.sum, shapes(8, 2**14), Dispatch(10, Repeat.COUNTED)),  # 512 KiB
-        ({}, jnp.sum, shapes(8, 2**14 + 1), Dispatch()),
-        ({}, elementwise, shapes(8, 256), Dispatch()),
-        ({}, printing, shapes(8, 256), Dispatch()),
-        ({}, until_small, shapes(8, 256), Dispatch()),
-        ({}, convolution, shapes(8, 256), Dispatch()),
-        ({"steps_per_dispatch": 3}, convolution, shapes(8, 256), Dispatch(3, Repeat.UNROLLED)),
-        (
-            {"steps_per_dispatch": 3},
-            partial(products, 400),
-            shapes(8, 256),
-            Dispatch(3, Repeat.COUNTED),
-        ),
+        (None, partial(products, 300), shapes(8, 256), Dispatch(10, Repeat.COUNTED)),
+        (None, partial(products, 100), shapes(8, 256), Dispatch(31, Repeat.COUNTED)),
+        (None, partial(products, 10), shapes(8, 256), Dispatch(50, Repeat.COUNTED)),
+        (None, partial(products, 340), shapes(8, 256), Dispatch()),
+        (None, jnp.sum, shapes(8, 2**14), Dispatch(10, Repeat.COUNTED)),  # 512 KiB
+        (None, jnp.sum, shapes(8, 2**14 + 1), Dispatch()),
+        (None, elementwise, shapes(8, 256), Dispatch()),
+        (None, printing, shapes(8, 256), Dispatch()),
+        (None, until_small, shapes(8, 256), Dispatch()),
+        (None, convolution, shapes(8, 256), Dispatch()),
+        (3, convolution, shapes(8, 256), Dispatch(3, Repeat.UNROLLED)),
+        (3, partial(products, 400), shapes(8, 256), Dispatch(3, Repeat.COUNTED)),
     ],
 )
 def test_small_steps_are_grouped(
-    options: dict[str, Any], forward: Any, batch: Any, expected: Dispatch
+    steps: int | None, forward: Any, batch: Any, expected: Dispatch
 ) -> None:
-    config = RunConfig(**(ONE | options))
-    traced = jax.make_jaxpr(forward)(batch).jaxpr
-    given = config.steps_per_dispatch
-    placement, state = make_placement(config), state_of(shapes(4))
-    assert choose_dispatch(given, placement, state, batch, traced) == expected
+    assert choose(forward, batch, steps=steps) == expected
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [jnp.linalg.svd, jnp.linalg.inv, jnp.linalg.eigh, jnp.linalg.qr, jnp.linalg.cholesky],
+)
+def test_steps_with_a_decomposition_of_a_matrix_are_not_grouped(operation: Any) -> None:
+    def decompose(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda x: x + jax.tree.leaves(operation(x))[0].sum(), updates), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), decompose)
+    assert choose(operation, shapes(8, 8)) == Dispatch()
+    assert choose(jnp.sum, shapes(8, 8), shapes(8, 8), optimizer=optimizer) == Dispatch()
+
+
+@pytest.mark.parametrize(("width", "steps"), [(64, 50), (256, 19), (512, 1)])
+def test_the_products_of_the_optimizer_count(width: int, steps: int) -> None:
+    found = choose(jnp.sum, shapes(8, 8), shapes(width, width), optimizer=optax.contrib.muon(0.1))
+    assert found.steps == steps
 
 
 def test_the_larger_the_state_the_fewer_steps_are_grouped() -> None:
-    placement, batch = make_placement(RunConfig(**ONE)), shapes(8, 4)
-    traced = jax.make_jaxpr(jnp.sum)(batch).jaxpr
     for count, steps in ((2**21, 50), (2**22, 39), (2**24 - 2, 10)):
-        found = choose_dispatch(None, placement, state_of(shapes(count)), batch, traced)
+        found = choose(jnp.sum, shapes(8, 4), shapes(count))
         assert found == Dispatch(steps, Repeat.COUNTED)
 
 
@@ -218,4 +242,4 @@ def test_only_optimizers_that_keep_the_types_of_their_state_are_grouped_by_defau
         (optax.lbfgs(), False),  # needs the loss
     ]:
         state = jax.eval_shape(optimizer.init, params)
-        assert keeps_types(optimizer, params, state) == expected
+        assert (update_program(optimizer, params, state) is not None) == expected

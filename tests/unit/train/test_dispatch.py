@@ -305,6 +305,26 @@ def test_the_step_that_went_wrong_is_named() -> None:
         assert fitted.state is None
 
 
+def test_a_nan_of_the_optimizer_alone_is_named_by_the_steps_of_its_dispatch() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        count = state["count"] + 1
+        moments = jnp.where(count >= 7, jnp.nan, state["moments"])  # used by nothing
+        return updates, {"count": count, "moments": moments}
+
+    def init(params: Any) -> Any:
+        return {"count": jnp.int32(0), "moments": jnp.zeros(3)}
+
+    optimizer = optax.chain(optax.GradientTransformation(init, update), optax.sgd(0.01))
+    one = {"mesh": MeshSpec(devices=(0,)), "optimizer": optimizer}
+    for options, named in [
+        ({"steps_per_dispatch": 1}, "^step 7"),
+        ({"steps_per_dispatch": 5}, "^one of steps 6 to 10"),
+        ({}, "^one of steps 1 to 10"),
+    ]:
+        with pytest.raises(NonFiniteError, match=f"{named}: opt_state not finite"):
+            trainer(**one, **options).fit((X, Y), steps=20)
+
+
 def test_speed_is_that_of_whole_dispatches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
