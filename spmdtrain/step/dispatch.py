@@ -30,7 +30,7 @@ _SMALL_FLOPS = 10**9
 _SMALL_ELEMENTS = 2**23  # of the results of all operations of the objective
 _SMALL_STATE = 2**26  # bytes
 _SMALL_BATCH = 2**19  # bytes
-# Operations whose time their shapes do not tell: `count_flops` counts products and convolutions.
+# Decompositions of matrices, and solutions by them, which `count_flops` does not count.
 _DECOMPOSITIONS = frozenset(
     {
         *("cholesky", "lu", "qr", "geqrf", "geqp3", "householder_product", "ormqr"),
@@ -254,13 +254,13 @@ def _is_on_cpu(placement: Placement) -> bool:
 
 
 def _has_unknown_time(jaxpr: Any) -> bool:
-    """Returns whether an open jaxpr has operations whose shapes do not tell how long they take.
+    """Returns whether an open jaxpr has operations whose time cannot be told from their counts.
 
     These are loops of unknown length, calls of Python and decompositions of matrices.
     """
+    unknown = _DECOMPOSITIONS | {"while"}
     return any(
-        x.primitive.name in {"while", *_DECOMPOSITIONS} or "callback" in x.params or x.effects
-        for x in equations(jaxpr)
+        x.primitive.name in unknown or "callback" in x.params or x.effects for x in equations(jaxpr)
     )
 
 
