@@ -254,7 +254,7 @@ def _is_on_cpu(placement: Placement) -> bool:
 
 
 def _has_unknown_time(jaxpr: Any) -> bool:
-    """Returns whether an open jaxpr has operations whose time cannot be told from their counts.
+    """Returns whether an open jaxpr has operations whose time does not follow from their counts.
 
     These are loops of unknown length, calls of Python and decompositions of matrices.
     """
