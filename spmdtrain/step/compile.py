@@ -96,17 +96,12 @@ class Programs:
         self.wait()  # a compilation reads the last choice
         self.dispatch = Dispatch()
         given, steps, placement = config.steps_per_dispatch, self._steps, self._placement
-        update = None
+        if given == 1:
+            return self.dispatch
         if given is None:
             waits = is_watched or augment is not None or not is_in_memory(dataset)
             if waits or not may_group(config, placement, steps.abstract_state):
                 return self.dispatch
-            trained, _ = steps.update.partition(steps.abstract_state.params)
-            before = steps.abstract_state.opt_state
-            if (update := update_program(steps.update.optimizer, trained, before)) is None:
-                return self.dispatch
-        elif given == 1:
-            return self.dispatch
         batch = self._abstract_batch(dataset, 1, augment, config)
         rows = as_marked(jax.eval_shape(examples_of, batch)).rows
         if (key := (given, str(rows))) not in self._choices:
@@ -115,11 +110,17 @@ class Programs:
                     forward = steps.checks.forward_program(rows)
             except Exception:  # of the user's code: the compilation raises it, too
                 return self.dispatch
+            update = self._update_program() if given is None else None  # tracing takes time
             self._choices[key] = choose_dispatch(
                 given, placement, steps.abstract_state, rows, forward, update
             )
         self.dispatch = self._choices[key]
         return self.dispatch
+
+    def _update_program(self) -> Any | None:
+        steps = self._steps
+        trained, _ = steps.update.partition(steps.abstract_state.params)
+        return update_program(steps.update.optimizer, trained, steps.abstract_state.opt_state)
 
     def begin(self, steps: int, batch: PyTree) -> None:
         """Starts to compile in the background.

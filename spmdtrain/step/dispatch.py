@@ -113,7 +113,7 @@ def choose_dispatch(
     state: TrainState,
     batch: PyTree,
     forward: Any,
-    update: Any = None,
+    update: Any | None,
 ) -> Dispatch:
     """Returns how steps are dispatched.
 
@@ -126,14 +126,14 @@ def choose_dispatch(
       state: The abstract state.
       batch: An abstract batch of one step.
       forward: The jaxpr of the objective's values.
-      update: The jaxpr of the optimizer's update; not read if `steps` is given.
+      update: The optimizer's `update_program`; not read if `steps` is given.
     """
     if steps is not None and not _is_on_cpu(placement):
         return Dispatch(steps, Repeat.SCAN)
     convolves = any(x.primitive.name == "conv_general_dilated" for x in equations(forward))
     if steps is not None:
         return Dispatch(steps, Repeat.UNROLLED if convolves else Repeat.COUNTED)
-    if convolves or _has_unknown_time(forward) or _has_unknown_time(update):
+    if convolves or update is None or _has_unknown_time(forward) or _has_unknown_time(update):
         return Dispatch()
     flops = _GRADIENT_FLOPS * count_flops(forward).total + count_flops(update).total
     size = max(  # relative to the largest small step

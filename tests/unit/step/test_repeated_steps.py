@@ -120,7 +120,7 @@ def test_steps_are_grouped_in_all_processes_or_in_none(
 def test_the_loop_of_an_accelerator_has_a_fixed_number_of_steps() -> None:
     placement: Any = SimpleNamespace(devices=[SimpleNamespace(platform="gpu")])
     traced = jax.make_jaxpr(convolution)(shapes(8, 256)).jaxpr
-    found = choose_dispatch(3, placement, state_of(shapes(4)), shapes(8, 256), traced)
+    found = choose_dispatch(3, placement, state_of(shapes(4)), shapes(8, 256), traced, None)
     assert found == Dispatch(3, Repeat.SCAN)
     assert [found.program_steps(n) for n in (1, 3)] == [1, 3]
     assert [found.repeat_of(n) for n in (1, 3)] == [Repeat.NONE, Repeat.SCAN]
