@@ -66,6 +66,9 @@ def import_ray(spec: ClusterSpec) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Actors request no GPU from Ray, and still see those of their task.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray adds 15 to the niceness of actors. On a host with other busy processes they would get
+    # almost no CPU time, and the job would wait for a parameter server for minutes.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         import ray
     except ImportError as error:

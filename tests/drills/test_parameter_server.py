@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import os
 import re
 import signal
 import socket
@@ -320,6 +321,12 @@ def test_a_worker_may_come_late_and_without_a_launcher(tmp_path: Path) -> None:
         assert not stale_updates(tmp_path)
         start("worker 1")
         until(lambda: stale_updates(tmp_path) >= 20, [])
+        niceness = {
+            os.getpriority(os.PRIO_PROCESS, pid)
+            for name in ("late ps 0", "late worker 1")
+            for pid, line in of_task(name).items()
+            if "ray::ServerActor" in line or "ray::WorkerActor" in line
+        }
         running["chief"].send_signal(signal.SIGTERM)
         ended = {name: process.wait(BOUND) for name, process in running.items()}
     finally:
@@ -328,6 +335,8 @@ def test_a_worker_may_come_late_and_without_a_launcher(tmp_path: Path) -> None:
             process.wait()
     assert ended == dict.fromkeys(names, 75), said()
     assert report(tmp_path)["batches"]["worker 1"] >= 10
+    # Ray's default would let other processes of the host take the CPU time of the actors.
+    assert niceness == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 def test_asked_to_stop_while_servers_are_awaited_the_chief_ends(tmp_path: Path) -> None:
