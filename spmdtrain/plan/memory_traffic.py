@@ -62,7 +62,7 @@ def bytes_of(instruction: Instruction, within: Computation, module: Module) -> f
         return 0
     if instruction.opcode == "custom-call" and _FREE_CALLS.search(instruction.attributes):
         return 0
-    if instruction.opcode == "fusion":
+    if instruction.opcode in ("fusion", "fusion-start"):  # GPUs slice stacked layers in the latter
         return _moved_by_fusion(instruction, within, module)
     written = _main_bytes(instruction.shape)
     match instruction.opcode:

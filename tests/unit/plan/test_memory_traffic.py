@@ -80,6 +80,16 @@ LINES = {
         "f32[2,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%rows",
         2 * PART + NUMBER,
     ),
+    "a fusion that slices in the background": (
+        "((f32[16,8]{1,0}, s32[]), f32[2,8]{1,0}, u32[]) fusion-start(%a, %i), kind=kLoop, "
+        "calls=%rows",
+        2 * PART + NUMBER,
+    ),
+    "a fusion that updates in the background": (
+        "((f32[16,8]{1,0}, f32[2,8]{1,0}, s32[]), f32[16,8]{1,0}, u32[]) "
+        "fusion-start(%a, %b, %i), kind=kLoop, calls=%placed",
+        2 * PART + NUMBER,
+    ),
     "a fusion that updates": (
         "f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed",
         2 * PART + NUMBER,
