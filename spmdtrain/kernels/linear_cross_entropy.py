@@ -15,6 +15,7 @@ from spmdtrain.kernels.reference import optimized_implementation, uses_reference
 from spmdtrain.kernels.whole_logits import (
     LogitLayer,
     logit_gradients,
+    normalizers_and_largest,
     product,
     values_of_logits,
 )
@@ -27,7 +28,10 @@ from spmdtrain.xla.chips import memory_of
 _MAX_WHOLE_SHARE = 1 / 8
 _USUAL_MEMORY = 16 * 2**30  # of devices whose memory is not known
 # Each chunk reads and writes the gradient of `head` once, so chunks are as large as is harmless.
+# With 2 GiB instead of 512 MiB, `plan` estimates 3 % less time for Llama 3.2 1B on an H100, and 1 %
+# more on a TPU v5p.
 _CHUNK_BYTES = 2**29
+_CHUNK_SHARE_OF_GPU = 1 / 32  # of its memory
 _TILE_ROWS = 128  # of the matrix units of GPUs and TPUs: a chunk has a multiple of them if possible
 
 
@@ -135,11 +139,12 @@ def _check(
 
 def _chunks_by_size(tokens: int, rows: int) -> int:
     """Returns the number of chunks for a device's tokens and rows of the vocabulary."""
-    size = 4 * tokens * rows
-    memory = memory_of(current_device().device_kind) or _USUAL_MEMORY
+    size, device = 4 * tokens * rows, current_device()
+    memory = memory_of(device.device_kind) or _USUAL_MEMORY
     if size <= _MAX_WHOLE_SHARE * memory:
         return 1
-    fewest = -(-size // _CHUNK_BYTES)
+    share = _CHUNK_SHARE_OF_GPU if device.platform == "gpu" else 0
+    fewest = -(-size // max(_CHUNK_BYTES, int(share * memory)))
     whole_tiles = (n for n in range(fewest, 2 * fewest) if tokens % (n * _TILE_ROWS) == 0)
     return next(whole_tiles, fewest)
 
@@ -287,8 +292,8 @@ def _values(
         inside = (own >= 0) & (own < len(head))
         # A lookup, because a sum would read all logits once more.
         chosen = jnp.take_along_axis(logits, jnp.where(inside, own, 0)[:, None], axis=-1)[:, 0]
-        normalizers = jax.nn.logsumexp(logits, axis=-1)
-        return normalizers, jnp.where(inside, chosen, 0), logits.max(-1)
+        normalizers, largest = normalizers_and_largest(logits)
+        return normalizers, jnp.where(inside, chosen, 0), largest
 
     parts = chunked.split(hidden, targets.ndim), chunked.split(targets, targets.ndim)
     normalizers, chosen, largest = (

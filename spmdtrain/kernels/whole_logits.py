@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmdtrain.kernels.reference import uses_reference
-from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.sharding.placement import constrain_sharding, current_device
 
 _NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
@@ -78,7 +79,8 @@ def _values(
         products = constrain_sharding(products, "batch", *middle, "tensor")
     logits = layer.logits(products, bias)
     chosen = summed_at(logits, targets)
-    return (jax.nn.logsumexp(logits, axis=-1), chosen, chosen >= logits.max(-1)), logits
+    normalizers, largest = normalizers_and_largest(logits)
+    return (normalizers, chosen, chosen >= largest), logits
 
 
 def summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -92,6 +94,59 @@ def summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
       targets: int (...).
     """
     return jnp.where(_is_target(logits, targets), logits, 0).sum(-1)
+
+
+def normalizers_and_largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns log(sum(exp(logits))) and the largest logit of each token, both (...).
+
+    Args:
+      logits: (..., V), floating-point numbers.
+    """
+    if current_device().platform != "gpu":
+        return jax.nn.logsumexp(logits, axis=-1), logits.max(-1)
+    total, largest = _in_one_pass(logits)
+    return largest + jnp.log(total), largest
+
+
+@jax.custom_jvp
+def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns sum(exp(logits - largest)) and the largest logit of each token, both (...).
+
+    XLA otherwise reads the logits twice on a GPU. Here each partial sum is relative to the largest
+    logit so far ("Online normalizer calculation for softmax", arXiv 1805.02867). For GPT-2 small
+    with 16 rows of 1,024 tokens on an H100, this saves reading 3.3 GB: 1 of 34 ms by the estimate
+    of `plan`.
+    """
+    lowest = np.finfo(logits.dtype).min  # not -inf, because -inf - -inf is NaN
+
+    total, largest = jax.lax.reduce(
+        (jnp.ones_like(logits), jnp.maximum(logits, lowest)),
+        (jnp.zeros((), logits.dtype), lowest),
+        _merge,
+        (logits.ndim - 1,),
+    )
+    return total, largest
+
+
+# Outside of `_in_one_pass`, so that all traces contain the same function.
+def _merge(
+    left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum and the largest logit of two parts of the logits."""
+    (sum_left, top_left), (sum_right, top_right) = left, right
+    less = jnp.exp(-jnp.abs(top_left - top_right))
+    is_left = top_left >= top_right
+    total = jnp.where(is_left, sum_left + sum_right * less, sum_right + sum_left * less)
+    return total, jnp.maximum(top_left, top_right)
+
+
+@_in_one_pass.defjvp
+def _in_one_pass_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Takes the largest logit as a constant, which the normalizer does not depend on."""
+    (logits,), (change,) = primals, tangents
+    total, largest = _in_one_pass(logits)
+    of_total = (jnp.exp(logits - largest[..., None]) * change).sum(-1)
+    return (total, largest), (of_total, jnp.zeros_like(largest))
 
 
 def logit_gradients(

@@ -412,7 +412,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (f"reduce_{n}" for n in ("sum", "max", "min", "prod", "and", "or", "xor")), _reduce
     ),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("argmax", "argmin", "reduce"), _reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     "top_k": _along("axis"),
     "split": _along("axis"),

@@ -115,9 +115,10 @@ def test_the_reference_counts_each_product_once() -> None:
     ("kind", "tokens", "chunks"),
     [
         ("NVIDIA H100 80GB HBM3", 32_768, 1),
+        ("NVIDIA H100 80GB HBM3", 65_536, 8),  # 6 of 2.5 GB; 8 have whole tiles of 128 rows
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 32_768, 16),
         ("NVIDIA A100-SXM4-40GB", 16_384, 1),
-        ("NVIDIA A100-SXM4-40GB", 32_768, 16),
+        ("NVIDIA A100-SXM4-40GB", 32_768, 8),
         ("TPU v5 lite", 32_768, 16),
         ("cpu", 8_192, 1),
         ("cpu", 32_768, 16),  # 13 of 512 MiB; 16 have whole tiles of 128 rows
@@ -128,7 +129,7 @@ def test_the_number_of_chunks_follows_from_the_memory_of_the_device(
     kind: str, tokens: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits of 32,768 tokens and the vocabulary of GPT-2 have 6.6 GB."""
-    device = SimpleNamespace(device_kind=kind)
+    device = SimpleNamespace(device_kind=kind, platform="gpu" if "NVIDIA" in kind else "cpu")
     monkeypatch.setattr("spmdtrain.kernels.linear_cross_entropy.current_device", lambda: device)
     hidden, head = (jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (tokens, 50_304))
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)

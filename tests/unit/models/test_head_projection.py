@@ -1,15 +1,19 @@
-"""Projections to heads for TPUs, and the squared ReLU: values and gradients are the usual ones."""
+"""Projections to heads for TPUs and GPUs, and the squared ReLU: the usual values and gradients."""
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmdtrain import MeshSpec, RunConfig
 from spmdtrain.models import head_projection
 from spmdtrain.models.activations import squared_relu
 from spmdtrain.models.head_projection import project_qkv
+from spmdtrain.sharding.placement import make_placement, use_placement
 
 SHAPES = (2, 5, 16), (16, 3, 4, 8), (3, 4, 8), (3, 2, 5, 4, 8)
 RANDOM = np.random.default_rng(0)
@@ -21,12 +25,26 @@ def products(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow
-def test_heads_first_changes_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_the_platform_changes_neither_values_nor_derivatives(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = tuple(map(jnp.asarray, (X, KERNEL, BIAS)))
-    expected = project_qkv(*given), jax.grad(products, argnums=(0, 1, 2))(*given)
-    device = SimpleNamespace(platform="tpu")
-    monkeypatch.setattr(head_projection, "current_device", lambda: device)
-    found = project_qkv(*given), jax.grad(products, argnums=(0, 1, 2))(*given)
+
+    def computed() -> tuple[Any, ...]:
+        gradients = jax.grad(products, argnums=(0, 1, 2))(*given)
+        return project_qkv(*given), gradients, jax.jvp(products, given, given)
+
+    def jaxpr_of(function: Any) -> str:
+        return str(jax.make_jaxpr(partial(function))(*given))  # `partial`: a new trace
+
+    with use_placement(make_placement(RunConfig(mesh=MeshSpec(devices=(0,))))):
+        expected = computed()
+        assert jaxpr_of(project_qkv).count("dot_general[") == 1
+        device = SimpleNamespace(platform=platform)
+        monkeypatch.setattr(head_projection, "current_device", lambda: device)
+        found = computed()
+        assert jaxpr_of(project_qkv).count("dot_general[") == 3
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 

@@ -1,6 +1,7 @@
 """Evaluations of objectives that mix examples or draw, and the proof that rows are independent."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -374,8 +375,15 @@ SHIPPED: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_experiments_are_proven_and_so_compile_once(name: str) -> None:
+@pytest.mark.parametrize("name", [*SHIPPED, "shakespeare_gpt on a GPU"])
+def test_shipped_experiments_are_proven_and_so_compile_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, on_gpu = name.partition(" on a ")
+    if on_gpu:  # its models and kernels are traced
+        device = SimpleNamespace(platform="gpu")
+        for module in ("models.head_projection", "kernels.whole_logits"):
+            monkeypatch.setattr(f"spmdtrain.{module}.current_device", lambda: device)
     model, shapes = SHIPPED[name]
     axis_rules = {"llama": LLAMA_AXIS_RULES, "vit": VIT_AXIS_RULES}.get(name)
     of = trainer(experiment(name).objective, model=model, axis_rules=axis_rules)
