@@ -84,7 +84,6 @@ def attention(
         dtype=query.dtype,
         causal=causal,
         window=window,
-        segmented=segments is not None,
         precision=jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
     device, mesh = current_device(), current_mesh()

@@ -33,7 +33,6 @@ class AttentionCase:
       dtype: Dtype of queries, keys and values.
       causal: Whether a token attends to positions up to its own only.
       window: Number of tokens of the local window, or None.
-      segmented: Whether rows hold several documents.
       precision: JAX's option `jax_default_matmul_precision`.
     """
 
@@ -43,7 +42,6 @@ class AttentionCase:
     dtype: Any
     causal: bool
     window: int | None = None
-    segmented: bool = False
     precision: str | None = None
 
 
@@ -133,9 +131,10 @@ def cudnn_blocker(device: Any, case: AttentionCase) -> str | None:
         return "the window is not causal"
     if case.causal and case.queries != case.keys:
         return f"there are {case.queries} queries and {case.keys} keys, and attention is causal"
-    # cuDNN takes segments as a bias, for which lengths must be even in training.
-    if case.segmented and case.queries % 2:
-        return f"there are {case.queries} tokens in several segments: it must be an even number"
+    # JAX refuses odd lengths in training, also without the bias for which cuDNN does.
+    for length, what in ((case.queries, "queries"), (case.keys, "keys")):
+        if length % 2:
+            return f"there are {length} {what}: it must be an even number"
     return None
 
 

@@ -65,6 +65,11 @@ def notes_of(
     ]
     if summary.refusal:
         notes.append(f"the compiler: {short(Exception(summary.refusal))}")
+    if not summary.has_triton:
+        notes.append(
+            "XLA cannot compile this step for an absent GPU with Triton: the plan is that of a "
+            "program whose products are all by cuBLAS"
+        )
     if other := other_compiler(topology):
         notes.append(other)
     if topology.platform == "gpu" and memory.limit and 0.75 < memory.peak / memory.limit <= 1:

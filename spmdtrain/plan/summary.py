@@ -43,6 +43,8 @@ _READERS = (
 )
 _MOST_KEPT = 500  # summaries
 _MOST_BYTES = 2**28  # of one summary
+# Without a GPU, XLA cannot try cuBLAS for a product of which no tiles fit.
+_TRITON_FAILED = "No supported config found for HLO"
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
@@ -120,6 +122,7 @@ class CompiledSummary:
         refusal: XLA's out-of-memory message if it rejected the step, else "".
         own_traffic: Part of `traffic` that is not of kernels or collectives, whose times include
             that of their bytes.
+        has_triton: Whether XLA could use Triton for the products of a GPU.
     """
 
     sizes: dict[str, int]
@@ -136,6 +139,7 @@ class CompiledSummary:
     rematerialized: list[Rematerialized] = field(default_factory=list)
     refusal: str = ""
     own_traffic: float = 0.0
+    has_triton: bool = True
 
 
 def summarize_compiled(
@@ -208,13 +212,28 @@ def _make_room(folder: Path) -> None:
 def _compile(
     lowered: jax.stages.Lowered, on: jax.sharding.Mesh | None, parameters: Mapping[str, str]
 ) -> CompiledSummary:
+    try:
+        return _compile_with({}, lowered, on, parameters)
+    except jax.errors.JaxRuntimeError as error:
+        if _TRITON_FAILED not in str(error):
+            raise
+    summary = _compile_with({"xla_gpu_enable_triton_gemm": False}, lowered, on, parameters)
+    return dataclasses.replace(summary, has_triton=False)
+
+
+def _compile_with(
+    options: dict[str, str | bool],
+    lowered: jax.stages.Lowered,
+    on: jax.sharding.Mesh | None,
+    parameters: Mapping[str, str],
+) -> CompiledSummary:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        dump_options: dict[str, str | bool] = {"xla_dump_to": name, "xla_dump_hlo_as_text": True}
+        options = options | {"xla_dump_to": name, "xla_dump_hlo_as_text": True}
         with kept_log() as log:
             program, refusal = None, ""
             try:
-                program = lowered.compile(compiler_options=dump_options)
+                program = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise

@@ -30,7 +30,7 @@ def choice(device: Any, **changes: Any) -> str:
 
 
 def test_each_platform_has_its_kernel_and_xla_the_rest() -> None:
-    assert choice(TPU) == choice(TPU, dtype=jnp.float32, window=256, segmented=True) == "splash"
+    assert choice(TPU) == choice(TPU, dtype=jnp.float32, window=256) == "splash"
     assert choice(TPU, head_width=128, queries=384, causal=False) == "splash"
     for changes in (
         {"queries": 1000},
@@ -44,11 +44,12 @@ def test_each_platform_has_its_kernel_and_xla_the_rest() -> None:
     assert choose_implementation(TPU, CASE, None, knows_mesh=False) == "xla"
 
     assert choice(H100) == choice(B200, dtype=jnp.float16, head_width=128) == "cudnn"
-    assert choice(H100, segmented=True) == choice(H100, window=100) == "cudnn"
-    assert choice(H100, causal=False, queries=512) == choice(H100, queries=1023, keys=1023)
+    assert choice(H100, window=100) == "cudnn"
+    assert choice(H100, causal=False, queries=512) == "cudnn"
     for changes in (
         *({"dtype": jnp.float32}, {"head_width": 36}, {"head_width": 256}, {"queries": 512}),
-        *({"segmented": True, "queries": 1023, "keys": 1023}, {"window": 9, "causal": False}),
+        *({"queries": 197, "keys": 197}, {"keys": 197, "causal": False}),
+        {"window": 9, "causal": False},
     ):
         assert choice(H100, **changes) == "xla", changes
     for other in (CPU, V100, AMD):

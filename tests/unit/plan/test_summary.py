@@ -4,11 +4,15 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from plan_helpers import FOUND
 
-from spmdtrain.plan.summary import read_summary, sealed
+from spmdtrain.plan.summary import CompiledSummary, read_summary, sealed, summarize_compiled
 
 
 def keep(folder: Path, name: str = "a") -> Path:
@@ -52,3 +56,30 @@ def test_what_is_no_summary_is_not_used(content: bytes, tmp_path: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     assert read_summary(tmp_path / "pipe.json") is None
+
+
+class WithoutGpu:
+    """A step that XLA compiles only without Triton."""
+
+    def __init__(self, error: str) -> None:
+        self._lowered = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8)))
+        self._error = error
+
+    def as_text(self, **options: Any) -> str:
+        return str(self._lowered.as_text(**options))
+
+    def compile(self, compiler_options: dict[str, Any]) -> Any:
+        if compiler_options.get("xla_gpu_enable_triton_gemm", True):
+            raise jax.errors.JaxRuntimeError(self._error)
+        return self._lowered.compile(compiler_options)
+
+
+def test_what_needs_a_gpu_to_be_compiled_with_triton_is_compiled_without() -> None:
+    def summary(error: str) -> CompiledSummary:
+        traced: Any = SimpleNamespace(lower=lambda: WithoutGpu(error))
+        return summarize_compiled(traced, None, {}, [], keep=False)
+
+    found = summary("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.3 = bf16[8,8]")
+    assert (found.has_triton, found.products) == (False, 2 * 8**3)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: other"):
+        summary("INTERNAL: other")
