@@ -1,5 +1,6 @@
 """Cross-entropy of a linear layer's logits, without all logits in memory."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain.errors import UserError
@@ -32,6 +34,7 @@ _USUAL_MEMORY = 16 * 2**30  # of devices whose memory is not known
 # more on a TPU v5p.
 _CHUNK_BYTES = 2**29
 _CHUNK_SHARE_OF_GPU = 1 / 32  # of its memory
+_LOGITS_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _TILE_ROWS = 128  # of the matrix units of GPUs and TPUs: a chunk has a multiple of them if possible
 
 
@@ -58,6 +61,7 @@ def linear_cross_entropy(
     vocabulary: int | None = None,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
+    logits_dtype: Any = jnp.float32,
     chunks: int | None = None,
 ) -> TokenLosses:
     """Computes the cross-entropy of the logits `hidden @ head.T + bias`.
@@ -78,6 +82,10 @@ def linear_cross_entropy(
       z_loss: Coefficient of the square of the logits' normalizer log(sum(exp(logits))), which is
         added to the loss ("PaLM", arXiv 2204.02311, section 5).
       soft_cap: Bounds the logits: soft_cap * tanh(logits / soft_cap) ("Gemma 2", arXiv 2408.00118).
+      logits_dtype: Dtype of the products of `hidden` and `head` in memory: float32, bfloat16 or
+        float16. All sums over them are f32. With 16 bits they take half the memory and, where
+        reading and writing them takes long (on GPUs), less time; the rounding of each logit changes
+        losses and gradients.
       chunks: Number of chunks of each device's tokens; by default by size.
 
     Returns:
@@ -87,10 +95,12 @@ def linear_cross_entropy(
       UserError: If an argument is invalid.
     """
     _check(hidden, head, targets, bias, vocabulary, soft_cap, chunks)
-    layer = LogitLayer(len(head) if vocabulary is None else vocabulary, soft_cap)
+    dtype = _checked_dtype(logits_dtype)
+    layer = LogitLayer(len(head) if vocabulary is None else vocabulary, soft_cap, dtype)
     layout = _Layout.of(hidden, head)
     if chunks is None:
-        chunks = _chunks_by_size(targets.size // layout.token_parts, len(head) // layout.row_parts)
+        parts = targets.size // layout.token_parts, len(head) // layout.row_parts
+        chunks = _chunks_by_size(*parts, dtype.itemsize)
     if chunks == 1 or uses_reference():
         normalizers, chosen, correct = values_of_logits(layer, hidden, head, bias, targets)
     else:
@@ -137,9 +147,29 @@ def _check(
             )
 
 
-def _chunks_by_size(tokens: int, rows: int) -> int:
-    """Returns the number of chunks for a device's tokens and rows of the vocabulary."""
-    size, device = 4 * tokens * rows, current_device()
+def _checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """Returns a dtype of logits.
+
+    Raises:
+      UserError: If it is another one.
+    """
+    with contextlib.suppress(TypeError):
+        if (checked := np.dtype(dtype)) in _LOGITS_DTYPES:
+            return checked
+    raise UserError(
+        f"linear_cross_entropy: logits_dtype is {dtype!r}: it must be float32, bfloat16 or float16"
+    )
+
+
+def _chunks_by_size(tokens: int, rows: int, itemsize: int) -> int:
+    """Returns the number of chunks for a device's tokens and rows of the vocabulary.
+
+    Args:
+      tokens: Number of tokens.
+      rows: Number of rows.
+      itemsize: Bytes of a logit.
+    """
+    size, device = itemsize * tokens * rows, current_device()
     memory = memory_of(device.device_kind) or _USUAL_MEMORY
     if size <= _MAX_WHOLE_SHARE * memory:
         return 1
@@ -287,7 +317,7 @@ def _values(
 
     def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         x, targets = chunk
-        logits = chunked.layer.logits(product("nd,vd->nv", x, head), bias, first)
+        logits = chunked.layer.logits(chunked.layer.products("nd,vd->nv", x, head), bias, first)
         own = targets - first
         inside = (own >= 0) & (own < len(head))
         # A lookup, because a sum would read all logits once more.
@@ -342,7 +372,7 @@ def _gradients(
 
     def of_chunk(total: Any, chunk: Any) -> tuple[Any, jax.Array]:
         x, targets, normalizers, of_normalizers, of_chosen = chunk
-        logits = chunked.layer.logits(product("nd,vd->nv", x, head), bias, first)
+        logits = chunked.layer.logits(chunked.layer.products("nd,vd->nv", x, head), bias, first)
         of_logits = logit_gradients(
             chunked.layer, logits, targets - first, normalizers, of_normalizers, of_chosen
         )

@@ -26,16 +26,23 @@ class LogitLayer:
     Attributes:
       vocabulary: Number of tokens; later rows have none.
       soft_cap: Bound of the logits, or None.
+      dtype: Dtype of the products of hidden values and rows in memory.
     """
 
     vocabulary: int
-    soft_cap: float | None
+    soft_cap: float | None = None
+    dtype: Any = jnp.float32
+
+    def products(self, dims: str, hidden: jax.Array, head: jax.Array) -> jax.Array:
+        """Returns the einsum of hidden values and rows, in `dtype`."""
+        return jnp.einsum(dims, hidden, head, preferred_element_type=self.dtype)
 
     def logits(
         self, products: jax.Array, bias: jax.Array | None, first: int | jax.Array = 0
     ) -> jax.Array:
-        """Returns the logits of rows from `first` on, from the products with them."""
-        logits = products if bias is None else products + bias
+        """Returns the logits, f32, of rows from `first` on, from the products with them."""
+        logits = products.astype(jnp.float32)
+        logits = logits if bias is None else logits + bias
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         rows = logits.shape[-1]
@@ -72,15 +79,15 @@ def _values(
     bias: jax.Array | None,
     targets: jax.Array,
 ) -> tuple[Values, jax.Array]:
-    """Returns the values and the logits."""
-    products = product("...d,vd->...v", hidden, head)
+    """Returns the values and the products."""
+    products = layer.products("...d,vd->...v", hidden, head)
     if targets.ndim > 1:
         middle = [*[None] * (targets.ndim - 2), "context"]
         products = constrain_sharding(products, "batch", *middle, "tensor")
     logits = layer.logits(products, bias)
     chosen = summed_at(logits, targets)
     normalizers, largest = normalizers_and_largest(logits)
-    return (normalizers, chosen, chosen >= largest), logits
+    return (normalizers, chosen, chosen >= largest), products
 
 
 def summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -217,15 +224,16 @@ def _forward(
 ) -> tuple[Values, Any]:
     # Otherwise a TPU converts parameters of 32 bits again for each product, and each of its tiles.
     head = jax.lax.optimization_barrier(head)
-    values, logits = _values(layer, hidden, head, bias, targets)
-    return values, (hidden, head, bias, targets, logits, values[0])
+    values, products = _values(layer, hidden, head, bias, targets)
+    return values, (hidden, head, bias, targets, products, values[0])
 
 
 def _backward(
     layer: LogitLayer, kept: Any, cotangents: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
-    hidden, head, bias, targets, logits, normalizers = kept
+    hidden, head, bias, targets, products, normalizers = kept
     of_normalizers, of_chosen, _ = cotangents
+    logits = layer.logits(products, bias)
     of_logits = logit_gradients(layer, logits, targets, normalizers, of_normalizers, of_chosen)
     dims = tuple(range(targets.ndim))
     of_bias = None if bias is None else of_logits.sum(dims).astype(bias.dtype)

@@ -67,8 +67,8 @@ class StackedDecoder(nnx.Module):
     """A decoder whose `blocks` are arrays with a first dim for the layer.
 
     Its `config` has the integers `vocabulary`, `layers`, `kv_heads`, `head_width` and `context`,
-    and `tied` and `unroll`. Keys and values have the dtype of its `embedding`, which may have more
-    rows than there are tokens. Without `tied`, `head` is the output layer.
+    and `tied`, `unroll` and `logits_dtype`. Keys and values have the dtype of its `embedding`,
+    which may have more rows than there are tokens. Without `tied`, `head` is the output layer.
     """
 
     config: Any
@@ -157,8 +157,14 @@ class StackedDecoder(nnx.Module):
         Returns:
           The losses, (B, T).
         """
-        head, vocabulary = self._output_layer(), self.config.vocabulary
-        return linear_cross_entropy(x, head, targets, vocabulary=vocabulary, z_loss=z_loss)
+        return linear_cross_entropy(
+            x,
+            self._output_layer(),
+            targets,
+            vocabulary=self.config.vocabulary,
+            z_loss=z_loss,
+            logits_dtype=self.config.logits_dtype,
+        )
 
     def _unrolls(self) -> bool:
         return unrolls(self.config.layers, self.config.unroll)

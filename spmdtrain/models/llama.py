@@ -6,7 +6,7 @@ Their arrays are annotated with logical names, which an `AxisRules` maps to axes
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +145,7 @@ class LlamaConfig:
       experts: The experts of each block in place of its MLP; by default none.
       unroll: Whether to compile every layer separately: faster steps, but a compile time
         proportional to the number of layers. By default up to 12 layers.
+      logits_dtype: Dtype of the logits of `losses` in memory: see `linear_cross_entropy`.
 
     Raises:
       UserError: If a value is invalid.
@@ -163,6 +164,7 @@ class LlamaConfig:
     epsilon: float = 1e-5
     experts: RoutedExperts | None = None
     unroll: bool | None = None
+    logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "context"):

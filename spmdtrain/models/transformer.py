@@ -81,6 +81,7 @@ class TransformerConfig:
         layer norm and GELU (its approximation by tanh).
       unroll: Whether to compile every layer separately: faster steps, but a compile time
         proportional to the number of layers. By default up to 12 layers.
+      logits_dtype: Dtype of the logits of `losses` in memory: see `linear_cross_entropy`.
 
     Raises:
       UserError: If a value is invalid.
@@ -98,6 +99,7 @@ class TransformerConfig:
     tied: bool = True
     blocks: Literal["plain", "gpt2"] = "plain"
     unroll: bool | None = None
+    logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "hidden", "context"):

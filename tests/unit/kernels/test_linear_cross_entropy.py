@@ -76,6 +76,20 @@ def test_values_and_gradients_are_those_of_whole_logits(chunks: int | None) -> N
     assert_equal(computed(chunks=chunks), (by_hand(ARRAYS), gradients))
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_logits_of_16_bits_differ_by_their_rounding(chunks: int) -> None:
+    def total(arrays: dict[str, jax.Array], dtype: str) -> jax.Array:
+        return (losses(arrays, chunks=chunks, logits_dtype=dtype).loss * WEIGHTS).sum()
+
+    narrow, wide = (jax.value_and_grad(partial(total, dtype=x)) for x in ("bfloat16", "float32"))
+    found, expected = narrow(ARRAYS), wide(ARRAYS)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.02, atol=0.02)
+    rows = f"{ROWS},{TOKENS}" if chunks == 1 else 14
+    stored = f"bf16[{rows},{HEAD}] = dot_general"
+    assert [stored in str(jax.make_jaxpr(x)(ARRAYS)) for x in (narrow, wide)] == [True, False]
+
+
 MESHES = {
     "batch": ("mirrored", MeshSpec()),
     "both": ("tensor_parallel", MeshSpec(data=2, tensor=4)),
@@ -179,6 +193,7 @@ def test_large_logits_are_computed_in_chunks_and_need_the_memory_of_one() -> Non
         ({"targets": TARGETS * 1.0}, "must be integers"),
         ({"vocabulary": 41}, "vocabulary is 41: it must be at least 1 and at most the 40 rows"),
         ({"chunks": 0}, "chunks is 0: it must be at least 1"),
+        ({"logits_dtype": "int8"}, "logits_dtype is 'int8': it must be float32, bfloat16 or"),
     ],
 )
 def test_invalid_arguments_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -11,12 +11,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.data.packing import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.rotary import rotary_speeds, rotation
+from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 SMALL = TransformerConfig(
@@ -201,6 +203,17 @@ def test_shapes_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 def test_a_row_longer_than_the_context_is_refused() -> None:
     with pytest.raises(UserError, match="17 tokens"):
         small()(some_tokens(length=17))
+
+
+def test_logits_have_the_dtype_of_an_option_of_the_experiment() -> None:
+    path = REPOSITORY / "experiments" / "shakespeare_gpt.py"
+    experiment: Any = load_experiment(str(path), frozenset()).module
+    config = experiment.Config(
+        layers=1, width=8, heads=2, vocabulary_rows=48, logits_dtype="bfloat16"
+    )
+    model = Transformer(experiment.shape(config, vocabulary=40), rngs=nnx.Rngs(0))
+    jaxpr = jax.make_jaxpr(lambda x: model.token_losses(x, x).loss)(some_tokens(length=9))
+    assert ":bf16[3,9,48] = dot_general" in str(jaxpr)
 
 
 # -- several documents in a row --------------------------------------------------------------------
