@@ -211,8 +211,13 @@ def test_logits_have_the_dtype_of_an_option_of_the_experiment() -> None:
     config = experiment.Config(
         layers=1, width=8, heads=2, vocabulary_rows=48, logits_dtype="bfloat16"
     )
-    model = Transformer(experiment.shape(config, vocabulary=40), rngs=nnx.Rngs(0))
-    jaxpr = jax.make_jaxpr(lambda x: model.token_losses(x, x).loss)(some_tokens(length=9))
+    shape = experiment.shape(config, vocabulary=40)
+    model, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+
+    def losses(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(model, state).token_losses(x, x).loss
+
+    jaxpr = jax.make_jaxpr(losses)(state, np.zeros((3, 9), np.int32))
     assert ":bf16[3,9,48] = dot_general" in str(jaxpr)
 
 
