@@ -106,7 +106,7 @@ class Config(RunConfig):
     unroll: bool | None = None
     """Compile every layer separately: faster steps, longer compilation; by default up to 12."""
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the logits in memory: 16 bits are faster on GPUs, and change the losses a little."""
+    """Dtype of the logits in memory. bfloat16 is faster on GPUs, and rounds each logit."""
     warmup_steps: int = 100
     """Steps in which the learning rate rises, at most a tenth of the run; a cosine follows."""
     weight_decay: float = 0.1

@@ -131,7 +131,7 @@ def cudnn_blocker(device: Any, case: AttentionCase) -> str | None:
         return "the window is not causal"
     if case.causal and case.queries != case.keys:
         return f"there are {case.queries} queries and {case.keys} keys, and attention is causal"
-    # JAX refuses odd lengths in training, also without the bias for which cuDNN does.
+    # With a bias, cuDNN cannot be trained on odd lengths. JAX refuses these without a bias, too.
     for length, what in ((case.queries, "queries"), (case.keys, "keys")):
         if length % 2:
             return f"there are {length} {what}: it must be an even number"

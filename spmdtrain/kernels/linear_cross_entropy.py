@@ -34,7 +34,7 @@ _USUAL_MEMORY = 16 * 2**30  # of devices whose memory is not known
 # more on a TPU v5p.
 _CHUNK_BYTES = 2**29
 _CHUNK_SHARE_OF_GPU = 1 / 32  # of its memory
-_LOGITS_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+_LOGITS_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16)))
 _TILE_ROWS = 128  # of the matrix units of GPUs and TPUs: a chunk has a multiple of them if possible
 
 
@@ -70,7 +70,7 @@ def linear_cross_entropy(
     not known, as on CPU), they are computed for one chunk of its tokens after the other, in the
     backward pass again, and no two chunks are in memory. Values and gradients are those of whole
     logits up to rounding. On a mesh each device computes its own tokens, and its own rows of `head`
-    if these are split over "tensor". Chunks, and arrays of 16 bits, have no forward-mode
+    if these are split over "tensor". Chunks, and arrays or logits of 16 bits, have no forward-mode
     derivatives.
 
     Args:
@@ -82,10 +82,11 @@ def linear_cross_entropy(
       z_loss: Coefficient of the square of the logits' normalizer log(sum(exp(logits))), which is
         added to the loss ("PaLM", arXiv 2204.02311, section 5).
       soft_cap: Bounds the logits: soft_cap * tanh(logits / soft_cap) ("Gemma 2", arXiv 2408.00118).
-      logits_dtype: Dtype of the products of `hidden` and `head` in memory: float32, bfloat16 or
-        float16. All sums over them are f32. With 16 bits they take half the memory and, where
-        reading and writing them takes long (on GPUs), less time; the rounding of each logit changes
-        losses and gradients.
+      logits_dtype: Dtype of the products of `hidden` and `head` in memory: float32 or bfloat16. All
+        sums over them are f32. In bfloat16 they take half the memory, of which the eighth above is
+        a part, and less time where reading and writing them takes long (on GPUs). Each logit is
+        rounded, which changes losses, gradients and, because equal logits count as correct, the
+        accuracy.
       chunks: Number of chunks of each device's tokens; by default by size.
 
     Returns:
@@ -148,16 +149,16 @@ def _check(
 
 
 def _checked_dtype(dtype: Any) -> np.dtype[Any]:
-    """Returns a dtype of logits.
+    """Returns `logits_dtype` as NumPy's.
 
     Raises:
-      UserError: If it is another one.
+      UserError: If it is neither float32 nor bfloat16.
     """
     with contextlib.suppress(TypeError):
         if (checked := np.dtype(dtype)) in _LOGITS_DTYPES:
             return checked
     raise UserError(
-        f"linear_cross_entropy: logits_dtype is {dtype!r}: it must be float32, bfloat16 or float16"
+        f"linear_cross_entropy: logits_dtype is {dtype!r}: it must be float32 or bfloat16"
     )
 
 

@@ -67,7 +67,8 @@ def values_of_logits(
       bias: (V,) or None.
       targets: int (...).
     """
-    if hidden.dtype.itemsize < 4 and not uses_reference():
+    is_narrow = min(hidden.dtype.itemsize, np.dtype(layer.dtype).itemsize) < 4
+    if is_narrow and not uses_reference():
         return _narrow(layer, hidden, head, bias, targets)
     return _values(layer, hidden, head, bias, targets)[0]
 
@@ -107,7 +108,7 @@ def normalizers_and_largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns log(sum(exp(logits))) and the largest logit of each token, both (...).
 
     Args:
-      logits: (..., V), floating-point numbers.
+      logits: (..., V), f32 or f64.
     """
     if current_device().platform != "gpu":
         return jax.nn.logsumexp(logits, axis=-1), logits.max(-1)
@@ -211,7 +212,7 @@ def _narrow(
     bias: jax.Array | None,
     targets: jax.Array,
 ) -> Values:
-    """Returns the values of all tokens from arrays of 16 bits."""
+    """Returns the values of all tokens from arrays of 16 bits, or by logits of 16 bits."""
     return _values(layer, hidden, head, bias, targets)[0]
 
 

@@ -56,6 +56,7 @@ def project_qkv(
 
 
 def _split(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the parts of an array (B, T, 3, heads, head width), each without the third dim."""
     # The gradient of a split is one concatenation; that of three slices pads and adds three times.
     query, key, value = (part[:, :, 0] for part in jax.lax.split(qkv, (1, 1, 1), axis=2))
     return query, key, value

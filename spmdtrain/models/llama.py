@@ -164,7 +164,7 @@ class LlamaConfig:
     epsilon: float = 1e-5
     experts: RoutedExperts | None = None
     unroll: bool | None = None
-    logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "context"):

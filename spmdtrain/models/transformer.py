@@ -99,7 +99,7 @@ class TransformerConfig:
     tied: bool = True
     blocks: Literal["plain", "gpt2"] = "plain"
     unroll: bool | None = None
-    logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "hidden", "context"):

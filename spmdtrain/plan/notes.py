@@ -67,8 +67,8 @@ def notes_of(
         notes.append(f"the compiler: {short(Exception(summary.refusal))}")
     if not summary.has_triton:
         notes.append(
-            "XLA cannot compile this step for an absent GPU with Triton: the plan is that of a "
-            "program whose products are all by cuBLAS"
+            "XLA cannot compile this step with Triton for an absent GPU: the plan is that of a "
+            "program that computes all products with cuBLAS"
         )
     if other := other_compiler(topology):
         notes.append(other)
