@@ -83,10 +83,9 @@ def linear_cross_entropy(
         added to the loss ("PaLM", arXiv 2204.02311, section 5).
       soft_cap: Bounds the logits: soft_cap * tanh(logits / soft_cap) ("Gemma 2", arXiv 2408.00118).
       logits_dtype: Dtype of the products of `hidden` and `head` in memory: float32 or bfloat16. All
-        sums over them are f32. In bfloat16 they take half the memory, of which the eighth above is
-        a part, and less time where reading and writing them takes long (on GPUs). Each logit is
-        rounded, which changes losses, gradients and, because equal logits count as correct, the
-        accuracy.
+        sums over them are f32. In bfloat16 they take half the memory, so larger ones are computed
+        whole, and less time on GPUs. Each logit is rounded, which changes losses, gradients and,
+        because equal logits count as correct, the accuracy.
       chunks: Number of chunks of each device's tokens; by default by size.
 
     Returns:

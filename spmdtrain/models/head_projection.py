@@ -40,7 +40,7 @@ def project_qkv(
             project_heads(x, kernel[:, i], None if bias is None else bias[i]) for i in range(3)
         )
         return query, key, value
-    if _contiguous_for_cudnn():
+    if _uses_three_products():
         projected = _three_products(x, kernel)
         if bias is not None:
             projected = tuple(part + bias[i] for i, part in enumerate(projected))
@@ -62,7 +62,7 @@ def _split(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return query, key, value
 
 
-def _contiguous_for_cudnn() -> bool:
+def _uses_three_products() -> bool:
     """Returns whether `_three_products` is used: on GPUs, unless heads are split over devices.
 
     With split heads, the tokens of `x` would be gathered for each of its products.
