@@ -30,8 +30,8 @@ class LogitLayer:
     """
 
     vocabulary: int
-    soft_cap: float | None = None
-    dtype: Any = jnp.float32
+    soft_cap: float | None
+    dtype: np.dtype[Any]
 
     def products(self, dims: str, hidden: jax.Array, head: jax.Array) -> jax.Array:
         """Returns the einsum of hidden values and rows, in `dtype`."""
@@ -67,7 +67,7 @@ def values_of_logits(
       bias: (V,) or None.
       targets: int (...).
     """
-    is_narrow = min(hidden.dtype.itemsize, np.dtype(layer.dtype).itemsize) < 4
+    is_narrow = min(hidden.dtype.itemsize, layer.dtype.itemsize) < 4
     if is_narrow and not uses_reference():
         return _narrow(layer, hidden, head, bias, targets)
     return _values(layer, hidden, head, bias, targets)[0]
@@ -126,7 +126,6 @@ def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     of `plan`.
     """
     lowest = np.finfo(logits.dtype).min  # not -inf, because -inf - -inf is NaN
-
     total, largest = jax.lax.reduce(
         (jnp.ones_like(logits), jnp.maximum(logits, lowest)),
         (jnp.zeros((), logits.dtype), lowest),
