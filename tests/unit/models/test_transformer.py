@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.data.packing import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.rotary import rotary_speeds, rotation
+from spmdtrain.step.flops import count_flops, model_flops
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
@@ -74,6 +76,23 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
         assert np.ptp(along) < 1e-5
     assert np.ptp(products[0]) > 0.1  # and it does depend on it
     np.testing.assert_allclose(queries[0], query[0, 0, 0], rtol=1e-6)  # the first is not turned
+
+
+@pytest.mark.parametrize("positions", [300, jnp.arange(7, 307)[None]], ids=["known", "given"])
+def test_rotations_in_the_matrix_unit_of_tpus_have_the_same_bits(
+    positions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, change = jax.random.normal(jax.random.key(0), (2, 1, 300, 2, 64), jnp.bfloat16)
+    results = {}
+    for platform in ("cpu", "tpu"):
+        device = SimpleNamespace(platform=platform)
+        turn = rotation(positions, rotary_speeds(64, 10_000.0))
+        monkeypatch.setattr("spmdtrain.models.rotary.current_device", lambda device=device: device)
+        results[platform] = [turn(x), *jax.vjp(turn, x)[1](change)]
+        program = jax.make_jaxpr(turn)(x)
+        assert bool(count_flops(program).total) == (platform == "tpu")
+        assert model_flops(program, partial(jax.make_jaxpr(turn), x)).total == 0
+    np.testing.assert_array_equal(*results.values())
 
 
 @pytest.mark.parametrize(("count", "are_constants"), [(2**18, True), (2**18 + 1, False)])
