@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -174,10 +174,24 @@ class Layout:
         """
         return _with_paths(lambda name, _: self._over_batch(params_path(name), field), params)
 
-    def gathered_per_layer(self) -> list[str]:
-        """Returns the names of the parameters that the model gathers one layer at a time."""
-        names = filter(self._is_per_layer, self._shapes)
-        return [name for name in names if any(self._over_batch(name, "params"))]
+    def missing_in_loop(self, in_loop: Collection[str]) -> list[str]:
+        """Returns the names of split parameters that a loop over layers should gather but does not.
+
+        They are those of rules with `GatherPolicy.PER_LAYER`. Of an annotated model with such a
+        loop they are those of more than two dims, because an embedding or an output layer is not
+        stacked; without a loop they are all annotated ones.
+
+        Args:
+          in_loop: The names of the parameters that loops over layers gather.
+        """
+
+        def is_missing(name: str) -> bool:
+            if name in in_loop or not any(self._over_batch(name, "params")):
+                return False
+            is_layer = not in_loop or len(self._shapes[name]) > 2
+            return is_layer if self._is_annotated(name) else self._is_split_in_model(name)
+
+        return [name for name in self._shapes if is_missing(name)]
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Returns gradients constrained to the shardings of the optimizer's state.
@@ -235,12 +249,18 @@ class Layout:
         split = split_dims(self._over_batch(name, "params"), part.ndim)
         if not split:
             return part
-        stacked = self._is_per_layer(name) and all(dim > -part.ndim for dim, _ in split)
+        stacked = self._is_split_in_model(name) and all(dim > -part.ndim for dim, _ in split)
         return gathers.gather(name, part, split, stacked=stacked)
 
-    def _is_per_layer(self, name: str) -> bool:
+    def _is_split_in_model(self, name: str) -> bool:
+        """Returns whether the model gets a parameter split, and XLA gathers it inside."""
         rule = self._spec(name, self._shapes[name])[1]
-        return rule is not None and rule.gather is GatherPolicy.PER_LAYER
+        per_layer = rule is not None and rule.gather is GatherPolicy.PER_LAYER
+        return per_layer or self._is_annotated(name)
+
+    def _is_annotated(self, name: str) -> bool:
+        rule = self._spec(name, self._shapes[name])[1]
+        return rule is not None and rule is self._annotated.get(name)
 
     def _over_batch(self, name: str, field: str) -> PartitionSpec:
         """Returns the part of a parameter's spec in a field that is over `GATHER_AXES`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed.first_call import call_together
@@ -172,7 +172,7 @@ def shard_map_blocker(
     with record_strategy_queries() as queries, use_gathers(gathers):
         trace = jax.make_jaxpr(single.of_sum, axis_env=gradients.batch_axes)
         jaxpr = trace(params, frozen, model_state, batch, key)
-    if scatters and (whole := set(layout.gathered_per_layer()) - gathers.in_loop):
+    if scatters and (whole := layout.missing_in_loop(gathers.in_loop)):
         return f"the model does not pass {min(whole)} to scan_layers, so it would be gathered whole"
     if queries:
         return "the objective calls current_strategy(), which is unknown on a single device"
@@ -182,8 +182,7 @@ def shard_map_blocker(
             f"the objective has side effects ({', '.join(map(str, effects))}), "
             "which each device would repeat"
         )
-    constraints = {"sharding_constraint", "reshard", "shard_map"}
-    if constraints & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
+    if any(map(_is_constraint, equations(jaxpr.jaxpr))):
         return "the objective constrains the sharding of arrays itself"
     _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     if is_used[-1] and not gradients.own_draws:  # the key is the last argument
@@ -209,6 +208,15 @@ def shard_map_blocker(
             f"an example's position in it, and each device has only a part of the batch ({why})"
         )
     return None
+
+
+def _is_constraint(equation: Any) -> bool:
+    """Returns whether an operation of the objective constrains the sharding of arrays."""
+    if equation.primitive.name == "reshard":
+        # JAX gives a gradient the mesh of the value; on automatic axes that constrains nothing.
+        mesh = equation.params["dst_sharding"].mesh
+        return not all(kind is AxisType.Auto for kind in mesh.axis_types)
+    return equation.primitive.name in ("sharding_constraint", "shard_map")
 
 
 def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:

@@ -10,14 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 from step_helpers import SHOWS_GRADIENTS, check_equal, one_step, trainer
 
-from spmdtrain import FunctionModel, GatherPolicy, MeshSpec, Rule, RunConfig, Trainer, UserError
+from spmdtrain import (
+    AxisRules,
+    FunctionModel,
+    GatherPolicy,
+    MeshSpec,
+    Rule,
+    RunConfig,
+    Trainer,
+    UserError,
+)
 from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
-from spmdtrain.models import TRANSFORMER_RULES, Transformer, TransformerConfig
+from spmdtrain.models import (
+    LLAMA_AXIS_RULES,
+    TRANSFORMER_RULES,
+    Llama,
+    LlamaConfig,
+    Transformer,
+    TransformerConfig,
+)
+from spmdtrain.models.annotated import normal_param
 from spmdtrain.sharding.placement import current_strategy, use_placement
 from spmdtrain.step.reduction_choice import default_reduction
+from spmdtrain.step.reductions import flattened
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
@@ -85,6 +104,23 @@ def test_the_numbers_are_those_of_one_device_and_no_gradient_is_all_reduced() ->
     assert len(gathers) == 2 * 4 + 1
 
 
+@pytest.mark.slow
+def test_an_annotated_model_has_these_numbers_too_and_gathers_a_layer_at_a_time() -> None:
+    shape = LlamaConfig(
+        vocabulary=20, context=8, layers=2, width=16, heads=2, kv_heads=1, hidden=32, unroll=False
+    )
+    own = {"model": partial(Llama, shape), "rules": (), "axis_rules": LLAMA_AXIS_RULES}
+    default, alone = {"collectives": CollectiveOptions()}, {"mesh": MeshSpec(devices=(0,))}
+    expected = numbers(transformer("one_device", **own | default | alone))
+    scattering, replicated = transformer(**own), transformer("mirrored", **own | default)
+    check_equal(numbers(scattering), expected)
+    check_equal(numbers(replicated), expected)
+    assert replicated.functions.reduction is flattened
+    gathers = [x for x in compiled_step(scattering, batch()).collectives if x.kind == "all-gather"]
+    assert max(x.bytes for x in gathers) == 4 * shape.width * shape.hidden  # not both layers
+    assert sum(x.times for x in gathers) == 2 * 2 * 7 + 2  # the embedding and the head once
+
+
 PLACES: dict[str, dict[str, Any]] = {
     "zero": {"strategy": "zero"},
     "two axes": {"mesh": MeshSpec(data=2, fsdp=4), "remat": "attention"},
@@ -139,6 +175,23 @@ def test_what_cannot_be_scattered_is_refused() -> None:
     rows = {"x": np.ones((64, 8), np.float32)}
     with pytest.raises(UserError, match="does not pass params/blocks to scan_layers"):
         own_loop.functions.choose_reduction(rows)
+
+    class Annotated(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs) -> None:
+            self.kernel = normal_param(rngs, (8, 8), std=1.0, names=("embed", None))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ self.kernel[...]  # XLA gathers it here
+
+    no_loop = trainer(
+        model=Annotated,
+        objective=lambda model, batch: {"loss": model(batch["x"]) ** 2},
+        axis_rules=AxisRules({"embed": "fsdp"}),
+        strategy="fully_sharded",
+        collectives=SCATTER,
+    )
+    with pytest.raises(UserError, match="does not pass params/kernel to scan_layers"):
+        no_loop.functions.choose_reduction(rows)
 
     def asks(model: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
         return {"loss": objective(model, batch)["loss"][0] * current_strategy().batch_shards}
