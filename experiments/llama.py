@@ -136,7 +136,7 @@ def published(layers: int, width: int, heads: int, mlp_width: int, factor: float
         rope_factor=factor,
         tied=width < 4096,
         compute_dtype="bfloat16",
-        remat="full",
+        remat="attention",
     )
 
 

@@ -133,8 +133,8 @@ class RunConfig:
     """Dtype of the model's computation. Parameters, optimizer state and sums keep theirs."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
     """Intermediate results that the backward pass recomputes instead of storing: none, all (full),
-    all but the results of matrix products (dots), all but those of matrix products without a batch
-    dim (dots_no_batch), or all but the output of attention (attention)."""
+    all but the output of attention (attention), all but that and the results of matrix products
+    (dots), or all but that and those of matrix products without a batch dim (dots_no_batch)."""
     freeze: tuple[str, ...] = ()
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""

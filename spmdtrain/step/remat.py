@@ -1,7 +1,7 @@
 """Rematerialization: activations that the backward pass recomputes instead of keeping them."""
 
-import functools
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
@@ -9,10 +9,12 @@ import jax
 from spmdtrain.kernels.attention import keep_attention
 from spmdtrain.xla.jaxpr import equations
 
+# Attention consists of products, too, but a policy does not see those in its kernel.
+_and_attention = partial(jax.checkpoint_policies.save_from_both_policies, keep_attention)
 _POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _and_attention(jax.checkpoint_policies.dots_saveable),
+    "dots_no_batch": _and_attention(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "attention": keep_attention,
 }
 # A context of JAX, so that a trace cached under one policy is not reused under another.
@@ -36,7 +38,7 @@ def remat(function: F) -> F:
       A function of the same arguments.
     """
 
-    @functools.wraps(function)
+    @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         policy = _policy.value
         chosen = function if policy == "none" else _remat(function, policy)
@@ -57,7 +59,7 @@ def remat_gathers(function: F) -> F:
       A function of the same arguments.
     """
 
-    @functools.wraps(function)
+    @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         policy = _policy.value
         if policy == "none":

@@ -239,12 +239,12 @@ FORWARD, BACKWARD = "splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals"
 
 def test_with_attention_kept_the_kernel_runs_once_forward() -> None:
     of_policy = {}
-    for policy in ("full", "attention"):
+    for policy in ("full", "attention", "dots", "dots_no_batch"):
         program = run_of("splash", remat=policy).trace_step(SHAPES).jaxpr.jaxpr
         of_policy[policy] = kernels_in(program)
     assert of_policy == {
         "full": [BACKWARD, FORWARD, FORWARD],
-        "attention": [BACKWARD, FORWARD],
+        **dict.fromkeys(("attention", "dots", "dots_no_batch"), [BACKWARD, FORWARD]),
     }
     assert describe_attention(program, "tpu") == "attention: splash"
     assert describe_attention(program, "cpu") == ""
