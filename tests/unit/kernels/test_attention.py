@@ -244,7 +244,7 @@ def test_with_attention_kept_the_kernel_runs_once_forward() -> None:
         of_policy[policy] = kernels_in(program)
     assert of_policy == {
         "full": [BACKWARD, FORWARD, FORWARD],
-        **dict.fromkeys(("attention", "dots", "dots_no_batch"), [BACKWARD, FORWARD]),
+        **{policy: [BACKWARD, FORWARD] for policy in ("attention", "dots", "dots_no_batch")},
     }
     assert describe_attention(program, "tpu") == "attention: splash"
     assert describe_attention(program, "cpu") == ""
