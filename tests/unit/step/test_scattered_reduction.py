@@ -109,7 +109,8 @@ def test_an_annotated_model_has_these_numbers_too_and_gathers_a_layer_at_a_time(
     shape = LlamaConfig(
         vocabulary=20, context=8, layers=2, width=16, heads=2, kv_heads=1, hidden=32, unroll=False
     )
-    own = {"model": partial(Llama, shape), "rules": (), "axis_rules": LLAMA_AXIS_RULES}
+    own: dict[str, Any] = {"model": partial(Llama, shape), "rules": ()}
+    own["axis_rules"] = LLAMA_AXIS_RULES
     default, alone = {"collectives": CollectiveOptions()}, {"mesh": MeshSpec(devices=(0,))}
     expected = numbers(transformer("one_device", **own | default | alone))
     scattering, replicated = transformer(**own), transformer("mirrored", **own | default)
