@@ -1,11 +1,16 @@
 """Products of rows, which are sorted by group, with the matrices of their groups."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmdtrain.sharding.placement import current_device
 
-_BLOCK = 128  # rows of a block, at most
+_BLOCK = 128  # rows of a block on CPU, at most
+_LARGE_BLOCK = 1024  # and elsewhere
 _ROWS = 8  # and at least
 
 
@@ -13,7 +18,8 @@ def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> ja
     """Returns each row times the matrix of its group, (rows, out).
 
     On CPU, XLA computes `jax.lax.ragged_dot` as a product of all rows with each matrix. Products
-    of blocks of rows have about as many operations as the rows need.
+    of blocks of rows have about as many operations as the rows need. On TPUs, XLA has a kernel for
+    `ragged_dot`, but not for the gradient of the matrices, which is computed from blocks.
 
     Args:
       rows: (rows, in), sorted by group.
@@ -21,37 +27,129 @@ def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> ja
       counts: int (groups,), the number of rows of each group. The results of rows beyond their sum
         are not specified, and their cotangents must be 0.
     """
-    groups = len(kernel)
-    size = min(_BLOCK, len(rows) // (2 * groups) // _ROWS * _ROWS)
-    if current_device().platform != "cpu" or groups == 1 or size < _ROWS:
-        return jax.lax.ragged_dot(rows, kernel, counts)
-    return _by_blocks(rows, kernel, counts, size)
+    platform = current_device().platform
+    size = _block_size(len(rows), len(kernel), _BLOCK if platform == "cpu" else _LARGE_BLOCK)
+    if len(kernel) > 1 and size >= _ROWS:
+        if platform == "cpu":
+            return _by_blocks(rows, kernel, counts, size)
+        if platform == "tpu":
+            return _by_kernel(size, rows, kernel, counts)
+    return jax.lax.ragged_dot(rows, kernel, counts)
+
+
+def _block_size(rows: int, groups: int, most: int) -> int:
+    """Returns about half of the rows of a group, so that few blocks have rows of two groups."""
+    return min(most, rows // (2 * groups) // _ROWS * _ROWS)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of a block of rows and a group that has rows in it, in the order of the rows.
+
+    Rows of several groups meet in a block only where one group ends and the next one begins, so
+    there are at most as many pairs as blocks and groups together.
+
+    Attributes:
+      group: int (pairs,). Those beyond the last pair have the last group, and no rows.
+      block: int (pairs,).
+      own: bool (pairs, size), whether a row of the block belongs to the group.
+      first: int (groups,), the number of each group's first pair.
+      first_block: int (groups,), the block of that pair.
+    """
+
+    group: jax.Array
+    block: jax.Array
+    own: jax.Array
+    first: jax.Array
+    first_block: jax.Array
+
+    @classmethod
+    def of(cls, counts: jax.Array, blocks: int, size: int) -> "_Pairs":
+        """Returns the pairs of `blocks` blocks of `size` rows."""
+        groups = len(counts)
+        ends = jnp.cumsum(counts)
+        starts = ends - counts
+        first_block = starts // size
+        pairs = jnp.where(counts > 0, (ends - 1) // size - first_block + 1, 0)
+        ends_of_pairs = jnp.cumsum(pairs)
+        first = ends_of_pairs - pairs
+
+        pair = jnp.arange(blocks + groups - 1)
+        group = jnp.minimum((pair[:, None] >= ends_of_pairs).sum(-1), groups - 1)
+        block = first_block[group] + pair - first[group]
+        row = block[:, None] * size + jnp.arange(size)
+        own = (row >= starts[group, None]) & (row < ends[group, None])
+        return cls(group, jnp.minimum(block, blocks - 1), own, first, first_block)
 
 
 def _by_blocks(rows: jax.Array, kernel: jax.Array, counts: jax.Array, size: int) -> jax.Array:
-    """Returns the products, of each block of `size` rows with each matrix that its rows need.
+    """Returns the products, of each block of `size` rows with each matrix that its rows need."""
+    padded = _blocks(rows, size)
+    pairs = _Pairs.of(counts, len(padded), size)
+    given = jnp.where(pairs.own[..., None], padded[pairs.block], 0)
+    products = jnp.einsum("pbi,pio->pbo", given, kernel[pairs.group])
 
-    Rows of several groups meet in a block only where one group ends and the next one begins, so
-    there are at most as many pairs of a block and a matrix as blocks and groups together.
+    number, groups = jnp.arange(len(rows)), len(kernel)
+    of_row = jnp.minimum((number[:, None] >= jnp.cumsum(counts)).sum(-1), groups - 1)
+    place = pairs.first[of_row] + number // size - pairs.first_block[of_row]
+    return products[jnp.clip(place, 0, len(pairs.group) - 1), number % size]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_kernel(size: int, rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
+    """Returns the products by XLA's kernel. Their gradient is computed from blocks of `size`."""
+    return jax.lax.ragged_dot(rows, kernel, counts)
+
+
+def _forward(
+    size: int, rows: jax.Array, kernel: jax.Array, counts: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return _by_kernel(size, rows, kernel, counts), (rows, kernel, counts)
+
+
+def _backward(
+    size: int, kept: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    rows, kernel, counts = kept
+    of_rows = jax.lax.ragged_dot(gradient, kernel.swapaxes(1, 2), counts)
+    return of_rows, _kernel_gradient(size, rows, gradient, counts).astype(kernel.dtype), None
+
+
+_by_kernel.defvjp(_forward, _backward)
+
+
+def _kernel_gradient(
+    size: int, rows: jax.Array, gradient: jax.Array, counts: jax.Array
+) -> jax.Array:
+    """Returns the sums of the outer products of each group's rows and gradients.
+
+    Args:
+      size: The rows of a block.
+      rows: (rows, in), sorted by group.
+      gradient: (rows, out), of their products.
+      counts: int (groups,), the number of rows of each group.
+
+    Returns:
+      f32 (groups, in, out).
     """
-    (count, width), groups = rows.shape, len(kernel)
+    blocks, gradients = _blocks(rows, size), _blocks(gradient, size)
+    pairs = _Pairs.of(counts, len(blocks), size)
+
+    def add(total: jax.Array, pair: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        group, block, own = pair
+        # Both, because 0 times the NaN of another group would be NaN.
+        x, y = (jnp.where(own[:, None], part[block], 0) for part in (blocks, gradients))
+        part = jnp.einsum("bi,bo->io", x, y, preferred_element_type=jnp.float32)
+        return total.at[group].add(part), None
+
+    zeros = jnp.zeros((len(counts), rows.shape[1], gradient.shape[1]), jnp.float32)
+    total, _ = jax.lax.scan(add, zeros, (pairs.group, pairs.block, pairs.own))
+    # Otherwise XLA may give the sums the layout of their user, and transpose each product.
+    return with_layout_constraint(total, Layout((0, 1, 2)))
+
+
+def _blocks(rows: jax.Array, size: int) -> jax.Array:
+    """Returns rows as (blocks, size, width), padded with 0."""
+    count, width = rows.shape
     blocks = -(-count // size)
-    ends = jnp.cumsum(counts)
-    starts = ends - counts
-    first = starts // size  # block of each group
-    pairs = jnp.where(counts > 0, (ends - 1) // size - first + 1, 0)
-    ends_of_pairs = jnp.cumsum(pairs)
-
-    pair = jnp.arange(blocks + groups - 1)
-    group = jnp.minimum((pair[:, None] >= ends_of_pairs).sum(-1), groups - 1)
-    block = first[group] + pair - (ends_of_pairs - pairs)[group]
-    row = block[:, None] * size + jnp.arange(size)
-    own = ((row >= starts[group, None]) & (row < ends[group, None]))[..., None]
-    padded = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, width)
-    given = jnp.where(own, padded[jnp.minimum(block, blocks - 1)], 0)
-    products = jnp.einsum("pbi,pio->pbo", given, kernel[group])
-
-    number = jnp.arange(count)
-    of_row = jnp.minimum((number[:, None] >= ends).sum(-1), groups - 1)
-    place = (ends_of_pairs - pairs)[of_row] + number // size - first[of_row]
-    return products[jnp.clip(place, 0, len(pair) - 1), number % size]
+    return jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, width)

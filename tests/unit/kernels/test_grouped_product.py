@@ -1,20 +1,24 @@
 """Products of rows with the matrices of their groups, by blocks of rows on CPU."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.kernels.grouped_product import grouped_product
+from spmdtrain.step.flops import count_flops
 
 GROUPS, ROWS, WIDTH, OUT = 4, 100, 5, 3  # blocks of 8 rows
 
 
-@jax.jit
-def products(rows: Any, kernel: Any, counts: Any) -> Any:
+@partial(jax.jit, static_argnums=3)
+def products(rows: Any, kernel: Any, counts: Any, platform: str) -> Any:
     """Returns the products, and gradients of a sum over the rows that belong to a group."""
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]
 
@@ -33,12 +37,20 @@ def products(rows: Any, kernel: Any, counts: Any) -> Any:
     ),
     spoiled=st.integers(0, GROUPS - 1),
 )
-def test_each_row_has_the_product_with_its_own_matrix(counts: list[int], spoiled: int) -> None:
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_each_row_has_the_product_with_its_own_matrix(
+    platform: str, counts: list[int], spoiled: int
+) -> None:
     draw = np.random.default_rng(sum(counts))
     rows = draw.normal(size=(ROWS, WIDTH)).astype("f")
     kernel = draw.normal(size=(GROUPS, WIDTH, OUT)).astype("f")
-    kernel[spoiled, 0, 0] = np.nan  # stays in the rows of its group
-    found, of_rows, of_kernel = map(np.asarray, products(rows, kernel, np.array(counts, "i")))
+    if platform == "cpu":  # not by `ragged_dot`, with which a CPU computes all products
+        kernel[spoiled, 0, 0] = np.nan  # stays in the rows of its group
+    with pytest.MonkeyPatch.context() as patch:
+        device = SimpleNamespace(platform=platform)
+        patch.setattr("spmdtrain.kernels.grouped_product.current_device", lambda: device)
+        outputs = products(rows, kernel, np.array(counts, "i"), platform)
+    found, of_rows, of_kernel = map(np.asarray, outputs)
     by = np.cos(np.arange(ROWS * OUT).reshape(ROWS, OUT))
     start = 0
     for group, count in enumerate(counts):
@@ -58,3 +70,15 @@ def test_on_cpu_it_multiplies_few_more_rows_than_there_are() -> None:
     program = jax.jit(grouped_product).lower(*arrays).compile()
     costs: Any = program.cost_analysis()
     assert costs["flops"] < 1.7 * 2 * 2048 * 64 * 32  # `ragged_dot` needs 8 times as many
+
+
+def test_on_tpus_the_gradient_of_the_matrices_is_computed_from_few_more_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimpleNamespace(platform="tpu")
+    monkeypatch.setattr("spmdtrain.kernels.grouped_product.current_device", lambda: device)
+    rows, kernel, counts = jnp.ones((2048, 64)), jnp.ones((8, 64, 32)), jnp.full(8, 256)
+    gradient = jax.make_jaxpr(jax.grad(lambda x: grouped_product(rows, x, counts).sum()))(kernel)
+    blocks = 2048 // 128 + 8 - 1
+    products, gradients = 2 * 2048, blocks * 128
+    assert count_flops(gradient).total == 2 * 64 * 32 * (products + gradients)
