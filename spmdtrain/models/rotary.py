@@ -34,7 +34,8 @@ def rotation(positions: int | jax.Array, speeds: np.ndarray) -> Rotation:
     """Returns a function that rotates (B, T, heads, width) by each token's position.
 
     The product of a query and a key then depends on their distance, not on their positions (rotary
-    position embedding, Su et al. 2021, arXiv:2104.09864). A pair has one value of each half.
+    position embedding, Su et al. 2021, arXiv:2104.09864). A pair has one value of each half. In
+    bfloat16 on TPUs it has no forward-mode derivatives (`jax.jvp`).
 
     Args:
       positions: Each token's position, int (B, T); or the number of tokens T, for positions from 0
