@@ -32,6 +32,9 @@ class ModelContext:
       axis_rules: The experiment's table, or None.
       annotated: Whether the model has annotations.
 
+    Attributes:
+      is_active: Whether there are annotations or axis rules.
+
     Raises:
       UserError: If `axis_rules` has another type.
     """
@@ -44,7 +47,7 @@ class ModelContext:
                 f"axis_rules is a {type(axis_rules).__name__}: it must be AxisRules(...)"
             )
         self._placement, self._axis_rules = placement, axis_rules
-        self._active = annotated or axis_rules is not None
+        self.is_active = annotated or axis_rules is not None
         self._explicit = () if axis_rules is None else tuple(axis_rules.explicit)
 
     def batch_specs(self, batch: PyTree) -> PyTree:
@@ -73,7 +76,7 @@ class ModelContext:
           ValueError: Another one of the function.
         """
         # Under `shard_map` each device computes alone: there is nothing to constrain.
-        if not self._active or is_under_shard_map(self._placement):
+        if not self.is_active or is_under_shard_map(self._placement):
             return function(*args)
         mesh = self._placement.mesh
         with (

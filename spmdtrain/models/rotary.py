@@ -13,7 +13,7 @@ from spmdtrain.sharding.placement import current_device
 Rotation = Callable[[jax.Array], jax.Array]
 """Rotates queries or keys (B, T, heads, head width) by the positions of their tokens."""
 
-_MAX_TABLE = 2**20  # elements of a constant of the program
+_MAX_TABLE = 2**20  # elements of a table that is a constant of the program
 
 
 def rotary_speeds(width: int, base: float) -> np.ndarray:
@@ -43,22 +43,19 @@ def rotation(positions: int | jax.Array, speeds: np.ndarray) -> Rotation:
       speeds: (width / 2,), radians from a token to the next, used as f32.
     """
     cos, sin = _tables(positions, speeds.astype(np.float32))
+    on_tpu = current_device().platform == "tpu" and not uses_reference()
     join = np.concatenate if isinstance(cos, np.ndarray) else jnp.concatenate
+    of_halves = (join((cos, cos), axis=-1), join((-sin, sin), axis=-1)) if on_tpu else None
 
     def turn(x: jax.Array) -> jax.Array:
-        if _swaps_by_product(x.dtype):
-            return _turn_with_swap(x, join((cos, cos), axis=-1), join((-sin, sin), axis=-1))
+        # A TPU rounds the factors of a product to bfloat16, so those of other dtypes would change.
+        if of_halves is not None and x.dtype == jnp.bfloat16:
+            return _turn_with_swap(x, *of_halves)
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
         return turned.astype(x.dtype)
 
     return turn
-
-
-def _swaps_by_product(dtype: jnp.dtype) -> bool:
-    """Returns whether `_turn_with_swap` is used: for bfloat16 on TPUs, except in references."""
-    is_exact = dtype == jnp.bfloat16  # a TPU rounds the factors of a product to it
-    return is_exact and current_device().platform == "tpu" and not uses_reference()
 
 
 @jax.custom_vjp
@@ -86,7 +83,7 @@ def _turn_forward(x: jax.Array, cos: Any, sin: Any) -> tuple[jax.Array, tuple[An
 
 
 def _turn_backward(kept: tuple[Any, Any], gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    # The gradient turns back. That of the product would round to bfloat16 before the sum.
+    # Rotated by the negative angle: the transposed product would round to bfloat16 before the sum.
     cos, sin = kept
     return _turn_with_swap(gradient, cos, -sin), None, None
 

@@ -174,24 +174,26 @@ class Layout:
         """
         return _with_paths(lambda name, _: self._over_batch(params_path(name), field), params)
 
-    def missing_in_loop(self, in_loop: Collection[str]) -> list[str]:
-        """Returns the names of split parameters that a loop over layers should gather but does not.
+    def gathered_whole(self, in_loop: Collection[str]) -> list[str]:
+        """Returns the names of parameters that an explicit gather needs whole and XLA does not.
 
-        They are those of rules with `GatherPolicy.PER_LAYER`. Of an annotated model with such a
-        loop they are those of more than two dims, because an embedding or an output layer is not
-        stacked; without a loop they are all annotated ones.
+        XLA gathers the parameters that the model gets split where they are used: one layer at a
+        time in a loop, and of an annotated model also one after the other. Beside the stacked
+        layers of a loop, other arrays of an annotated model (an embedding) are not counted.
 
         Args:
-          in_loop: The names of the parameters that loops over layers gather.
+          in_loop: The names of the parameters that loops over layers gather one layer at a time.
         """
+        lengths = {self._shapes[name][0] for name in in_loop}
 
-        def is_missing(name: str) -> bool:
-            if name in in_loop or not any(self._over_batch(name, "params")):
-                return False
-            is_layer = not in_loop or len(self._shapes[name]) > 2
-            return is_layer if self._is_annotated(name) else self._is_split_in_model(name)
+        def counts(name: str) -> bool:
+            rule = self._spec(name, self._shapes[name])[1]
+            if rule is not None and rule is self._annotated.get(name):
+                splits = any(self._gather_axes(rule.spec))
+                return splits and (not in_loop or self._shapes[name][0] in lengths)
+            return self._is_stacked(name) and any(self._over_batch(name, "params"))
 
-        return [name for name in self._shapes if is_missing(name)]
+        return [name for name in self._shapes if name not in in_loop and counts(name)]
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Returns gradients constrained to the shardings of the optimizer's state.
@@ -249,22 +251,21 @@ class Layout:
         split = split_dims(self._over_batch(name, "params"), part.ndim)
         if not split:
             return part
-        stacked = self._is_split_in_model(name) and all(dim > -part.ndim for dim, _ in split)
+        stacked = self._is_stacked(name) and all(dim > -part.ndim for dim, _ in split)
         return gathers.gather(name, part, split, stacked=stacked)
 
-    def _is_split_in_model(self, name: str) -> bool:
-        """Returns whether the model gets a parameter split, and XLA gathers it inside."""
+    def _is_stacked(self, name: str) -> bool:
+        """Returns whether a parameter may consist of layers, which a loop gathers one at a time."""
         rule = self._spec(name, self._shapes[name])[1]
-        per_layer = rule is not None and rule.gather is GatherPolicy.PER_LAYER
-        return per_layer or self._is_annotated(name)
-
-    def _is_annotated(self, name: str) -> bool:
-        rule = self._spec(name, self._shapes[name])[1]
-        return rule is not None and rule is self._annotated.get(name)
+        return rule is not None and (
+            rule.gather is GatherPolicy.PER_LAYER or rule is self._annotated.get(name)
+        )
 
     def _over_batch(self, name: str, field: str) -> PartitionSpec:
         """Returns the part of a parameter's spec in a field that is over `GATHER_AXES`."""
-        spec, _ = self._spec(name, self._shapes[name], field=field)
+        return self._gather_axes(self._spec(name, self._shapes[name], field=field)[0])
+
+    def _gather_axes(self, spec: PartitionSpec) -> PartitionSpec:
         size = self._placement.size
         return keep_axes(spec, [axis for axis in GATHER_AXES if size(axis) > 1])
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 PyTree = Any
-Scatter = Callable[[jax.Array, tuple[str, ...], int], jax.Array]
-"""(array, axes, dim) -> this device's part, along a dim, of the sum of the arrays of these axes."""
 SplitDims = tuple[tuple[int, tuple[str, ...]], ...]
 """Pairs of a dim, counted from the end, and the mesh axes that split it."""
+Scatter = Callable[[jax.Array, SplitDims], jax.Array]
+"""(array, split dims) -> this device's part of the sum of the arrays of all these axes."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -41,9 +41,7 @@ def _gather_forward(split: SplitDims, scatter: Scatter, part: jax.Array) -> tupl
 def _gather_backward(
     split: SplitDims, scatter: Scatter, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    for dim, axes in reversed(split):
-        gradient = scatter(gradient, axes, gradient.ndim + dim)
-    return (gradient,)
+    return (scatter(gradient, split),)
 
 
 gather_array.defvjp(_gather_forward, _gather_backward)

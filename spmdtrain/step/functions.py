@@ -360,6 +360,7 @@ class StepFunctions:
                 model_state=self.abstract_state.model_state,
                 batch=batch,
                 values=self._forward.values,
+                in_context=self._context.is_active,
                 batch_coupled=self._forward.objective.batch_coupled,
             )
         if requested:

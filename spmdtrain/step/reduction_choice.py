@@ -4,6 +4,7 @@ A function under `shard_map` is used only if the gradients are the same as with 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,7 @@ def shard_map_blocker(
     model_state: PyTree,
     batch: PyTree,
     values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
+    in_context: bool = False,
     batch_coupled: bool = False,
 ) -> str | None:
     """Returns why gradients reduced under `shard_map` could differ from XLA's; None if they cannot.
@@ -144,6 +146,8 @@ def shard_map_blocker(
       batch: Abstract global batch.
       values: Maps (params, frozen, model_state, batch) to the objective's values, computed
         without batch statistics.
+      in_context: Whether the model runs in a context that it does not have under `shard_map`; see
+        `ModelContext`.
       batch_coupled: Whether the objective is declared to combine the examples of its batch.
     """
     if batch_coupled and gradients.parts > 1:
@@ -172,8 +176,11 @@ def shard_map_blocker(
     with record_strategy_queries() as queries, use_gathers(gathers):
         trace = jax.make_jaxpr(single.of_sum, axis_env=gradients.batch_axes)
         jaxpr = trace(params, frozen, model_state, batch, key)
-    if scatters and (whole := layout.missing_in_loop(gathers.in_loop)):
-        return f"the model does not pass {min(whole)} to scan_layers, so it would be gathered whole"
+    if scatters and (whole := layout.gathered_whole(gathers.in_loop)):
+        return (
+            f"{min(whole)} would be gathered whole: only parameters that the model passes to "
+            "scan_layers, and whose first dim is not split, are gathered one layer at a time"
+        )
     if queries:
         return "the objective calls current_strategy(), which is unknown on a single device"
     named = dict(gradients.batch_axes)
@@ -184,6 +191,8 @@ def shard_map_blocker(
         )
     if any(map(_is_constraint, equations(jaxpr.jaxpr))):
         return "the objective constrains the sharding of arrays itself"
+    if in_context and _depends_on_context(values, params, frozen, model_state, batch):
+        return "the model depends on the mesh of JAX's context, or on Flax's logical axis rules"
     _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     if is_used[-1] and not gradients.own_draws:  # the key is the last argument
         return (
@@ -217,6 +226,22 @@ def _is_constraint(equation: Any) -> bool:
         mesh = equation.params["dst_sharding"].mesh
         return not all(kind is AxisType.Auto for kind in mesh.axis_types)
     return equation.primitive.name in ("sharding_constraint", "shard_map")
+
+
+def _depends_on_context(values: Callable[..., PyTree], *given: PyTree) -> bool:
+    """Returns whether a model computes something else, or fails, without its `ModelContext`."""
+
+    def program() -> str:
+        text = str(jax.make_jaxpr(lambda *args: values(*args))(*given))
+        return re.sub(r"0x[0-9a-f]+", "", text)  # addresses of functions
+
+    with record_strategy_queries():
+        within = program()
+    with use_placement(ON_ONE_DEVICE):
+        try:
+            return program() != within
+        except Exception:  # of any class, as the model's code raises them
+            return True
 
 
 def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from spmdtrain.sharding.describe import axes_of_spec, split_dims
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.param_gather import ParamGathers, use_gathers
+from spmdtrain.sharding.param_gather import ParamGathers, SplitDims, use_gathers
 from spmdtrain.step.reductions import Reduction, all_reduce, in_dtype, scale_arrays, scatter
 
 PyTree = Any
@@ -41,7 +41,7 @@ class ScatteredReduction:
           size: The batch size. The gradients are divided by it before they are added up, which
             keeps the sums within the range of 16 bits.
         """
-        return use_gathers(ParamGathers(partial(self._scatter, 1 / size)))
+        return use_gathers(ParamGathers(partial(self._scatter_dims, 1 / size)))
 
     def finish(self, gradients: PyTree, size: int) -> PyTree:
         """Returns the sums over all batch axes, divided by `size`, split as the optimizer's state.
@@ -57,7 +57,7 @@ class ScatteredReduction:
             x = x if done else scale_arrays(x, 1 / size)
             for dim, axes in split_dims(wanted, x.ndim):
                 if missing := tuple(axis for axis in axes if axis not in done):
-                    x = self._scatter(1, x, missing, x.ndim + dim)
+                    x = self._scatter(x, missing, x.ndim + dim)
             done |= set(axes_of_spec(wanted))
             left = [axis for axis in BATCH_AXES if axis not in done]
             return self._reduce(all_reduce, x, [a for a in left if jax.lax.axis_size(a) > 1])
@@ -65,9 +65,14 @@ class ScatteredReduction:
         specs = [self.layout.batch_specs(gradients, field) for field in ("params", "opt_state")]
         return jax.tree.map(finish_leaf, gradients, *specs)
 
-    def _scatter(self, factor: float, x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    def _scatter_dims(self, factor: float, x: jax.Array, split: SplitDims) -> jax.Array:
         """Returns this device's part of the sum of `factor` times an array."""
-        x = x if factor == 1 else scale_arrays(x, factor)
+        x = scale_arrays(x, factor)
+        for dim, axes in reversed(split):
+            x = self._scatter(x, axes, x.ndim + dim)
+        return x
+
+    def _scatter(self, x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
         return self._reduce(partial(scatter, dim=dim), x, axes)
 
     def _reduce(self, reduction: Reduction, x: jax.Array, axes: Any) -> jax.Array:

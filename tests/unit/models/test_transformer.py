@@ -86,7 +86,10 @@ def test_rotations_in_the_matrix_unit_of_tpus_have_the_same_bits(
     results = {}
     for platform in ("cpu", "tpu"):
         device = SimpleNamespace(platform=platform)
-        turn = rotation(positions, rotary_speeds(64, 10_000.0))
+
+        def turn(x: jax.Array) -> jax.Array:
+            return rotation(positions, rotary_speeds(64, 10_000.0))(x)
+
         monkeypatch.setattr("spmdtrain.models.rotary.current_device", lambda device=device: device)
         results[platform] = [turn(x), *jax.vjp(turn, x)[1](change)]
         program = jax.make_jaxpr(turn)(x)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
 from step_helpers import SHOWS_GRADIENTS, check_equal, one_step, trainer
@@ -120,6 +121,9 @@ def test_an_annotated_model_has_these_numbers_too_and_gathers_a_layer_at_a_time(
     gathers = [x for x in compiled_step(scattering, batch()).collectives if x.kind == "all-gather"]
     assert max(x.bytes for x in gathers) == 4 * shape.width * shape.hidden  # not both layers
     assert sum(x.times for x in gathers) == 2 * 2 * 7 + 2  # the embedding and the head once
+    in_two_dims = {"axis_rules": AxisRules(dict(LLAMA_AXIS_RULES.pairs) | {"mlp": "data"})}
+    of = transformer(**own | in_two_dims, mesh=MeshSpec(data=2, fsdp=4))
+    check_equal(numbers(of), expected)
 
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -174,7 +178,7 @@ def test_what_cannot_be_scattered_is_refused() -> None:
         collectives=SCATTER,
     )
     rows = {"x": np.ones((64, 8), np.float32)}
-    with pytest.raises(UserError, match="does not pass params/blocks to scan_layers"):
+    with pytest.raises(UserError, match="params/blocks would be gathered whole"):
         own_loop.functions.choose_reduction(rows)
 
     class Annotated(nnx.Module):
@@ -191,7 +195,7 @@ def test_what_cannot_be_scattered_is_refused() -> None:
         strategy="fully_sharded",
         collectives=SCATTER,
     )
-    with pytest.raises(UserError, match="does not pass params/kernel to scan_layers"):
+    with pytest.raises(UserError, match="params/kernel would be gathered whole"):
         no_loop.functions.choose_reduction(rows)
 
     def asks(model: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
@@ -201,6 +205,39 @@ def test_what_cannot_be_scattered_is_refused() -> None:
     refused = pytest.raises(UserError, match=r"reduction=reduce_scatter .*current_strategy")
     with use_placement(asking.placement), refused:
         asking.functions.choose_reduction(batch())
+
+
+def replicated_here(x: jax.Array) -> jax.Array:
+    return jax.sharding.reshard(x, PartitionSpec())
+
+
+def scaled_by_axis(x: jax.Array) -> jax.Array:
+    return x * jax.sharding.get_abstract_mesh().shape["fsdp"]
+
+
+def scaled_by_rules(x: jax.Array) -> jax.Array:
+    return x * (1 + len(nn.get_logical_axis_rules()))
+
+
+@pytest.mark.parametrize(
+    "uses", [replicated_here, scaled_by_axis, scaled_by_rules, pytest.param(None, id="nothing")]
+)
+def test_a_model_that_depends_on_its_context_is_reduced_by_xla(uses: Any) -> None:
+    class Annotated(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs) -> None:
+            self.kernel = normal_param(rngs, (8, 8), std=1.0, names=("embed", None))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return (uses or jnp.abs)(x @ self.kernel[...])
+
+    of = trainer(
+        model=Annotated,
+        objective=lambda model, batch: {"loss": model(batch["x"]).sum(-1)},
+        axis_rules=AxisRules({"embed": "fsdp"}),
+    )
+    note = of.functions.choose_reduction({"x": np.ones((64, 8), np.float32)})
+    assert ("depends on the mesh of JAX's context" in note) == (uses is not None)
+    assert of.functions.reduction is (None if uses else flattened)
 
 
 @pytest.mark.parametrize(
