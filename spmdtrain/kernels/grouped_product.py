@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from spmdtrain.sharding.placement import current_device
+from spmdtrain.sharding.placement import current_device, current_mesh
 
 _BLOCK = 128  # rows of a block on CPU, at most
-_LARGE_BLOCK = 1024  # and elsewhere
+_LARGE_BLOCK = 1024  # and on TPUs
 _ROWS = 8  # and at least
 
 
@@ -19,7 +19,7 @@ def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> ja
 
     On CPU, XLA computes `jax.lax.ragged_dot` as a product of all rows with each matrix. Products
     of blocks of rows have about as many operations as the rows need. On TPUs, XLA has a kernel for
-    `ragged_dot`, but not for the gradient of the matrices, which is computed from blocks.
+    `ragged_dot`, but not for the gradient of the matrices, which is computed from blocks there.
 
     Args:
       rows: (rows, in), sorted by group.
@@ -32,9 +32,15 @@ def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> ja
     if len(kernel) > 1 and size >= _ROWS:
         if platform == "cpu":
             return _by_blocks(rows, kernel, counts, size)
-        if platform == "tpu":
+        if platform == "tpu" and not _over_tensor():
             return _by_kernel(size, rows, kernel, counts)
     return jax.lax.ragged_dot(rows, kernel, counts)
+
+
+def _over_tensor() -> bool:
+    """Returns whether "tensor" splits arrays: XLA would gather all rows again for each block."""
+    over = current_mesh()
+    return over is not None and over.parts("tensor") > 1
 
 
 def _block_size(rows: int, groups: int, most: int) -> int:
