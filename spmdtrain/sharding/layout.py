@@ -175,25 +175,25 @@ class Layout:
         return _with_paths(lambda name, _: self._over_batch(params_path(name), field), params)
 
     def gathered_whole(self, in_loop: Collection[str]) -> list[str]:
-        """Returns the names of parameters that an explicit gather needs whole and XLA does not.
+        """Returns the names of parameters that would be gathered whole, and by XLA would not.
 
-        XLA gathers the parameters that the model gets split where they are used: one layer at a
-        time in a loop, and of an annotated model also one after the other. Beside the stacked
-        layers of a loop, other arrays of an annotated model (an embedding) are not counted.
+        XLA gathers stacked layers one at a time in a loop, and parameters that are annotated as
+        split where they are used. If an annotated model has its layers in `in_loop`, its other
+        arrays are few (an embedding, an output layer), and only further layers are returned.
 
         Args:
           in_loop: The names of the parameters that loops over layers gather one layer at a time.
         """
         lengths = {self._shapes[name][0] for name in in_loop}
 
-        def counts(name: str) -> bool:
+        def is_whole(name: str) -> bool:
             rule = self._spec(name, self._shapes[name])[1]
             if rule is not None and rule is self._annotated.get(name):
                 splits = any(self._gather_axes(rule.spec))
                 return splits and (not in_loop or self._shapes[name][0] in lengths)
             return self._is_stacked(name) and any(self._over_batch(name, "params"))
 
-        return [name for name in self._shapes if name not in in_loop and counts(name)]
+        return [name for name in self._shapes if name not in in_loop and is_whole(name)]
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Returns gradients constrained to the shardings of the optimizer's state.
