@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed.first_call import call_together
@@ -24,7 +24,7 @@ from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
 from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype, pairwise
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.tree import named_leaves
-from spmdtrain.xla.jaxpr import equations
+from spmdtrain.xla.jaxpr import constrains_sharding
 from spmdtrain.xla.padding import why_parts_differ
 
 PyTree = Any
@@ -189,10 +189,8 @@ def shard_map_blocker(
             f"the objective has side effects ({', '.join(map(str, effects))}), "
             "which each device would repeat"
         )
-    if any(map(_is_constraint, equations(jaxpr.jaxpr))):
+    if constrains_sharding(jaxpr.jaxpr):
         return "the objective constrains the sharding of arrays itself"
-    if in_context and _depends_on_context(values, params, frozen, model_state, batch):
-        return "the model depends on the mesh of JAX's context, or on Flax's logical axis rules"
     _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     if is_used[-1] and not gradients.own_draws:  # the key is the last argument
         return (
@@ -201,6 +199,9 @@ def shard_map_blocker(
         )
     if (parts := gradients.parts) == 1:
         return None
+    # Before the proof below, which traces the model without its context.
+    if in_context and _depends_on_context(values, params, frozen, model_state, batch):
+        return "the model depends on the mesh of JAX's context, or on Flax's logical axis rules"
     with use_placement(gradients.part_placement):
         why = why_parts_differ(
             lambda given, rows: values(given[0], given[1], given[2], rows),
@@ -217,15 +218,6 @@ def shard_map_blocker(
             f"an example's position in it, and each device has only a part of the batch ({why})"
         )
     return None
-
-
-def _is_constraint(equation: Any) -> bool:
-    """Returns whether an operation of the objective constrains the sharding of arrays."""
-    if equation.primitive.name == "reshard":
-        # JAX gives a gradient the mesh of the value; on automatic axes that constrains nothing.
-        mesh = equation.params["dst_sharding"].mesh
-        return not all(kind is AxisType.Auto for kind in mesh.axis_types)
-    return equation.primitive.name in ("sharding_constraint", "shard_map")
 
 
 def _depends_on_context(values: Callable[..., PyTree], *given: PyTree) -> bool:

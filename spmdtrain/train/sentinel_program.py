@@ -27,10 +27,9 @@ from spmdtrain.train.sentinel_verdict import (
     third_roll,
 )
 from spmdtrain.tree import named_leaves
-from spmdtrain.xla.jaxpr import equations
+from spmdtrain.xla.jaxpr import constrains_sharding
 
 PyTree = Any
-_PLACED = {"sharding_constraint", "reshard", "shard_map"}
 
 
 class GradientSums:
@@ -217,7 +216,7 @@ class GradientSums:
         shards, turn = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1,), ()))
         shapes = jax.eval_shape(lambda state: (state.variables, state.key), state)
         jaxpr = jax.make_jaxpr(self._local)(shapes[0], rows, shapes[1], shards, turn)
-        if _PLACED & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
+        if constrains_sharding(jaxpr.jaxpr):
             raise UserError(
                 "sentinel_every: the objective constrains the sharding of arrays itself, so a "
                 "device cannot compute its examples alone: leave sentinel_every out"

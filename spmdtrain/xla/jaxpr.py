@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -16,6 +17,23 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield equation
         for inner in inner_jaxprs(equation):
             yield from equations(inner)
+
+
+def constrains_sharding(jaxpr: Any) -> bool:
+    """Returns whether an operation of a jaxpr constrains the sharding of arrays.
+
+    Args:
+        jaxpr: An open jaxpr.
+    """
+    return any(map(_is_constraint, equations(jaxpr)))
+
+
+def _is_constraint(equation: Any) -> bool:
+    if equation.primitive.name == "reshard":
+        # JAX gives a gradient the mesh of the value; on automatic axes that constrains nothing.
+        mesh = equation.params["dst_sharding"].mesh
+        return not all(kind is AxisType.Auto for kind in mesh.axis_types)
+    return equation.primitive.name in ("sharding_constraint", "shard_map")
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
