@@ -9,17 +9,34 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmdtrain.sharding.placement import current_device, current_mesh
 
-_BLOCK = 128  # rows of a block on CPU, at most
-_LARGE_BLOCK = 1024  # and on TPUs
-_ROWS = 8  # and at least
+
+@dataclass(frozen=True)
+class _Limits:
+    """The sizes at which blocks take less time than all rows with each matrix.
+
+    Attributes:
+      groups: The least number of groups.
+      least: The least number of rows of a block.
+      most: The most rows of a block.
+    """
+
+    groups: int
+    least: int
+    most: int
+
+
+# A GPU copies the matrix of each block, which takes as long as some hundred rows' products.
+_LIMITS = {"cpu": _Limits(2, 8, 128), "gpu": _Limits(4, 64, 1024), "tpu": _Limits(2, 8, 1024)}
+_GATHERED_BYTES = 256 * 1024**2  # of the matrices that a GPU gathers for some blocks, about
 
 
 def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
     """Returns each row times the matrix of its group, (rows, out).
 
-    On CPU, XLA computes `jax.lax.ragged_dot` as a product of all rows with each matrix. Products
-    of blocks of rows have about as many operations as the rows need. On TPUs, XLA has a kernel for
-    `ragged_dot`, but not for the gradient of the matrices, which is computed from blocks there.
+    On CPU and GPUs, XLA computes `jax.lax.ragged_dot` as a product of all rows with each matrix.
+    Products of blocks of rows have about as many operations as the rows need. On TPUs, XLA has a
+    kernel for `ragged_dot`, but not for the gradient of the matrices, which is computed from blocks
+    there.
 
     Args:
       rows: (rows, in), sorted by group.
@@ -28,13 +45,12 @@ def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> ja
         are not specified, and their cotangents must be 0.
     """
     platform = current_device().platform
-    size = _block_size(len(rows), len(kernel), _BLOCK if platform == "cpu" else _LARGE_BLOCK)
-    if len(kernel) > 1 and size >= _ROWS:
-        if platform == "cpu":
-            return _by_blocks(rows, kernel, counts, size)
-        if platform == "tpu" and not _over_tensor():
-            return _by_kernel(size, rows, kernel, counts)
-    return jax.lax.ragged_dot(rows, kernel, counts)
+    size = _block_size(len(rows), len(kernel), platform)
+    if size is None or (platform == "tpu" and _over_tensor()):
+        return jax.lax.ragged_dot(rows, kernel, counts)
+    if platform == "cpu":
+        return _by_blocks(rows, kernel, counts, size)
+    return _on_accelerator(platform, size, rows, kernel, counts)
 
 
 def _over_tensor() -> bool:
@@ -43,9 +59,14 @@ def _over_tensor() -> bool:
     return over is not None and over.parts("tensor") > 1
 
 
-def _block_size(rows: int, groups: int, most: int) -> int:
-    """Returns about half of the rows of a group, so that few blocks have rows of two groups."""
-    return min(most, rows // (2 * groups) // _ROWS * _ROWS)
+def _block_size(rows: int, groups: int, platform: str) -> int | None:
+    """Returns about half of the rows of a group, so that few blocks have rows of two groups.
+
+    It is None if products of blocks would take longer.
+    """
+    limits = _LIMITS[platform]
+    size = min(limits.most, rows // (2 * groups) // 8 * 8)
+    return size if groups >= limits.groups and size >= limits.least else None
 
 
 @dataclass(frozen=True)
@@ -70,8 +91,8 @@ class _Pairs:
     first_block: jax.Array
 
     @classmethod
-    def of(cls, counts: jax.Array, blocks: int, size: int) -> "_Pairs":
-        """Returns the pairs of `blocks` blocks of `size` rows."""
+    def of(cls, counts: jax.Array, blocks: int, size: int, batches: int = 1) -> "_Pairs":
+        """Returns the pairs of `blocks` blocks of `size` rows, a multiple of `batches`."""
         groups = len(counts)
         ends = jnp.cumsum(counts)
         starts = ends - counts
@@ -80,7 +101,7 @@ class _Pairs:
         ends_of_pairs = jnp.cumsum(pairs)
         first = ends_of_pairs - pairs
 
-        pair = jnp.arange(blocks + groups - 1)
+        pair = jnp.arange(-(-(blocks + groups - 1) // batches) * batches)
         group = jnp.minimum((pair[:, None] >= ends_of_pairs).sum(-1), groups - 1)
         block = first_block[group] + pair - first[group]
         row = block[:, None] * size + jnp.arange(size)
@@ -88,12 +109,31 @@ class _Pairs:
         return cls(group, jnp.minimum(block, blocks - 1), own, first, first_block)
 
 
-def _by_blocks(rows: jax.Array, kernel: jax.Array, counts: jax.Array, size: int) -> jax.Array:
-    """Returns the products, of each block of `size` rows with each matrix that its rows need."""
-    padded = _blocks(rows, size)
-    pairs = _Pairs.of(counts, len(padded), size)
-    given = jnp.where(pairs.own[..., None], padded[pairs.block], 0)
-    products = jnp.einsum("pbi,pio->pbo", given, kernel[pairs.group])
+def _by_blocks(
+    rows: jax.Array, kernel: jax.Array, counts: jax.Array, size: int, batches: int = 1
+) -> jax.Array:
+    """Returns the products, of each block of `size` rows with each matrix that its rows need.
+
+    Args:
+      rows: (rows, in), sorted by group.
+      kernel: (groups, in, out).
+      counts: int (groups,), the number of rows of each group.
+      size: The rows of a block.
+      batches: How many times some of the products are computed together, with copies of their
+        matrices.
+    """
+    padded, kernel = _blocks(rows, size), jnp.asarray(kernel)
+    pairs = _Pairs.of(counts, len(padded), size, batches)
+
+    def product(pair: tuple[jax.Array, ...]) -> jax.Array:
+        group, block, own = pair
+        return jnp.where(own[:, None], padded[block], 0) @ kernel[group]
+
+    each = pairs.group, pairs.block, pairs.own
+    if batches == 1:
+        products = jax.vmap(product)(each)
+    else:
+        products = jax.lax.map(product, each, batch_size=len(pairs.group) // batches)
 
     number, groups = jnp.arange(len(rows)), len(kernel)
     of_row = jnp.minimum((number[:, None] >= jnp.cumsum(counts)).sum(-1), groups - 1)
@@ -101,27 +141,41 @@ def _by_blocks(rows: jax.Array, kernel: jax.Array, counts: jax.Array, size: int)
     return products[jnp.clip(place, 0, len(pairs.group) - 1), number % size]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_kernel(size: int, rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
-    """Returns the products by XLA's kernel. Their gradient is computed from blocks of `size`."""
-    return jax.lax.ragged_dot(rows, kernel, counts)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _on_accelerator(
+    platform: str, size: int, rows: jax.Array, kernel: jax.Array, counts: jax.Array
+) -> jax.Array:
+    """Returns the products. The gradient of the matrices is computed from blocks of `size`."""
+    if platform == "tpu":
+        return jax.lax.ragged_dot(rows, kernel, counts)
+    pairs = -(-len(rows) // size) + len(kernel) - 1
+    batches = -(-pairs // max(1, _GATHERED_BYTES // kernel[0].nbytes))
+    return _by_blocks(rows, kernel, counts, size, batches)
 
 
 def _forward(
-    size: int, rows: jax.Array, kernel: jax.Array, counts: jax.Array
+    platform: str, size: int, rows: jax.Array, kernel: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _by_kernel(size, rows, kernel, counts), (rows, kernel, counts)
+    return _on_accelerator(platform, size, rows, kernel, counts), (rows, kernel, counts)
 
 
 def _backward(
-    size: int, kept: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+    platform: str,
+    size: int,
+    kept: tuple[jax.Array, jax.Array, jax.Array],
+    gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, kernel, counts = kept
-    of_rows = jax.lax.ragged_dot(gradient, kernel.swapaxes(1, 2), counts)
-    return of_rows, _kernel_gradient(size, rows, gradient, counts).astype(kernel.dtype), None
+    of_rows = _on_accelerator(platform, size, gradient, kernel.swapaxes(1, 2), counts)
+    of_kernel = _kernel_gradient(size, rows, gradient, counts)
+    if platform == "tpu":
+        # Otherwise XLA may give the sums the layout of their user, and transpose each product. On
+        # GPUs the constraint would gather what "tensor" splits.
+        of_kernel = with_layout_constraint(of_kernel, Layout((0, 1, 2)))
+    return of_rows, of_kernel.astype(kernel.dtype), None
 
 
-_by_kernel.defvjp(_forward, _backward)
+_on_accelerator.defvjp(_forward, _backward)
 
 
 def _kernel_gradient(
@@ -150,8 +204,7 @@ def _kernel_gradient(
 
     zeros = jnp.zeros((len(counts), rows.shape[1], gradient.shape[1]), jnp.float32)
     total, _ = jax.lax.scan(add, zeros, (pairs.group, pairs.block, pairs.own))
-    # Otherwise XLA may give the sums the layout of their user, and transpose each product.
-    return with_layout_constraint(total, Layout((0, 1, 2)))
+    return total
 
 
 def _blocks(rows: jax.Array, size: int) -> jax.Array:
