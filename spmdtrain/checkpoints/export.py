@@ -87,7 +87,7 @@ def _safetensors() -> Any:
         ) from error
 
     def save(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-        contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+        contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
         file.write(library.save(contiguous, metadata))
 
     return save

@@ -37,7 +37,8 @@ class Dataset(Protocol):
           indices: int64 (n,), their indices.
 
         Returns:
-          A pytree of arrays of leading dim n. The next call must not overwrite them.
+          A pytree of arrays of leading dim n. They are copied, so the next call may overwrite them,
+          unless `data_threads` is set.
         """
         ...
 

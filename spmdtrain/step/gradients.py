@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import metrics
-from spmdtrain.step.model_state import averages_and_counts, difference, rejoined, with_difference
+from spmdtrain.step.model_state import of_replicas, parts_of_replica
 from spmdtrain.step.outputs import Combination
 from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, scale_arrays
 from spmdtrain.step.scattered_reduction import ScatteredReduction
@@ -295,24 +295,21 @@ class Gradients:
             # A sum over a large batch could overflow 16 bits in the reduction. It is divided by
             # the batch size, which is static, because the weight is known only after a reduction.
             is_of_mean = isinstance(output.metrics["loss"], Combination)
-            # The change instead of the state: leaves that no replica changes keep their bits.
-            change = difference(output.model_state, model_state)
-            averages, counts = averages_and_counts(change)
-            averages = scale_arrays(averages, 1 / replicas)
+            states, counts = parts_of_replica(output.model_state, model_state)
             if isinstance(reduction, ScatteredReduction):
                 reduced = reduction.finish(output.gradients, size)
                 reduced = scale_arrays(reduced, size) if is_of_mean else reduced
-                sums, averages = jax.lax.psum((output.metrics, averages), BATCH_AXES)
+                sums, states = jax.lax.psum((output.metrics, states), BATCH_AXES)
             else:
                 share = output.gradients if is_of_mean else scale_arrays(output.gradients, 1 / size)
-                if reduction is flattened:  # metrics and averages in the same collective
-                    given = share, output.metrics, averages
-                    reduced, sums, averages = flattened(given, BATCH_AXES)
+                if reduction is flattened:  # metrics and states in the same collective
+                    given = share, output.metrics, states
+                    reduced, sums, states = flattened(given, BATCH_AXES)
                 else:
                     reduced = reduction(share, BATCH_AXES)
-                    sums, averages = jax.lax.psum((output.metrics, averages), BATCH_AXES)
-            change = rejoined(averages, jax.lax.pmax(counts, BATCH_AXES))
-            after = with_difference(model_state, change, jnp.zeros((), jnp.float32))
+                    sums, states = jax.lax.psum((output.metrics, states), BATCH_AXES)
+            counts = jax.lax.pmax(counts, BATCH_AXES)
+            after = of_replicas(model_state, states, counts, replicas)
             return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)

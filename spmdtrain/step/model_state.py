@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.step.reductions import accumulation_dtype
+
 PyTree = Any
 
 
@@ -43,33 +45,56 @@ def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
     def added(x: jax.Array, y: jax.Array) -> jax.Array:
         if x.dtype == jnp.bool_:
             return y
-        return x + (y / (1 + staleness) if jnp.issubdtype(x.dtype, jnp.inexact) else y).astype(
-            x.dtype
-        )
+        return x + (y / (1 + staleness) if _is_float(x) else y).astype(x.dtype)
 
     return jax.tree.map(added, tree, more)
 
 
-def averages_and_counts(change: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits a change into its floating-point leaves and its counters and flags.
+def parts_of_replica(after: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns what a replica contributes to the model state after a step.
 
     Args:
-      change: A change, as `difference` returns it.
+      after: The model state after its rows of the batch.
+      before: The model state before them.
 
     Returns:
-      Two trees of the same structure, each with None in place of the other's leaves.
+      Two trees with the structure of the state. The first, whose arrays are added up over the
+      replicas, has (2, *shape) for a floating-point leaf of `shape`: its value, and 1 where it
+      changed. The second, of whose arrays the largest counts, has the changes of counters and
+      flags. Each has None in place of the other's leaves.
     """
 
-    def part(floating: bool) -> PyTree:
-        return jax.tree.map(
-            lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) == floating else None, change
-        )
+    def floats(x: jax.Array, y: jax.Array) -> jax.Array | None:
+        dtype = accumulation_dtype(x.dtype)
+        return jnp.stack([x.astype(dtype), (x != y).astype(dtype)]) if _is_float(x) else None
 
-    return part(True), part(False)
+    def counts(x: jax.Array, y: jax.Array) -> jax.Array | None:
+        return None if _is_float(x) else difference(x, y)
+
+    return jax.tree.map(floats, after, before), jax.tree.map(counts, after, before)
 
 
-def rejoined(averages: PyTree, counts: PyTree) -> PyTree:
-    """Joins the two trees that `averages_and_counts` returns."""
-    return jax.tree.map(
-        lambda x, y: y if x is None else x, averages, counts, is_leaf=lambda x: x is None
-    )
+def of_replicas(before: PyTree, sums: PyTree, counts: PyTree, replicas: int) -> PyTree:
+    """Returns the model state after a step of all replicas: the mean of what changed.
+
+    What no replica changed keeps its bits. The mean is that of the values, because the mean of
+    their changes would lose the digits of values that are much smaller than before.
+
+    Args:
+      before: The model state before the step.
+      sums: The sums of the replicas' first parts (see `parts_of_replica`).
+      counts: The largest of their second parts.
+      replicas: Number of replicas.
+    """
+
+    def leaf(x: jax.Array, found: jax.Array | None, change: jax.Array | None) -> jax.Array:
+        if found is None:
+            return with_difference(x, change, jnp.zeros((), jnp.float32))
+        value, changed = found
+        return jnp.where(changed != 0, value / replicas, x.astype(value.dtype)).astype(x.dtype)
+
+    return jax.tree.map(leaf, before, sums, counts, is_leaf=lambda x: x is None)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -14,6 +14,7 @@ from spmdtrain.step.hyperparameters import learning_rate
 PyTree = Any
 _RATES = frozenset({"scale", "learning_rate", "estim_lr"})
 """Fields of optax's states whose values scale the updates."""
+_SCALED = (optax.contrib.MechanicState,)  # states that scale the updates by other fields
 # Functions of optax: those that scale the updates, and the one that holds a schedule.
 _SCALING = frozenset({"scale.<locals>.update_fn", "scale_by_schedule.<locals>.update_fn"})
 _OF_SCHEDULE = "scale_by_learning_rate.<locals>.<lambda>"
@@ -26,17 +27,15 @@ _FACTORS: Mapping[type[Any], str] = {
 }
 
 
-def scales_updates(opt_state: PyTree, *, schedules: bool = True) -> bool:
-    """Returns whether an optimizer's state holds a rate or a scale of the updates.
+def scales_updates(opt_state: PyTree) -> bool:
+    """Returns whether an optimizer's state holds a rate, a scale of the updates or a schedule.
 
     Args:
       opt_state: The state, or its shapes.
-      schedules: Whether the count of a schedule counts as one.
     """
 
     def scales(node: Any) -> bool:
-        named = not _RATES.isdisjoint(getattr(node, "_fields", ()))
-        return named or (schedules and isinstance(node, optax.ScaleByScheduleState))
+        return _has_scale(node) or isinstance(node, optax.ScaleByScheduleState)
 
     return any(map(scales, jax.tree.leaves(opt_state, is_leaf=scales)))
 
@@ -75,8 +74,8 @@ def _rate_in_closures(
 
     counts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_count) if is_count(x)]
     factors = _factor_nodes(opt_state)
-    others = jax.tree.leaves(opt_state, is_leaf=_is_factor)
-    if scales_updates([x for x in others if not _is_factor(x)], schedules=False):
+    scales = filter(_has_scale, jax.tree.leaves(opt_state, is_leaf=_has_scale))
+    if not all(map(_is_factor, scales)):
         return None
     functions = reachable_functions(optimizer.update, follows=_is_of_optax)
     found = {id(function): function for function in functions}.values()
@@ -91,6 +90,10 @@ def _rate_in_closures(
         return None
     schedule = closure_of(schedules[0]).get("learning_rate")
     return jnp.asarray(schedule(counts[0].count), jnp.float32) if callable(schedule) else None
+
+
+def _has_scale(node: Any) -> bool:
+    return not _RATES.isdisjoint(getattr(node, "_fields", ())) or isinstance(node, _SCALED)
 
 
 def _is_factor(node: Any) -> bool:

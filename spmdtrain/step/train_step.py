@@ -148,8 +148,14 @@ def make_train_step(
             means, finite, sums=found.sums, rate=rate, norms=norms, combined=found.combined
         )
 
+    def repeated_step(
+        state: TrainState, batch: PyTree, is_last: jax.Array
+    ) -> tuple[TrainState, StepOutput]:
+        after, output = train_step(state, batch, is_last)
+        return _in_memory_of(state, after), output
+
     is_single = repeat is Repeat.NONE
-    function = train_step if is_single else repeated(train_step, repeat)
+    function = train_step if is_single else repeated(repeated_step, repeat)
     batch: Any = placement.batch if is_single else stacked_sharding(placement.batch)
     if by_index:
         batch = IndexedBatch(batch, placement.replicated)
@@ -164,6 +170,22 @@ def make_train_step(
         donate_argnums=0,  # the new state reuses the old one's memory
         compiler_options=compiler_options or None,
     )
+
+
+def _in_memory_of(before: TrainState, after: TrainState) -> TrainState:
+    """Returns the state after a step in the memories of that before it, which a loop carries.
+
+    Without a loop, the shardings of the program's results suffice.
+    """
+    structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
+    if structures[0] != structures[1]:
+        return after  # which the loop refuses
+
+    def copied(old: jax.Array, new: jax.Array) -> jax.Array:
+        memory = jax.typeof(old).memory_space
+        return new if memory == jax.typeof(new).memory_space else jax.device_put(new, memory)
+
+    return jax.tree.map(copied, before, after)
 
 
 def make_gradient_step(

@@ -89,7 +89,8 @@ def _shard(
             continue
         read = piece.read(source, shared)
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found below
-            part = values[slices(shared, origin)]
+            place: tuple[Any, ...] = (*slices(shared, origin), ...)  # a view, also of 0 dims
+            part = values[place]
             part[...] = read
         if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(part, read):
             raise UserError(

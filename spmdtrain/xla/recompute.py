@@ -6,7 +6,7 @@ changes last bits. Therefore a branch computes cheap values again, from arrays t
 anyway.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,16 +79,28 @@ def recomputable(
         effects=set(),
     )
     whole = jaxpr.replace(outvars=[*first, *given])
-    values = jax.core.eval_jaxpr(whole, closed.consts, *jax.tree.leaves(args))
+    values = _evaluated(whole, closed.consts, *jax.tree.leaves(args))
 
     def recompute() -> PyTree:
         operands = values[size:]
         if beside:
             operands = [x if jnp.ndim(x) else jax.lax.optimization_barrier(x) for x in operands]
-        found = jax.core.eval_jaxpr(inner, (), *operands)
+        found = _evaluated(inner, (), *operands)
         return jax.tree.unflatten(structures[1], found)
 
     return jax.tree.unflatten(structures[0], values[:size]), recompute
+
+
+def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[jax.Array]:
+    """Returns the results of a jaxpr as arrays, also those that are constants, Python's numbers.
+
+    The state of `optax.contrib.dog` has one.
+    """
+    values = jax.core.eval_jaxpr(jaxpr, constants, *args)
+    return [
+        jnp.asarray(x, y.aval.dtype) if _is_literal(y) else x
+        for x, y in zip(values, jaxpr.outvars, strict=True)
+    ]
 
 
 def _is_elementwise(equation: Any) -> bool:

@@ -699,6 +699,24 @@ def test_an_object_with_a_length_and_rows_is_a_dataset_as_it_is() -> None:
     assert not isinstance([1, 2], Dataset)
 
 
+def test_a_dataset_may_return_the_same_array_again() -> None:
+    class Reusing:
+        def __init__(self) -> None:
+            self.array = np.zeros(8, np.int32)
+
+        def __len__(self) -> int:
+            return 64
+
+        def rows(self, indices: np.ndarray) -> np.ndarray:
+            self.array[: len(indices)] = indices
+            return self.array[: len(indices)]
+
+    batches = TrainBatches(Reusing(), 8, 0, False, 8, all_rows(8))
+    assert np.concatenate([batches[step] for step in range(8)]).tolist() == list(range(64))
+    ordered = OrderedBatches(Reusing(), 8, all_rows(8))
+    assert np.concatenate([ordered[step][0] for step in range(8)]).tolist() == list(range(64))
+
+
 def test_a_dataset_that_returns_too_few_rows_is_refused() -> None:
     class Short:
         def __len__(self) -> int:

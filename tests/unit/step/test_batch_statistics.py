@@ -199,6 +199,25 @@ def test_counters_count_once_and_what_nothing_changes_keeps_its_bits(options: An
     np.testing.assert_allclose(found["inner/norm/mean"], whole["inner/norm/mean"], rtol=1e-5)
 
 
+class Observer(nnx.Module):
+    """The largest inputs seen, from a start far below them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 1, rngs=rngs)
+        self.largest = nnx.Variable(jnp.array([-1e9, -jnp.inf, 0, 1e9]))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.largest[...] = jnp.maximum(self.largest[...], x.max(0))
+        return self.linear(x)[:, 0]
+
+
+def test_the_mean_over_replicas_has_the_digits_of_what_they_computed() -> None:
+    found = after_a_step(trainer(Observer, mesh=on(4)))["largest"]
+    by_hand = X.reshape(4, 4, 4).max(1).mean(0)
+    assert by_hand[2] > 0
+    np.testing.assert_allclose(found, [*by_hand[:3], 1e9], rtol=1e-6)
+
+
 def test_microbatches_are_of_a_replica_s_own_rows() -> None:
     found = after_a_step(trainer(microbatches=2))
     mean, var = np.zeros(4), np.ones(4)

@@ -107,6 +107,7 @@ PLACES: dict[str, dict[str, Any]] = {
         "sharding": SMALL,
         "mesh": MeshSpec(fsdp=4, data=2),
     },
+    "central_storage": {"strategy": "central_storage", "mesh": MeshSpec(devices=(0, 1))},
     "an average": {"ema_decay": 0.9, "microbatches": 2, "mesh": MeshSpec(devices=(0, 1))},
 }
 
@@ -115,11 +116,12 @@ PLACES: dict[str, dict[str, Any]] = {
     "place",
     [
         "8 devices",
+        pytest.param("central_storage", marks=pytest.mark.slow),
         pytest.param("fully_sharded", marks=pytest.mark.slow),
         *(
             pytest.param(place, marks=pytest.mark.nightly)
             for place in PLACES
-            if place not in ("8 devices", "fully_sharded")
+            if place not in ("8 devices", "central_storage", "fully_sharded")
         ),
     ],
 )

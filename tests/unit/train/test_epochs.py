@@ -135,9 +135,13 @@ def test_an_epochs_learning_rate_is_that_of_its_last_step_or_none() -> None:
     assert of_schedule["learning_rate"] == pytest.approx(float(schedule(ENDS[1] - 1)))
 
 
-def test_a_rate_that_the_optimizer_estimates_is_not_known() -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.contrib.prodigy(0.5), optax.contrib.mechanize(optax.sgd(lambda count: 0.5))],
+    ids=["prodigy", "mechanize"],
+)
+def test_a_rate_that_the_optimizer_estimates_is_not_known(optimizer: Any) -> None:
     given = {"epochs": 1, "config": RunConfig(learning_rate=0.5)}
-    optimizer = optax.contrib.prodigy(0.5)
     assert "learning_rate" not in fitted(optimizer, **given).history.epochs[0]
 
 

@@ -269,6 +269,20 @@ def test_the_host_holds_less_than_the_largest_array(tmp_path: Path) -> None:
     assert found["grown"] < found["total"] + found["largest"]
 
 
+@pytest.mark.parametrize("name", ["w.npz", "w.safetensors"])
+def test_an_array_without_dims_is_exported_and_read(name: str, tmp_path: Path) -> None:
+    def model(scale: float) -> FunctionModel:
+        first = {"scale": np.float32(scale), "w": np.ones((4, 1), np.float32)}
+        return FunctionModel(lambda key: first, lambda params, x: params["scale"] * x @ params["w"])
+
+    parent = linear_model.trainer(model=model(1.5), workdir=str(tmp_path / "run"))
+    parent.fit((X, Y), steps=1)
+    arrays = export_params(str(tmp_path / "run"), str(tmp_path / name))
+    assert arrays["scale"].shape == () and arrays["scale"] != 1.5
+    child = linear_model.trainer(model=model(7), init_from=str(tmp_path / name))
+    assert child.evaluate((X, Y)) == parent.evaluate((X, Y))
+
+
 def test_a_function_models_arrays_have_names_too(tmp_path: Path) -> None:
     arrays = {"a": np.ones((4, 1), np.float32)}
     np.savez(tmp_path / "w.npz", **arrays)  # type: ignore[arg-type]

@@ -51,3 +51,10 @@ def test_a_branch_has_the_values_and_the_program_outside_of_it_does_not_change()
     np.testing.assert_allclose(norms, expected, rtol=1e-5)
     np.testing.assert_array_equal(step(state, jnp.array(False))[1], 0)
     assert passes(step) == passes(plain)
+
+
+def test_a_constant_of_the_state_is_an_array() -> None:
+    """The state of `optax.contrib.dog` has a Python bool after an update."""
+    state = {"first": jnp.array(True), "w": jnp.ones(3)}
+    after, _ = recomputable(lambda state: ({**state, "first": False}, state["w"]), state)
+    assert isinstance(after["first"], jax.Array) and after["first"].dtype == bool
