@@ -27,7 +27,8 @@ class _Limits:
 
 # A GPU copies the matrix of each block, which takes as long as some hundred rows' products.
 _LIMITS = {"cpu": _Limits(2, 8, 128), "gpu": _Limits(4, 64, 1024), "tpu": _Limits(2, 8, 1024)}
-_GATHERED_BYTES = 256 * 1024**2  # of the matrices that a GPU gathers for some blocks, about
+GATHERED_BYTES = 256 * 1024**2
+"""About the bytes of the matrices that a GPU gathers for some blocks at once."""
 
 
 def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
@@ -149,7 +150,7 @@ def _on_accelerator(
     if platform == "tpu":
         return jax.lax.ragged_dot(rows, kernel, counts)
     pairs = -(-len(rows) // size) + len(kernel) - 1
-    batches = -(-pairs // max(1, _GATHERED_BYTES // kernel[0].nbytes))
+    batches = -(-pairs // max(1, GATHERED_BYTES // kernel[0].nbytes))
     return _by_blocks(rows, kernel, counts, size, batches)
 
 

@@ -51,7 +51,7 @@ def test_each_row_has_the_product_with_its_own_matrix(
         device = SimpleNamespace(platform=platform)
         patch.setattr("spmdtrain.kernels.grouped_product.current_device", lambda: device)
         of_three = 3 * kernel[0].nbytes
-        patch.setattr("spmdtrain.kernels.grouped_product._GATHERED_BYTES", of_three)
+        patch.setattr("spmdtrain.kernels.grouped_product.GATHERED_BYTES", of_three)
         outputs = products(rows, kernel, np.array(counts, "i"), platform)
     found, of_rows, of_kernel = map(np.asarray, outputs)
     by = np.cos(np.arange(ROWS * OUT).reshape(ROWS, OUT))
