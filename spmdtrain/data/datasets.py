@@ -75,7 +75,9 @@ class ArrayDataset:
     def rows(self, indices: np.ndarray) -> PyTree:
         # NumPy indexes arrays of scalars faster; for longer rows `take` is faster.
         rows = [x[indices] if x.ndim == 1 else x.take(indices, axis=0) for x in self._leaves]
-        return self._structure.unflatten(rows)
+        # JAX refuses the other byte order, of a file mapped into memory for example.
+        native = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in rows]
+        return self._structure.unflatten(native)
 
 
 @dataclass(frozen=True)

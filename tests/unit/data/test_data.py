@@ -699,6 +699,13 @@ def test_an_object_with_a_length_and_rows_is_a_dataset_as_it_is() -> None:
     assert not isinstance([1, 2], Dataset)
 
 
+def test_rows_of_another_byte_order_are_those_of_the_devices() -> None:
+    dataset = ArrayDataset({"x": np.arange(6, dtype=">f4"), "y": np.ones((6, 2), ">i2")})
+    rows = dataset.rows(np.array([4, 1]))
+    assert rows["x"].tolist() == [4, 1] and rows["x"].dtype == np.dtype("=f4")
+    assert rows["y"].tolist() == [[1, 1], [1, 1]] and rows["y"].dtype == np.dtype("=i2")
+
+
 def test_a_dataset_may_return_the_same_array_again() -> None:
     class Reusing:
         def __init__(self) -> None:
