@@ -84,17 +84,24 @@ def list_for_all(workdir: str) -> Source:
 def _list(folder: epath.Path) -> Source:
     """Returns the checkpoints in a folder, perhaps none.
 
-    If a run keeps one checkpoint, the next one may be published and the last one removed while a
-    listing is read, so a listing without checkpoints of a folder that is not empty is repeated.
+    If a run keeps one checkpoint, and perhaps the best, the next one may be published and the last
+    one removed while a listing is read. So a listing without the newest checkpoint is repeated.
     """
     with storage_errors(folder):
         steps = steps_in(folder)
         for _ in range(_LISTINGS):
-            if steps or not folder.exists() or not any(folder.iterdir()):
+            if _has_newest(steps, folder):
                 break
             time.sleep(_BETWEEN_LISTINGS)
             steps = steps_in(folder)
         return Source(folder, steps)
+
+
+def _has_newest(steps: Sequence[int], folder: epath.Path) -> bool:
+    """Returns whether steps that were listed include the newest one that the folder has now."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    newest = max((int(name) for name in names if name.isdecimal()), default=None)
+    return newest in steps if names else not steps
 
 
 def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:

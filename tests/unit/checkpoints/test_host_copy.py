@@ -144,6 +144,18 @@ def test_an_empty_folder_is_listed_without_a_pause(
     assert list(list_checkpoints(str(tmp_path)).steps) == [] and len(pauses) == 3
 
 
+def test_a_listing_that_missed_the_newest_checkpoint_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run kept the best, 2, and replaced 4 by 6 while the folder was read."""
+    folder = tmp_path / "checkpoints"
+    for step in (2, 6):
+        (folder / str(step)).mkdir(parents=True)
+    listings = iter([[2], [2, 6]])
+    monkeypatch.setattr("spmdtrain.checkpoints.source.steps_in", lambda _: next(listings))
+    assert list(list_checkpoints(str(tmp_path)).steps) == [2, 6]
+
+
 def test_a_failure_of_the_thread_is_raised_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
