@@ -107,8 +107,10 @@ class TrainBatches:
 
     def __getitem__(self, step: int) -> PyTree:
         indices, epochs = self.local_examples(step)
-        rows = _new_rows(self.dataset, indices)
-        if self.augment is not None:
+        if self.augment is None:
+            rows = _new_rows(self.dataset, indices)
+        else:  # which makes new arrays
+            rows = self.dataset.rows(indices)
             zeros = np.zeros_like(indices)
             counters = np.stack([zeros, zeros, indices, epochs], axis=1)
             rows = augmented(self.augment, rows, counters, self.seed)

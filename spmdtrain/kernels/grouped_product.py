@@ -63,9 +63,11 @@ def _over_tensor() -> bool:
 def _block_size(rows: int, groups: int, platform: str) -> int | None:
     """Returns about half of the rows of a group, so that few blocks have rows of two groups.
 
-    It is None if products of blocks would take longer.
+    It is a multiple of 8. It is None if products of blocks would take longer, or on a platform of
+    which that is not known.
     """
-    limits = _LIMITS[platform]
+    if (limits := _LIMITS.get(platform)) is None:
+        return None
     size = min(limits.most, rows // (2 * groups) // 8 * 8)
     return size if groups >= limits.groups and size >= limits.least else None
 
