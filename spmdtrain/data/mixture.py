@@ -1,5 +1,6 @@
 """Mixtures: training on several datasets with declared weights."""
 
+import contextlib
 import hashlib
 import math
 import numbers
@@ -20,7 +21,7 @@ from spmdtrain.data.datasets import (
 )
 from spmdtrain.data.mixture_order import MixtureOrder, examples_per_period
 from spmdtrain.data.order import EpochOrder
-from spmdtrain.errors import UserError
+from spmdtrain.errors import BadRecordError, UserError
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
@@ -247,7 +248,7 @@ def _check_same_arrays(components: Mapping[str, Dataset]) -> None:
     first, arrays = "", dict[str, str]()
     classes: tuple[str, ...] = ()
     for name, dataset in components.items():
-        leaves = named_leaves(dataset.rows(np.arange(1)))
+        leaves = named_leaves(_first_row(dataset))
         own = {n: f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for n, x in leaves.items()}
         if not first:
             first, arrays, classes = name, own, tuple(classes_of(dataset))
@@ -264,6 +265,21 @@ def _check_same_arrays(components: Mapping[str, Dataset]) -> None:
                 f"the components {first!r} and {name!r} of a Mixture differ in their classes, so "
                 "the same label would mean different things"
             )
+
+
+def _first_row(dataset: Dataset) -> PyTree:
+    """Returns the first of the examples that can be read, of leading dim 1.
+
+    A run may leave bad records out, so the first one may be bad.
+
+    Raises:
+      BadRecordError: If no example can be read, or none of the first 100.
+    """
+    last = min(len(dataset), 100) - 1
+    for index in range(last):
+        with contextlib.suppress(BadRecordError):
+            return dataset.rows(np.array([index]))
+    return dataset.rows(np.array([last]))
 
 
 def _own_seed(seed: int, name: str) -> int:

@@ -253,9 +253,11 @@ class ExpertLayer:
       devices: Size of the axis.
       options: The exchange and the size of its buffers.
       axes: The manual axes of the mesh. Their devices take the same path.
-      branches: Whether only the path in use is computed. XLA's CPU client does not order the
-        collectives of a branch with those outside: its threads may wait in different ones,
-        forever. So devices of a CPU compute both paths.
+      on_cpu: Whether the devices are of a CPU. They compute both paths, because XLA's CPU client
+        does not order the collectives of a branch with those outside: its threads may wait in
+        different ones, forever. They gather tokens as f32, because the gradient is a sum over
+        devices, at which XLA's CPU compiler aborts if its values have 16 bits and some axes of the
+        mesh are not manual.
     """
 
     ffn: Ffn
@@ -263,7 +265,7 @@ class ExpertLayer:
     devices: int
     options: ExpertOptions
     axes: tuple[str, ...]
-    branches: bool
+    on_cpu: bool
 
     def overflows(self, chosen: jax.Array) -> jax.Array:
         """Returns whether the rows of a buffer do not suffice on some device, a bool scalar."""
@@ -284,9 +286,9 @@ class ExpertLayer:
         def exchanged() -> PyTree:
             return compute(self.exchanged)
 
-        if self.branches:
-            return jax.lax.cond(overflow, gathered, exchanged)
-        return jax.tree.map(partial(jnp.where, overflow), gathered(), exchanged())
+        if self.on_cpu:
+            return jax.tree.map(partial(jnp.where, overflow), gathered(), exchanged())
+        return jax.lax.cond(overflow, gathered, exchanged)
 
     def exchanged(
         self, x: jax.Array, chosen: jax.Array, scale: jax.Array, weights: PyTree
@@ -315,11 +317,14 @@ class ExpertLayer:
 
         @jax.checkpoint
         def of_device(tokens: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-            x, chosen, scale = tokens
-            return _held_experts(x, chosen, scale, weights, self.ffn, first, held)
+            rows, chosen, scale = tokens
+            return _held_experts(
+                rows.astype(x.dtype), chosen, scale, weights, self.ffn, first, held
+            )
 
         # In a loop over the devices, whose hidden values are no more than with buffers.
-        everything = jax.lax.all_gather((x, chosen, scale), EXPERT)
+        tokens = x.astype(jnp.float32) if self.on_cpu else x
+        everything = jax.lax.all_gather((tokens, chosen, scale), EXPERT)
         return jax.lax.psum_scatter(jax.lax.map(of_device, everything), EXPERT)
 
     def _capacity(self, choices: int) -> int:

@@ -99,9 +99,11 @@ def experts(
     count, devices = router_logits.shape[-1], over.parts(EXPERT)
     layer = _layer(ffn, count, devices, tuple(sorted(manual))) if devices > 1 else None
 
-    def local(
-        x: jax.Array, probabilities: jax.Array, weights: PyTree
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    operands = (x, probabilities, weights)
+    dtypes = jax.tree.map(jnp.result_type, operands)
+
+    def local(*operands: PyTree) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x, probabilities, weights = jax.tree.map(jax.lax.convert_element_type, operands, dtypes)
         scale, chosen = jax.lax.top_k(probabilities, top_k)
         if normalize:
             scale = scale / scale.sum(-1, keepdims=True)
@@ -123,6 +125,10 @@ def experts(
             rows if len(x) % over.parts(*rows) == 0 else None,
             "context" if "context" in over.free and length % parts == 0 else None,
         )
+        if current_device().platform == "cpu" and manual != set(over.free):
+            # The gradients of what devices share are sums over these axes. XLA's CPU compiler
+            # aborts at such a sum over a part of a mesh's axes if its values have 16 bits.
+            operands = jax.tree.map(_widened, operands)
         # Without the check of varying axes: the gradients of the branches are written by hand.
         local = jax.shard_map(
             local,
@@ -133,7 +139,7 @@ def experts(
             check_vma=False,
         )
     with optimized_implementation() if not uses_reference() else contextlib.nullcontext():
-        output, chosen, overflow = local(x, probabilities, weights)
+        output, chosen, overflow = local(*operands)
     load = (chosen[..., None] == jnp.arange(count)).sum((1, 2), dtype=jnp.float32)
     fraction = load / (x.shape[1] * top_k)
     logs = jax.nn.log_softmax(router_logits, axis=-1)
@@ -145,6 +151,12 @@ def experts(
         load=load,
         overflow=overflow.astype(jnp.float32),
     )
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """Returns an array in f32 if it has floating-point values of fewer bits."""
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if is_narrow else x
 
 
 def _layer(ffn: Ffn, count: int, devices: int, axes: tuple[str, ...]) -> ExpertLayer:
@@ -160,7 +172,7 @@ def _layer(ffn: Ffn, count: int, devices: int, axes: tuple[str, ...]) -> ExpertL
             "expert.exchange is ragged_all_to_all, which XLA does not support on CPU: use "
             "all_to_all"
         )
-    return ExpertLayer(ffn, count, devices, options, axes, branches=not on_cpu)
+    return ExpertLayer(ffn, count, devices, options, axes, on_cpu)
 
 
 def _check(x: jax.Array, router_logits: jax.Array, weights: PyTree, top_k: int) -> None:
