@@ -143,7 +143,14 @@ class MappedDataset:
         return len(self.dataset)
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        return self.function(self.dataset.rows(indices))
+        rows = self.dataset.rows(indices)
+        try:
+            return self.function(rows)
+        except Exception as error:
+            first, more = ", ".join(map(str, indices[:8])), len(indices) - 8
+            which = first + (f" and {more} more" if more > 0 else "")
+            error.add_note(f"in the function of a MappedDataset, for the examples {which}")
+            raise
 
     @property
     def blocks(self) -> np.ndarray | None:

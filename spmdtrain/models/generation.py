@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -24,7 +25,8 @@ class GenerationOptions:
 
     Attributes:
       max_new_tokens: Tokens that are added to each prompt, unless a stop token ends it earlier.
-      temperature: Divides the logits; 0 takes the most probable token.
+      temperature: Divides the logits; 0 takes the most probable token. Otherwise at least 1e-30,
+        because f32 logits are infinite after a division by less.
       top_k: Draw only from this many of the most probable tokens; None draws from all.
       top_p: Draw only from the smallest number of most probable tokens whose probabilities (after
         temperature and `top_k`) sum up to at least this.
@@ -56,10 +58,17 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k", "slide", "batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}: it must be 1 or more")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature is {self.temperature}: it must be 0 or more, and finite")
+            if value is not None and not (_is_integer(value) and value >= 1):
+                raise UserError(f"{name} is {value!r}: it must be 1 or more, an integer")
+        if not _is_integer(self.seed):
+            raise UserError(f"seed is {self.seed!r}: it must be an integer")
+        if not isinstance(self.stop_tokens, Iterable) or isinstance(self.stop_tokens, str):
+            raise UserError(f"stop_tokens is {self.stop_tokens!r}: give a tuple of tokens")
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
+            raise UserError(
+                f"temperature is {self.temperature}: it must be 0, or 1e-30 or more and finite"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
         if self.dtype is not None and self.dtype not in _DTYPES:
@@ -134,8 +143,8 @@ def stream(
     vocabulary, context = model.config.vocabulary, model.config.context
     texts = [_checked_prompt(row, tokens, vocabulary) for row, tokens in enumerate(prompts)]
     for token in options.stop_tokens:
-        if not 0 <= token < vocabulary:
-            raise UserError(f"stop token {token}: tokens are from 0 to {vocabulary - 1}")
+        if not (_is_integer(token) and 0 <= token < vocabulary):
+            raise UserError(f"stop token {token!r}: tokens are integers from 0 to {vocabulary - 1}")
     if options.slide is not None and options.slide > context:
         raise UserError(f"slide is {options.slide}: it must be at most the context, {context}")
     programs = DecodingPrograms(
@@ -148,6 +157,10 @@ def stream(
         dtype=options.dtype,
     )
     return _batches(programs, texts, options)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def in_order(pieces: Iterable[NewTokens]) -> Iterator[NewTokens]:

@@ -774,6 +774,14 @@ def test_a_mapped_dataset_is_mapped_a_batch_at_once_when_it_is_read() -> None:
     assert calls == [3]
 
 
+def test_an_error_of_a_map_function_names_the_examples() -> None:
+    mapped = MappedDataset({"x": np.arange(20)}, lambda rows: rows["y"])
+    with pytest.raises(KeyError) as raised:
+        mapped.rows(np.arange(19, 9, -1))
+    (note,) = raised.value.__notes__
+    assert note.endswith("for the examples 19, 18, 17, 16, 15, 14, 13, 12 and 2 more")
+
+
 # --- Telling one dataset from another ---
 
 

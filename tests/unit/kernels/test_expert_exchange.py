@@ -90,7 +90,7 @@ def test_each_exchange_and_branch_has_the_sums_and_gradients_of_the_definition(
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(jax.lax, "ragged_dot", ragged_dot)
     options = ExpertOptions(exchange=exchange, capacity_factor=capacity_factor)
-    layer = ExpertLayer(ffn, EXPERTS, DEVICES, options, ("expert",), branches=True)
+    layer = ExpertLayer(ffn, EXPERTS, DEVICES, options, ("expert",), on_cpu=False)
     x, chosen, scale, weights, by = arrays()
 
     def of_device(given: tuple[Any, ...], chosen: Any, by: Any) -> Any:

@@ -125,7 +125,7 @@ def test_a_stop_token_ends_its_row_alone() -> None:
     model = small()
     whole = lists(generate(model, PROMPTS, greedy(40)))
     stop = next(token for token in whole[0] if any(token not in text for text in whole))
-    texts = lists(generate(model, PROMPTS, greedy(40, stop_tokens=(stop,))))
+    texts = lists(generate(model, PROMPTS, greedy(40, stop_tokens=[stop])))
     ends = [text.index(stop) + 1 if stop in text else 40 for text in whole]
     assert texts == [text[:end] for text, end in zip(whole, ends, strict=True)]
     assert ends[0] < 40 and 40 in ends
@@ -258,14 +258,19 @@ def test_lower_precision_is_a_choice() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"temperature": -0.5}, "temperature is -0.5: it must be 0 or more"),
+        ({"temperature": -0.5}, "temperature is -0.5: it must be 0, or 1e-30 or more"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0: it must be above 0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_k": 0}, "top_k is 0: it must be 1 or more"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"slide": 17}, "slide is 17: it must be at most the context, 16"),
-        ({"stop_tokens": (50,)}, "stop token 50: tokens are from 0 to 49"),
+        ({"stop_tokens": (50,)}, "stop token 50: tokens are integers from 0 to 49"),
+        ({"stop_tokens": [0.5]}, "stop token 0.5: tokens are integers"),
+        ({"stop_tokens": 0}, "stop_tokens is 0: give a tuple"),
+        ({"max_new_tokens": 3.0}, "max_new_tokens is 3.0: it must be 1 or more, an integer"),
+        ({"seed": 0.5}, "seed is 0.5: it must be an integer"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
