@@ -80,7 +80,7 @@ class Manifest:
     """Time in UTC, ISO 8601."""
     identity: Identity
     metrics: Mapping[str, float] | None
-    """Metrics of an evaluation of this state; None without one, or if best_metric is not finite."""
+    """Metrics of an evaluation of this state that are finite; None without an evaluation."""
     stopped: bool
     """Whether a callback ended the run here."""
     sums: Mapping[str, str]

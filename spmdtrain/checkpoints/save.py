@@ -139,8 +139,8 @@ class Checkpoints:
           state: The state.
           step: Number of updates in it.
           identity: The run, for the manifest.
-          metrics: Metrics of an evaluation of this state. None, or a non-finite ranking metric,
-            excludes the checkpoint from "best".
+          metrics: Metrics of an evaluation of this state; None without one. Those that are not
+            finite are left out; without the ranking metric the checkpoint is never the best.
           stopped: Whether a callback ended the run here.
           epoch: Metrics of the unfinished epoch, for the manifest.
           callbacks: States of the callbacks, for the manifest.
@@ -151,8 +151,8 @@ class Checkpoints:
           ReplicaError: If processes held different copies of the previous state, of which nothing
             was written.
         """  # noqa: DOC501 (FileNotFoundError becomes a StorageError)
-        if metrics is not None and not math.isfinite(metrics.get(self._retention.metric, math.nan)):
-            metrics = None
+        if metrics is not None:
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         items = {item: raw_keys(fields) for item, fields in items_of(state).items()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -173,7 +174,11 @@ class KerasCallbacks:
             name: {key: _number(getattr(callback, key, None)) for key in _states_of(callback)}
             for name, callback in self._active.items()
         }
-        return {"epoch": self._epoch, "callbacks": states}
+        # A signal may interrupt the evaluation for which the epoch waits. NaN is not JSON.
+        means = self._epoch_means and {
+            name: None if math.isnan(value) else value for name, value in self._epoch_means.items()
+        }
+        return {"epoch": self._epoch, "epoch_means": means, "callbacks": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state that `state_dict` returned.
@@ -192,6 +197,10 @@ class KerasCallbacks:
                 f"{sorted(self._active)}: give the same"
             )
         self._epoch = state["epoch"]
+        means = state.get("epoch_means")  # None also in checkpoints of version 0.1
+        self._epoch_means = means and {
+            name: math.nan if value is None else value for name, value in means.items()
+        }
         for name, callback in self._active.items():
             for key in _states_of(callback):
                 setattr(callback, key, states[name][key])

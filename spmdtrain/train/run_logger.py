@@ -1,5 +1,6 @@
 """The log of a run: lines on the terminal and files in the workdir."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -231,8 +232,10 @@ class RunLogger:
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics
-        self._write(step, split, metrics)
-        self.times.log("evaluation", step)
+        # An earlier start has written it if it ended before its next save.
+        if step not in self.written.get(split, {}):
+            self._write(step, split, metrics)
+            self.times.log("evaluation", step)
         best = split is Split.EVAL and self._is_best(metrics)
         if split in self.written:
             self.written[split][step] = metrics
@@ -244,6 +247,7 @@ class RunLogger:
         """Returns whether an evaluation is better than all earlier ones; there must be some."""
         name, sign = self.config.best_metric, 1 if self.config.best_direction == "min" else -1
         earlier = [m[name] * sign for m in self.written[Split.EVAL].values() if name in m]
+        earlier = [value for value in earlier if not math.isnan(value)]
         return bool(earlier) and name in metrics and metrics[name] * sign < min(earlier)
 
     def log_epoch(self, step: int, metrics: Metrics) -> None:

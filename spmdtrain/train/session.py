@@ -69,6 +69,8 @@ class RunSession:
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
+    start_is_evaluated: bool = True
+    """Whether the callbacks of this start have seen the evaluation of its step, if there was one."""
 
     @classmethod
     def open(
@@ -248,7 +250,10 @@ class RunSession:
         by_clock = self.config.checkpoint_every_seconds is not None
         saved = self.schedule.saves_by_count(step) or by_clock
         written = self.logger.read_metrics(Split.EVAL, step)  # in all processes
-        return self.schedule.should_evaluate(step, saved=saved) and not written
+        # Also if it is written: an earlier start may have failed before the next save, and the
+        # callbacks of the checkpoint have not seen the evaluation.
+        missed = not written or not self.start_is_evaluated
+        return missed and self.schedule.should_evaluate(step, saved=saved)
 
     def check_finite_loss(self, split: Split, step: int, metrics: Metrics) -> None:
         """Raises `NonFiniteError` if the loss of an evaluation is NaN or infinite."""

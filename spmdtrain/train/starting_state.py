@@ -233,6 +233,7 @@ def _continued(
     run.stream_progress.record(saved.step, positions)
     run.epochs.restore(saved.epoch)
     run.callback_states.restore(saved.callbacks, log)
+    run.start_is_evaluated = saved.metrics is not None
     run.keep_skipped(saved.identity)
     for change in changes(saved.identity, run.identity):
         log(f"{label}: {change}")

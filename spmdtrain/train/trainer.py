@@ -377,7 +377,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             return None
         reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
         inputs = self._variables(), run.validation, run.eval_batch_size
-        if (media := self._evaluation.media(*inputs)) is not None:
+        is_new = step not in run.logger.written[Split.EVAL]
+        if is_new and (media := self._evaluation.media(*inputs)) is not None:
             run.logger.trackers.media(step, Split.EVAL, media)
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()

@@ -1,8 +1,10 @@
 """Compiled Keras models: whole fits and scripts, beside Keras' own `fit`."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, NonFiniteError, ShardingOptions, Trainer, UserError
+from spmdtrain.errors import PreemptedExit
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -93,20 +96,43 @@ def test_losses_rates_and_values_are_those_of_keras_fit(tmp_path: Path) -> None:
             np.testing.assert_allclose(rows[name], expected_rows[name], rtol=rtol)
 
 
+class Interrupting:
+    """Validation data of which a read sends a signal, once `armed`."""
+
+    armed = False
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def rows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.armed and indices[0] > 0:
+            self.armed = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return X[indices], Y[indices]
+
+
 def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
-    def fit(name: str, *totals: int) -> Any:
+    """Also if a signal has interrupted the evaluation for which the callbacks wait."""
+
+    def fit(name: str, *totals: int, interrupted: bool = False) -> Any:
         for epochs in totals:
-            model = made()
+            model, data = made(), Interrupting()
             options = {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=8)}
             falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1))
-            callbacks = [falling, *watchers(tmp_path / "log.csv")[1:]]
+            is_armed = interrupted and epochs == 3
+            arm = {"epoch_end": lambda event: setattr(data, "armed", event.step == 10)}
+            callbacks = [falling, *watchers(tmp_path / f"{name}.csv")[1:], *([arm] * is_armed)]
             fitted = trainer(model, 2, callbacks=callbacks, workdir=str(tmp_path / name), **options)
-            fitted.fit((X, Y), epochs=epochs, global_batch_size=BATCH, validation=(X, Y))
+            with pytest.raises(PreemptedExit) if is_armed else contextlib.nullcontext():
+                fitted.fit((X, Y), epochs=epochs, global_batch_size=BATCH, validation=data)
+            callbacks[2].csv_file.close()  # which Keras closes at the end of a training alone
         return model, fitted
 
-    (whole, fitted), (resumed, _) = fit("whole", 3), fit("parts", 1, 3)
+    (whole, fitted), (resumed, _) = fit("whole", 4), fit("parts", 1, 3, 4, interrupted=True)
+    assert fitted.step == 15  # stopped early
+    assert (tmp_path / "parts.csv").read_text() == (tmp_path / "whole.csv").read_text()
     for variable, expected in zip(
         [*resumed.weights, *resumed.optimizer.variables],
         [*whole.weights, *whole.optimizer.variables],

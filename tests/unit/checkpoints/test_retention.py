@@ -225,6 +225,7 @@ def test_fifty_saves_leave_the_newest_and_the_best_alone(tmp_path: Path) -> None
         found = Manifest.read(epath.Path(folder / str(step)))
         loss = loss_at(step)
         measured = {"loss": loss, "close": 0.0} if step in (4, 17, 50) else None
+        measured = {"close": 0.0} if step == 49 else measured  # its loss is infinite
         assert (found.step, found.metrics) == (step, measured)
         loaded = load_state(
             epath.Path(folder / str(step)), found, steps.abstract_state, steps.shardings

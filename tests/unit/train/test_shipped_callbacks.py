@@ -156,8 +156,15 @@ def test_an_interrupted_evaluation_is_counted_after_the_restart(
         interrupted.fit((X, Y), validation=data, steps=20)
     state = read_manifest(tmp_path).callbacks["EarlyStopping(score)"]
     assert (saved_steps(tmp_path)[-1], state["step"], state["waited"]) == (4, 3, 1)
+
+    def fail(event: CallbackContext) -> None:  # after the evaluation, and before the next save
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, 20, [{"evaluation": with_score, "step": fail}, *callbacks[1:]])
     assert fit(tmp_path, 20).step == 8
     assert_same_run(tmp_path, whole)
+    assert (tmp_path / "metrics.jsonl").read_text().count('"step": 4, "split": "eval"') == 1
 
 
 def test_states_without_callbacks_and_callbacks_without_states_are_named(
