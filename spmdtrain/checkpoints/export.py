@@ -9,6 +9,7 @@ import numpy as np
 from spmdtrain.checkpoints.restore import read_variables, warn
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
+from spmdtrain.files.npz import write_npz
 from spmdtrain.files.storage import failures, folder_of, in_short, is_url, storage_reason
 from spmdtrain.tree import as_numpy, named_leaves
 from spmdtrain.weights.weight_map import WeightMap, plain_name, unmapped
@@ -74,8 +75,7 @@ def export_params(
 
 
 def _save_npz(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    plain: dict[str, Any] = {name: as_numpy(x) for name, x in arrays.items()}
-    np.savez(file, **plain)
+    write_npz(file, {name: as_numpy(x) for name, x in arrays.items()})
 
 
 def _safetensors() -> Any:

@@ -126,11 +126,6 @@ class ClusterSpec:
         """Whether the cluster has parameter servers."""
         return "ps" in self.jobs
 
-    @property
-    def has_evaluator(self) -> bool:
-        """Whether the cluster lists an evaluator."""
-        return "evaluator" in self.jobs
-
     def as_json(self) -> dict[str, Any]:
         """Returns the JSON object that `--json` prints."""
         return {

@@ -67,8 +67,9 @@ class SkipBadRecords:
                 f"SkipBadRecords needs an object with __len__ and __getitem__(int), not a "
                 f"{describe(source)}"
             )
-        if isinstance(max_bad_records, bool) or not isinstance(max_bad_records, int):
-            raise UserError(f"max_bad_records is {max_bad_records!r}: it must be a number")
+        valid = isinstance(max_bad_records, int) and not isinstance(max_bad_records, bool)
+        if not valid or max_bad_records < 0:
+            raise UserError(f"max_bad_records is {max_bad_records!r}: it must be 0 or more")
         self.source = source
         self.skipped = _bad_records(source, max_bad_records)
         # Record i of this source is record i + (number of offsets up to i) of the other one.

@@ -37,12 +37,13 @@ class Mixture:
     example of every component once.
 
     Args:
-      components: Dataset (or arrays) and weight by name. The weights hold from step 0 on.
-      stages: New weights of all components, by the step at which they take effect.
+      components: Dataset (or arrays) and weight by name. The weights hold from batch 0 on.
+      stages: New weights of all components, by the batch from which they hold, counted from 0:
+        those of `{10: ...}` hold after 10 steps.
 
     Attributes:
       components: The datasets, sorted by name.
-      stages: The weights of the components, by the step at which they take effect; the first is 0.
+      stages: The weights of the components, by the batch from which they hold; the first is 0.
 
     Raises:
       UserError: If a weight or a step is not valid, or the components differ in their arrays.

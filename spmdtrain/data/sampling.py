@@ -157,7 +157,7 @@ def _new_rows(dataset: Dataset, indices: np.ndarray) -> PyTree:
     Several batches are kept at a time, and those on CPU devices share memory with the rows.
     """
     rows = dataset.rows(indices)
-    if isinstance(dataset, ArrayDataset):  # makes new arrays
+    if type(dataset) is ArrayDataset:  # makes new arrays, as a subclass need not
         return rows
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, rows)
 

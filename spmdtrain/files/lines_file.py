@@ -1,6 +1,7 @@
 """Files of JSON lines that grow during a run."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -15,6 +16,15 @@ from spmdtrain.files.storage import failures, one_line
 from spmdtrain.files.validation import LARGEST_LOG, read_bytes
 
 _KEPT_OPEN = 1.0  # seconds
+
+
+def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Returns metrics for JSON, which has no NaN and no infinity: None instead.
+
+    Args:
+      metrics: Metric name to value.
+    """
+    return {name: x if math.isfinite(x) else None for name, x in metrics.items()}
 
 
 class LineAppender:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 from etils import epath
 
 from spmdtrain.errors import UserError
 from spmdtrain.files import no_follow
+from spmdtrain.files.npz import write_npz
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.tree import as_numpy, named_leaves
 
@@ -27,11 +27,11 @@ def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
     assert workdir is not None
     path = folder_of(workdir) / "predictions.npz"
     arrays = {name or "predictions": x for name, x in named_leaves(predictions).items()}
-    plain: dict[str, Any] = {name: as_numpy(x) for name, x in arrays.items()}
+    plain = {name: as_numpy(x) for name, x in arrays.items()}
     try:
         if not is_url(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        no_follow.write(path.parent, path.name, lambda file: np.savez(file, **plain))
+        no_follow.write(path.parent, path.name, lambda file: write_npz(file, plain))
     except failures(path) as error:
         raise UserError(f"{path} cannot be written: {one_line(error)}") from error
     return path

@@ -20,7 +20,7 @@ from etils import epath
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
 from spmdtrain.files.found_faults import SentinelStatus
-from spmdtrain.files.lines_file import LineAppender, LinesFile
+from spmdtrain.files.lines_file import LineAppender, LinesFile, finite_or_null
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line, source_digest
 from spmdtrain.files.validation import (
     LARGEST_LOG,
@@ -244,11 +244,13 @@ class RunFiles:
           counts: Name to the count of each integer. In the line they are objects with the integers
             as keys.
         """
-        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         sorted_counts = {
             name + COUNTS_SUFFIX: dict(sorted(count.items())) for name, count in counts.items()
         }
-        line = json.dumps({"step": step, "split": split} | finite | sorted_counts) + "\n"
+        line = (
+            json.dumps({"step": step, "split": split} | finite_or_null(metrics) | sorted_counts)
+            + "\n"
+        )
         self._parsed = None
         with _storage_errors(self._lines):
             self._appender.append(line.encode())

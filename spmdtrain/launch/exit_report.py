@@ -208,17 +208,21 @@ class Restarts:
     saved: int = -1
     """Step of the newest checkpoint at the last restart; -1 without one."""
 
-    def next(self, saved: int) -> float | None:
+    def next(self, saved: int, *, after_rollback: bool = False) -> float | None:
         """Uses one restart.
 
         Args:
           saved: Step of the newest checkpoint; -1 without one.
+          after_rollback: Whether the newest checkpoints were renamed, so that the next one may be
+            of an earlier step.
 
         Returns:
           Seconds to wait before the restart, from 1 doubling to 60; None if no restarts are left.
         """
         if saved > self.saved:
             self.saved, self.used = saved, 0
+        if after_rollback:
+            self.saved = -1
         if self.used >= self.limit:
             return None
         self.used += 1

@@ -111,7 +111,7 @@ class Launcher:
             outcome = self._attempt(configs)
             wait = None
             if outcome.may_restart and not self.signals.received:
-                wait = restarts.next(outcome.saved)
+                wait = restarts.next(outcome.saved, after_rollback=outcome.without is not None)
             self.log(f"{outcome.message}{self._restart_note(outcome, restarts, wait)}")
             if wait is None:
                 break

@@ -89,9 +89,12 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
         config,
         compilation_cache=OFF,
         cpu_devices=None,
-        # Nothing is written: reset the options that concern files.
+        # Nothing is written, evaluated or continued: reset the options that concern these.
         workdir=None,
         resume="auto",
+        fork_from=None,
+        trackers=(),
+        best_metric="loss",
         profile_steps=None,
         eval_at_checkpoints=False,
         evaluated_by="training",
@@ -102,7 +105,9 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
     _check_devices(topology)
     config = resolve_config(config)
     experiment = file.build(config)
-    trainer = Trainer.from_experiment(experiment, config, terminal=Terminal(quiet=True))
+    trainer = Trainer.from_experiment(
+        experiment, config, terminal=Terminal(quiet=True), trackers=[]
+    )
 
     def seconds(steps: int) -> float:
         start = time.perf_counter()

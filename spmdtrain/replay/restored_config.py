@@ -13,7 +13,7 @@ from spmdtrain.replay.recorded_run import RecordedRun
 from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.command_line import Command, parse_command_line
+from spmdtrain.train.command_line import EXCLUSIVE, Command, parse_command_line
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 # Fields of the place of a run, which a replay sets itself, and those that are resolved already.
@@ -21,7 +21,6 @@ _OWN = {
     *("workdir", "cpu_devices", "resume"),
     *("learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"),
 }
-_EXCLUSIVE = (("epochs", "steps"), ("global_batch_size", "batch_size_per_device"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ def _arguments(
     """Yields the arguments of the run command that make a configuration from the defaults."""
     before = config_as_json(default)
     hints = typing.get_type_hints(type(default))
-    exclusive = {name: other for pair in _EXCLUSIVE for name, other in (pair, pair[::-1])}
+    exclusive = {name: other for pair in EXCLUSIVE for name, other in (pair, pair[::-1])}
     for name, value in saved.items():
         if not prefix and name in _OWN:
             continue

@@ -186,7 +186,9 @@ class SweepRunner:
         stopped = ended.status == ExitCode.PREEMPTED or (
             bool(running.child.sent) and ended.signal in _STOPPED
         )
-        if ended.status == ExitCode.DONE:
+        if ended.status == ExitCode.DONE and running.metrics.fault:
+            trial.state, trial.reason = TrialState.FAILED, running.metrics.fault
+        elif ended.status == ExitCode.DONE:
             trial.state = TrialState.FINISHED
         elif stopped:
             trial.state = TrialState.PRUNED if running.pruned else TrialState.PREEMPTED

@@ -122,6 +122,9 @@ def show_results(
     """
     best = best_result(results)
     options = list(dict.fromkeys(option for r in results for option in r.trial.values))
+    shown = {
+        option: _shortened([r.trial.values.get(option, "") for r in results]) for option in options
+    }
     with_test = any(result.test is not None for result in results)
     table = Table()
     table.add_column("")
@@ -130,11 +133,11 @@ def show_results(
     table.add_column("state")
     for heading in (metric, "at step", *([f"test {metric}"] if with_test else [])):
         table.add_column(heading, justify="right")
-    for result in results:
+    for row, result in enumerate(results):
         test = [_shown(result.test)] if with_test else []
         table.add_row(
             "best" if result is best else "",
-            *(_short(result.trial.values.get(option, "")) for option in options),
+            *(shown[option][row] for option in options),
             result.trial.state,
             _shown(result.value),
             "" if result.step is None else f"{result.step:,}",
@@ -150,15 +153,17 @@ def show_results(
 def _show_means(terminal: Terminal, means: Sequence[SeedMean], metric: str) -> None:
     table = Table()
     table.add_column("")
-    for option in means[0].values:
+    options = list(means[0].values)
+    for option in options:
         table.add_column(option, justify="right")
+    shown = {option: _shortened([mean.values[option] for mean in means]) for option in options}
     for heading in ("seeds", f"mean {metric}", "standard deviation"):
         table.add_column(heading, justify="right")
-    for mean in means:
+    for row, mean in enumerate(means):
         is_best = mean is means[0] and len(means) > 1
         table.add_row(
             "best" if is_best else "",
-            *map(_short, mean.values.values()),
+            *(shown[option][row] for option in options),
             str(mean.count),
             number(mean.mean),
             _shown(mean.deviation),
@@ -167,12 +172,17 @@ def _show_means(terminal: Terminal, means: Sequence[SeedMean], metric: str) -> N
     terminal.console.print(table)
 
 
-def _short(value: str) -> str:
-    """Returns a value of an option, a sampled one with three significant digits."""
-    try:
-        return f"{float(value):.3g}" if len(value) > 8 else value
-    except ValueError:
-        return value
+def _shortened(values: Sequence[str]) -> Sequence[str]:
+    """Returns values of an option with three significant digits, if they still differ then."""
+
+    def short(value: str) -> str:
+        try:
+            return value if len(value) <= 8 or value.isdecimal() else f"{float(value):.3g}"
+        except ValueError:
+            return value
+
+    found = [short(value) for value in values]
+    return found if len(set(found)) == len(set(values)) else values
 
 
 def _shown(value: float | None) -> str:

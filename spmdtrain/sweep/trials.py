@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from etils import epath
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.errors import UserError
+from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import Split, Status, parse_metrics_line, status_of
 from spmdtrain.files.validation import Malformed, parse_object, read_bytes
 from spmdtrain.report.log_files import GrowingFile
@@ -213,6 +213,8 @@ class TrialMetrics:
     """The step of the last line."""
     test: float | None = None
     """The metric of the test split."""
+    fault: str = ""
+    """Why the last reading failed; empty if it did not. Other trials are not affected."""
     _evaluations: dict[int, float] = field(default_factory=dict)
     _epochs: dict[int, float] = field(default_factory=dict)
     _steps: int | None = None  # length of the run, of which one is set
@@ -226,15 +228,15 @@ class TrialMetrics:
         """Reads the lines written since the last call, or all of a file that was replaced.
 
         A run that resumes replaces the file, without the lines after its checkpoint.
-
-        Raises:
-          UserError: If the file is not a regular file, or too large.
-          StorageError: If it cannot be read.
         """
-        if (found := self._file.read()) is None:
+        try:
+            found = self._file.read()
+        except StorageError as error:
+            self.fault = str(error)  # the next reading has the same lines
             return
-        if self._file.fault:
-            raise UserError(self._file.fault)
+        self.fault = self._file.fault
+        if found is None or self.fault:
+            return
         replaced, lines = found
         if replaced:
             self._evaluations, self._epochs, self.test, self.step = {}, {}, None, 0

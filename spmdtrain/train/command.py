@@ -14,6 +14,7 @@ from spmdtrain.distributed import initialize, process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.errors import ExitCode, UserError
+from spmdtrain.files.lines_file import finite_or_null
 from spmdtrain.files.predictions import write_predictions
 from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.sharding.resolution import resolve
@@ -108,7 +109,9 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
     step = trainer.restore(_evaluated_run(command, trainer), which=trainer.config.checkpoint)
     if options.mode == "evaluate":
         metrics = trainer.evaluate(splits[name])
-        trainer.terminal.result(json.dumps({"step": step, "split": name, **metrics}))
+        trainer.terminal.result(
+            json.dumps({"step": step, "split": name, **finite_or_null(metrics)})
+        )
         if not trainer.terminal.results_only:
             trainer.terminal.results({f"{name} at step {step}": metrics})
         return

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -19,8 +19,8 @@ from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 PROGRAM = "python -m spmdtrain.run"
 DESCRIPTION = f"`{PROGRAM} --config experiments/NAME.py`: train, evaluate or predict."
-# Pairs of fields with the same meaning: a given one replaces the default of the other.
-_EXCLUSIVE = (("epochs", "steps"), ("global_batch_size", "batch_size_per_device"))
+EXCLUSIVE = (("epochs", "steps"), ("global_batch_size", "batch_size_per_device"))
+"""Pairs of fields with the same meaning: a given one replaces the default of the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def parse_command_line(
         show_help(default, of, prog, experiment.doc, experiment=name, all_options=help_all)
         raise SystemExit(0)
     _check_words(arguments, default, of)
-    arguments = _together(arguments)
+    arguments = _together(arguments, _lists(type(default), of))
     with unchecked_groups():  # their errors would be printed by tyro, in a box
         command = _parse(_command(default, experiment.doc, of), arguments, prog)
     config = command.experiment
@@ -189,18 +189,28 @@ def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None
             raise UserError(f"{option} is not an option. Did you mean --{meant.replace('_', '-')}?")
 
 
-_LISTS = (
-    "compiler_options",
-    "freeze",
-    "set",
-    "skip_steps",
-)  # options that may be repeated, one value each
+def _lists(*classes: type) -> set[str]:
+    """Returns the names of the fields that hold any number of values."""
+    hints = {name: hint for each in classes for name, hint in get_type_hints(each).items()}
+    # Of `tuple[str, ...] | None`, too.
+    kinds = {name: [hint, *get_args(hint)] for name, hint in hints.items()}
+    return {
+        name
+        for name, found in kinds.items()
+        if any(
+            get_origin(x) is list or (get_origin(x) is tuple and ... in get_args(x)) for x in found
+        )
+    }
 
 
-def _together(arguments: Sequence[str]) -> list[str]:
+def _together(arguments: Sequence[str], lists: set[str]) -> list[str]:
     """Returns the arguments with repeated options joined, because tyro would keep only the last.
 
     `--freeze a --freeze b` becomes `--freeze a b`.
+
+    Args:
+      arguments: The arguments.
+      lists: Names of the options that take any number of values.
     """
     parts: list[list[str]] = []  # an option with its values, or one argument
     places: dict[str, list[str]] = {}
@@ -208,7 +218,7 @@ def _together(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         option, has_value, value = argument.partition("=")
         name = option.removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and name in _LISTS:
+        if argument.startswith("--") and name in lists:
             if name not in places:
                 places[name] = [option]
                 parts.append(places[name])
@@ -224,7 +234,7 @@ def _together(arguments: Sequence[str]) -> list[str]:
 
 def _without_replaced(default: RunConfig, given: set[str]) -> RunConfig:
     """Returns the defaults without those that a given option replaces."""
-    for one, other in _EXCLUSIVE:
+    for one, other in EXCLUSIVE:
         if one in given and other in given:
             raise UserError(f"--{one} and --{other} exclude each other".replace("_", "-"))
         for chosen, replaced in ((one, other), (other, one)):

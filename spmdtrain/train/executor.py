@@ -367,6 +367,7 @@ class DeviceExamples:
             return None
         dataset = run.train_dataset
         if self._last is None or self._last[0] is not dataset:
+            self._last = None  # first, because the devices need not hold the old ones as well
             with self._terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
                 self._last = dataset, on_devices(dataset, self._placement)
         return self._last[1]

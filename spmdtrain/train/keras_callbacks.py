@@ -175,7 +175,7 @@ class KerasCallbacks:
             for name, callback in self._active.items()
         }
         # A signal may interrupt the evaluation for which the epoch waits. NaN is not JSON.
-        means = self._epoch_means and {
+        means: dict[str, float | None] | None = self._epoch_means and {
             name: None if math.isnan(value) else value for name, value in self._epoch_means.items()
         }
         return {"epoch": self._epoch, "epoch_means": means, "callbacks": states}

@@ -42,12 +42,13 @@ class ProfiledSteps:
     def before(self, step: int) -> None:
         """Call before `step` is dispatched."""
         if self._folder and self._first <= step <= self._last and not self._running:
+            folder = Path(self._folder).expanduser()
             try:
                 for name in ("plugins", "plugins/profile"):  # where the profiler writes
-                    no_follow.make_subfolder(Path(self._folder).expanduser(), name)
+                    no_follow.make_subfolder(folder, name)
             except OSError as error:
                 raise StorageError(f"no trace can be written: {one_line(error)}") from error
-            jax.profiler.start_trace(self._folder)
+            jax.profiler.start_trace(str(folder))
             self._running = True
 
     def after(self, step: int, output: Any) -> None:

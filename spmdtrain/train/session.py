@@ -70,7 +70,7 @@ class RunSession:
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
     start_is_evaluated: bool = True
-    """Whether the callbacks of this start have seen the evaluation of its step, if there was one."""
+    """Whether the callbacks have seen the evaluation of the step from which the run resumes."""
 
     @classmethod
     def open(

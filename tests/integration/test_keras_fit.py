@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import REPOSITORY
 
-from spmdtrain import MeshSpec, NonFiniteError, ShardingOptions, Trainer, UserError
+from spmdtrain import CallbackContext, MeshSpec, NonFiniteError, ShardingOptions, Trainer, UserError
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
@@ -101,6 +102,9 @@ class Interrupting:
 
     armed = False
 
+    def arm(self, step: int, event: CallbackContext) -> None:
+        self.armed = event.step == step
+
     def __len__(self) -> int:
         return len(X)
 
@@ -122,8 +126,8 @@ def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
             options = {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=8)}
             falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1))
             is_armed = interrupted and epochs == 3
-            arm = {"epoch_end": lambda event: setattr(data, "armed", event.step == 10)}
-            callbacks = [falling, *watchers(tmp_path / f"{name}.csv")[1:], *([arm] * is_armed)]
+            arm = [{"epoch_end": partial(data.arm, 10)}] if is_armed else []
+            callbacks = [falling, *watchers(tmp_path / f"{name}.csv")[1:], *arm]
             fitted = trainer(model, 2, callbacks=callbacks, workdir=str(tmp_path / name), **options)
             with pytest.raises(PreemptedExit) if is_armed else contextlib.nullcontext():
                 fitted.fit((X, Y), epochs=epochs, global_batch_size=BATCH, validation=data)

@@ -136,7 +136,8 @@ def test_an_experiment_that_ends_the_process_is_reported(tmp_path: Path) -> None
 @pytest.mark.nightly
 def test_options_that_say_nothing_of_the_step_do_not_hinder(tmp_path: Path) -> None:
     options = ("--collectives.timeout", 60, "--resume", "must", "--profile-steps", "1:3")
-    ended = plan(DIGITS, *options, "--topology", "cpu:2", "--measure", "--json")
+    more = ("--best-metric", "accuracy", "--trackers", "wandb")
+    ended = plan(DIGITS, *options, *more, "--topology", "cpu:2", "--measure", "--json")
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["collectives"][0]["kind"] == "all-reduce" and found["measured"]["step"] > 0

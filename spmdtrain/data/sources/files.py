@@ -152,9 +152,10 @@ def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[Source
         raise UserError(f"{kind}: the list of files is empty: give at least one")
     seen = set()
     for file in found:
-        if file.path in seen:
+        place = file.path if is_url(file.path) else os.path.realpath(file.path)
+        if place in seen:
             raise UserError(f"{file}: given twice, so its examples would be read twice an epoch")
-        seen.add(file.path)
+        seen.add(place)
     return tuple(found)
 
 

@@ -130,6 +130,9 @@ def test_predictions_and_exports_replace_a_link(name: str, workdir: Path) -> Non
     (workdir / name).symlink_to(victim)
     write_predictions(str(workdir), np.ones(3))
     assert np.load(workdir / "predictions.npz")["predictions"].tolist() == [1, 1, 1]
+    write_predictions(str(workdir), {"file": np.ones(2), "allow_pickle": np.zeros(1)})
+    found = np.load(workdir / "predictions.npz")  # they are arguments of `np.savez`
+    assert {name: x.tolist() for name, x in found.items()} == {"file": [1, 1], "allow_pickle": [0]}
     assert victim.read_bytes() == b"precious\n"
     (workdir / ".out.npz.new").symlink_to(victim)
     export_params(str(workdir), str(workdir / "out.npz"))

@@ -183,7 +183,7 @@ def test_the_chief_comes_first_then_the_workers_and_the_others_have_no_rank(
     )
     assert facts(spec) == expected
     assert spec.name == name
-    assert (spec.has_ps, spec.has_evaluator) == (True, True)
+    assert spec.has_ps
     assert str(spec.task) == name
     assert [str(task) for task in spec.processes] == ["chief", "worker 0", "worker 1"]
     assert [str(task.address) for task in spec.processes] == ["c:1", "w:1", "w:2"]
@@ -209,7 +209,7 @@ def test_without_a_chief_worker_0_is_it() -> None:
     spec = read("worker", 0, worker=["a:1", "b:1"])
     assert facts(spec) == ("train", 0, 2, True, "a:1")
     assert facts(read("worker", 1, worker=["a:1", "b:1"])) == ("train", 1, 2, False, "a:1")
-    assert (spec.has_ps, spec.has_evaluator) == (False, False)
+    assert not spec.has_ps
 
 
 def test_the_master_of_tensorflow_1_is_a_chief() -> None:
@@ -233,7 +233,7 @@ def test_an_evaluator_need_not_be_in_the_cluster(jobs: dict[str, list[str]]) -> 
     count = max(1, sum(map(len, jobs.values())))
     first = next(iter(jobs.values()), [None])[0]
     assert facts(spec) == ("evaluate", None, count, False, first)
-    assert (spec.name, spec.task, spec.has_evaluator) == ("evaluator 7", None, False)
+    assert (spec.name, spec.task) == ("evaluator 7", None)
 
 
 def test_an_evaluator_or_a_ps_alone_does_not_train() -> None:

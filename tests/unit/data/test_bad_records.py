@@ -96,6 +96,8 @@ def test_a_failure_of_storage_is_not_skipped() -> None:
         SkipBadRecords(Numbers(10, {7}, lambda _: UserError("the file has changed")))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="not a generator"):
         SkipBadRecords(number for number in range(3))
+    with pytest.raises(UserError, match="max_bad_records is -1: it must be 0 or more"):
+        SkipBadRecords(Numbers(4, {1}), max_bad_records=-1)
     with pytest.raises(UserError, match="max_bad_records is '3'"):
         SkipBadRecords(Numbers(3, set()), "3")  # type: ignore[arg-type]
 

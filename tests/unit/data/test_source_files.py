@@ -63,6 +63,10 @@ def test_a_folder_is_searched_through_links_and_other_names_are_not_examined(
         ("pipe", "{}/pipe: not a regular file"),
         ("broken", "{}/broken: no such file"),
         (["b.txt", "b.txt"], "{}/b.txt: given twice, so its examples would be read twice an epoch"),
+        (
+            ["b.txt", "a/../b.txt"],
+            "{}/a/../b.txt: given twice, so its examples would be read twice an epoch",
+        ),
         ([], "text files: the list of files is empty: give at least one"),
     ],
 )

@@ -1013,6 +1013,11 @@ def test_waits_double_up_to_a_minute_and_reset_with_progress() -> None:
     assert [restarts.next(10), restarts.next(10), restarts.next(9)] == [1, 2, 4]
     assert restarts.next(11) == 1
     assert Restarts(0).next(5) is None
+    assert [restarts.next(20, after_rollback=True), restarts.next(15), restarts.next(15)] == [
+        1,
+        1,
+        2,
+    ]
 
 
 def test_a_job_with_a_faulty_device_restarts_only_without_its_process() -> None:

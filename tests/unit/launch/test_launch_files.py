@@ -496,7 +496,7 @@ def test_the_tf_config_of_a_tfjob(lists_evaluator: bool, domain: str) -> None:
     ]
     assert {s.num_processes for s in specs} == {4}
     assert {str(s.coordinator) for s in specs} == {f"digits-chief-0.research.svc{domain}:2222"}
-    assert {s.has_evaluator for s in specs} == {lists_evaluator}
+    assert {"evaluator" in s.jobs for s in specs} == {lists_evaluator}
     # Every pod waits for the name of the one that all of them meet at.
     for kind in ("Chief", "Worker"):
         (script,) = container(replicas()[kind]["template"])["args"]

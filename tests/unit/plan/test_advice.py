@@ -1,5 +1,6 @@
 """The advice of a plan: which options avoid excess traffic, and how its figures are labeled."""
 
+import dataclasses
 import json
 import os
 from dataclasses import replace
@@ -358,6 +359,10 @@ def test_an_option_of_several_values_may_be_given_several_times() -> None:
     ).config
     assert config.compiler_options == ("a=1", "b=2", "c=3")
     assert (config.freeze, config.steps) == (("x", "y"), 5)
+    given = ["--hidden", "3", "4", "--trackers", "wandb", "--hidden=5", "--trackers", "trackio"]
+    config = command_line.parse_command_line([*where, *given], Options).config
+    found = dataclasses.asdict(config)
+    assert (found["trackers"], found["hidden"]) == (("wandb", "trackio"), (3, 4, 5))
 
 
 @pytest.mark.slow

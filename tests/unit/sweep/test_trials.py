@@ -8,8 +8,15 @@ import pytest
 
 from spmdtrain import UserError
 from spmdtrain.sweep.devices import trial_environments
-from spmdtrain.sweep.summary import best_result, means_over_seeds, read_results, write_results
+from spmdtrain.sweep.summary import (
+    best_result,
+    means_over_seeds,
+    read_results,
+    show_results,
+    write_results,
+)
 from spmdtrain.sweep.trials import Trial, TrialMetrics, TrialState, unique_name
+from spmdtrain.terminal import Terminal
 
 
 def write(folder: Path, *lines: dict[str, object], mode: str = "w") -> None:
@@ -103,6 +110,31 @@ def test_a_result_that_is_not_a_number_is_null_in_the_file(tmp_path: Path) -> No
     text = (tmp_path / "results.json").read_text()
     (result,) = json.loads(text, parse_constant=pytest.fail)["trials"]
     assert (result["value"], result["test"]) == (1.0, None)
+
+
+def test_a_file_that_cannot_be_read_is_a_fault_of_its_trial_alone(tmp_path: Path) -> None:
+    finished = trial(tmp_path, TrialState.FINISHED, 1.0, rate="a")
+    broken = trial(tmp_path, TrialState.FINISHED, 2.0, rate="b")
+    (broken.folder / "metrics.jsonl").unlink()
+    (broken.folder / "metrics.jsonl").mkdir()
+    metrics = TrialMetrics(broken, "loss")
+    metrics.update()
+    assert "metrics.jsonl" in metrics.fault
+    assert [each.value for each in read_results([broken, finished], "loss", "min")] == [1.0, None]
+
+
+def test_values_are_shortened_only_if_they_still_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = (("123456789", "0.00123451", "0.0001234"), ("123456790", "0.00123452", "0.0005678"))
+    trials = [
+        trial(tmp_path, TrialState.FINISHED, 1.0, seed=seed, rate=rate, decay=decay)
+        for seed, rate, decay in values
+    ]
+    show_results(Terminal(), read_results(trials, "loss", "min"), "loss", "min")
+    printed = capsys.readouterr().out
+    for text in (*values[0][:2], *values[1][:2], "0.000123 ", "0.000568 "):
+        assert text in printed
 
 
 def test_trials_do_not_share_a_gpu() -> None:

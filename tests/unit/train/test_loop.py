@@ -1,6 +1,7 @@
 """Loops of one's own: what they are given, what is done for them, and what is refused."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -434,6 +435,20 @@ def test_evaluations_are_written_and_say_which_checkpoint_is_best(tmp_path: Path
     with pytest.raises(UserError, match=words), loop(**options | {"steps": 13}) as own:
         own.start(init, train=(X, Y))
         own.log_evaluation({"loss": 1.0})
+
+
+def test_an_evaluation_that_is_nan_does_not_prevent_the_mark_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with loop(best_metric="score", terminal=Terminal()) as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch, score in zip(own.batches(), (math.nan, 3.0, 1.0, 2.0), strict=False):
+            state, output = compiled(state, batch)
+            own.end_step(state, output)
+            own.log_evaluation({"score": score})
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("eval at step")]
+    assert [line.endswith("best") for line in lines] == [False, False, True, False]
 
 
 def test_an_evaluation_counts_every_example_once() -> None:
