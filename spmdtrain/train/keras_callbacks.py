@@ -175,9 +175,10 @@ class KerasCallbacks:
             for name, callback in self._active.items()
         }
         # A signal may interrupt the evaluation for which the epoch waits. NaN is not JSON.
-        means: dict[str, float | None] | None = self._epoch_means and {
-            name: None if math.isnan(value) else value for name, value in self._epoch_means.items()
-        }
+        means = None
+        if self._epoch_means is not None:
+            known = self._epoch_means.items()
+            means = {name: None if math.isnan(value) else value for name, value in known}
         return {"epoch": self._epoch, "epoch_means": means, "callbacks": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
