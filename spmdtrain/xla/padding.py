@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.xla.batch_sums import batch_sum, sum_over_parts
+from spmdtrain.xla.derivative_rules import is_inexact, may_combine_more, trace_derivatives
 from spmdtrain.xla.jaxpr import scan_operands
 from spmdtrain.xla.padding_rules import (
     CALLS,
@@ -72,8 +73,8 @@ def why_parts_differ(
         batch: See `why_padding_matters`.
         parts: Number of equal parts.
         own_draws: Whether each part may draw its own random numbers.
-        gradients: Whether the function is differentiated. What the backward pass of a
-            `jax.custom_vjp` combines is not known.
+        gradients: Whether the function is differentiated. The rule of a `jax.custom_jvp` is
+            examined, too. What the backward pass of a `jax.custom_vjp` combines is not known.
         axes: Named axes, with their sizes, over which the function may add up sums of its rows.
 
     Returns:
@@ -237,6 +238,8 @@ class _Classifier:
         if name in CALLS:
             if self._gradients and name.startswith("custom_vjp") and op.rows:
                 return [op.mixed()] * len(op.first.outvars)
+            if self._gradients and name == "custom_jvp_call" and may_combine_more(op.first):
+                return self._with_derivatives(op)
             key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in op.params)
             return self._inner(op.first.params[key], op.second.params[key], op.ins)
         if name == "cond":
@@ -248,6 +251,25 @@ class _Classifier:
         if name == "custom_linear_solve":
             return self._solve(op)
         return None
+
+    def _with_derivatives(self, op: Op) -> list[Value]:
+        """Classifies a function whose derivatives its user has defined, by both of them."""
+        try:
+            first, second = trace_derivatives(op.first), trace_derivatives(op.second)
+        except Exception:  # of any class, as the user's rule raises them
+            return [op.mixed()] * len(op.first.outvars)
+        operands = zip(op.first.invars, op.ins, strict=True)
+        given = {x: value for x, value in operands if not hasattr(x, "val")}
+        tangents = [value for x, value in given.items() if is_inexact(x.aval)]
+        # The derivatives themselves are not differentiated: a rule may call its own function.
+        plain = _Classifier(self._size, self._positional_draws, gradients=False)
+        found = plain.closed(first, second, [*given.values(), *tangents])
+        results = op.first.outvars
+        values, derivatives = found[: len(results)], iter(found[len(results) :])
+        return [
+            _join(op, [value, next(derivatives)]) if is_inexact(x.aval) else value
+            for x, value in zip(results, values, strict=True)
+        ]
 
     def _solve(self, op: Op) -> list[Value]:
         lengths = op.params["const_lengths"]

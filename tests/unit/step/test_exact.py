@@ -263,6 +263,19 @@ def centered(x: jax.Array) -> jax.Array:
 centered.defvjp(lambda x: (x, None), lambda _, g: (g - g.mean(0),))
 
 
+@jax.custom_jvp
+def centered_by_rule(x: jax.Array) -> jax.Array:
+    return x
+
+
+centered_by_rule.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
+
+
+def with_own_rule(model: Any, batch: Any) -> dict[str, Any]:
+    x, _ = batch
+    return {"loss": centered_by_rule(model(x)).mean(1)}
+
+
 def with_own_gradients(model: Any, batch: Any) -> dict[str, Any]:
     x, _ = batch
     return {"loss": centered(model(x)).mean(1)}
@@ -313,6 +326,7 @@ def repeated(updates: Any, params: Any) -> Any:
         ({"objective": coupled}, "exact=16 .* may depend on other examples"),
         ({"objective": combined}, "the loss is a Combination"),
         ({"objective": with_own_gradients}, "exact=16 .*custom_vjp_call at"),
+        ({"objective": with_own_rule}, "exact=16 .*reduce_sum at"),
         ({"optimizer": optax.sm3(0.1)}, "the optimizer takes the maximum of some dims"),
         ({"optimizer": optax.adafactor(1e-2)}, "the optimizer adds up some dims"),
         ({"optimizer": optax.contrib.muon(1e-2)}, "the optimizer adds up some dims"),

@@ -1,5 +1,6 @@
 """Evaluations of objectives that mix examples or draw, and the proof that rows are independent."""
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -350,6 +351,48 @@ def test_values_that_depend_on_the_place_are_found(name: str) -> None:
     assert why_parts_differ(lambda _, b: of(b), {}, ROWS, 2) is not None
     if name in PLACED:
         assert why(of, **ROWS) is None
+
+
+def with_rule(derivative: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
+    @jax.custom_jvp
+    def function(x: jax.Array) -> jax.Array:
+        return jnp.maximum(x, 0)
+
+    function.defjvp(lambda x, t: (function(x[0]), derivative(x[0], t[0])))
+    return function
+
+
+@pytest.mark.parametrize("place", ["alone", "in a loop", "of each row"])
+@pytest.mark.parametrize(
+    ("derivative", "found"),
+    [
+        (lambda x, t: jnp.where(x > 0, t, 0.1 * t), None),
+        (lambda x, t: t - t.mean(0), "reduce_sum at"),
+        (lambda x, t: t / len(x), "the batch size as a number"),
+        (lambda x, t: jnp.cumsum(t, 0), "cumsum at"),
+    ],
+    ids=["of each element", "mean", "size", "place"],
+)
+def test_rules_of_derivatives_are_examined_if_there_are_gradients(
+    derivative: Any, found: str | None, place: str
+) -> None:
+    function = with_rule(derivative)
+
+    def values(weights: Any, batch: Any) -> Any:
+        x = batch["x"][:, None] * weights
+        if place == "alone":
+            return function(x)
+        if place == "in a loop":
+            return jax.lax.fori_loop(0, 2, lambda _, x: function(x), x)
+        return jax.vmap(lambda x: function(x[None])[0])(x)
+
+    given = jnp.ones(3), {"x": jnp.ones(8)}
+    assert why_parts_differ(values, *given, 2) is None
+    why = why_parts_differ(values, *given, 2, gradients=True)
+    if found is None or place == "of each row":  # a rule that is given one row combines no others
+        assert why is None
+    else:
+        assert why is not None and found in why
 
 
 def experiment(name: str) -> Any:
