@@ -42,7 +42,7 @@ def load_state(
       StorageError: If it cannot be read.
     """
     target: TrainState = jax.tree.map(_with_sharding, abstract, shardings)
-    fields: dict[str, PyTree] = {"averaged": {}, "model_state": {}} | read_arrays(
+    fields: dict[str, PyTree] = {"params": {}, "averaged": {}, "model_state": {}} | read_arrays(
         folder, manifest, items_of(target)
     )
     return TrainState(**fields)

@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from spmdtrain.data.indexable import IndexableDataset, stack
+from spmdtrain.data.indexable import IndexableDataset, holds_numbers, stack
 from spmdtrain.data.libraries import NO_STREAM, from_library, known_as
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, foreign
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
@@ -54,16 +54,25 @@ class ArrayDataset:
     """
 
     def __init__(self, arrays: PyTree) -> None:
+        for name, leaf in named_leaves(arrays).items():
+            if isinstance(leaf, np.ma.MaskedArray):
+                raise UserError(
+                    f"array {name!r} of a dataset is a masked array, and JAX has no masks: fill it "
+                    "(x.filled(0)), and give weights of 0 for the values that are missing"
+                )
         self.arrays = jax.tree.map(np.asarray, arrays)
         for name, leaf in named_leaves(self.arrays).items():
-            if leaf.dtype.kind not in "biufcV":  # V: dtypes that JAX adds, such as bfloat16
+            if not holds_numbers(leaf.dtype):
                 raise UserError(f"array {name!r} of a dataset holds {leaf.dtype}, not numbers")
         shapes = {name: leaf.shape for name, leaf in named_leaves(self.arrays).items()}
         if not shapes or any(not shape for shape in shapes.values()):
-            raise UserError(f"a dataset needs arrays with a leading dim of examples: {shapes}")
+            raise UserError(
+                f"a dataset needs arrays with a leading dim of examples: {foreign(shapes, 300)}"
+            )
         lengths = {shape[0] for shape in shapes.values()}
         if len(lengths) > 1:
-            raise UserError(f"the arrays of a dataset differ in their number of examples: {shapes}")
+            each = foreign(shapes, 300)
+            raise UserError(f"the arrays of a dataset differ in their number of examples: {each}")
         (self._length,) = lengths
         self._leaves: list[np.ndarray]
         self._structure: Any

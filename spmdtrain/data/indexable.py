@@ -15,8 +15,17 @@ from spmdtrain.xla.source_files import is_library
 
 PyTree = Any
 
-_NUMBERS = "biufcV"  # kinds of dtypes; V: dtypes that JAX adds, such as bfloat16
 _VALUES = (int, float, complex, str, bytes, np.generic)
+
+
+def holds_numbers(dtype: np.dtype) -> bool:
+    """Returns whether JAX has arrays of a dtype: not of objects, text, structures, long doubles.
+
+    Args:
+      dtype: The dtype; one that JAX adds, such as bfloat16, is of kind V.
+    """
+    longest = 16 if dtype.kind == "c" else 8  # bytes
+    return dtype.kind in "biufcV" and dtype.names is None and dtype.itemsize <= longest
 
 
 @dataclass(frozen=True)
@@ -282,13 +291,15 @@ def _fields_of(example: Any) -> str:
 def _column(values: list[Any], field: str, indices: Sequence[int], name: str) -> np.ndarray:
     """Returns the values of a field as one array (n, ...)."""
     try:
+        if any(isinstance(value, np.ma.MaskedArray) for value in values):
+            _reject(values, field, indices, name)
         if isinstance(values[0], (list, *_VALUES)):
             column = np.asarray(values)
         else:
             column = np.stack([np.asarray(value) for value in values])
     except (ValueError, OverflowError):  # shapes that differ
         _reject(values, field, indices, name)
-    if column.dtype.kind not in _NUMBERS:
+    if not holds_numbers(column.dtype):
         _reject(values, field, indices, name)
     return column
 
@@ -301,6 +312,11 @@ def _reject(values: list[Any], field: str, indices: Sequence[int], name: str) ->
         which = f"{what}example {index} of a {name}"
         if value is None:
             raise UserError(f"{which} is None: examples must be numbers")
+        if isinstance(value, np.ma.MaskedArray):
+            raise UserError(
+                f"{which} is a masked array, and JAX has no masks: fill it by a map function, and "
+                "give weights of 0 for the values that are missing"
+            )
         leaf: Any = value
         while isinstance(leaf, list) and leaf:
             leaf = leaf[0]
@@ -319,7 +335,7 @@ def _reject(values: list[Any], field: str, indices: Sequence[int], name: str) ->
             array = np.asarray(value)
         except ValueError:  # lists of different lengths
             raise UserError(f"{which} holds lists of different lengths: {_SHAPES}") from None
-        if array.dtype.kind not in _NUMBERS:
+        if not holds_numbers(array.dtype):
             raise UserError(f"{which} holds {array.dtype}, not numbers: {foreign(value, 100)}")
         shapes[index] = array.shape
     first = indices[0]

@@ -15,8 +15,7 @@ from spmdtrain.data.dispatch_batches import CountedBatches, IndexedBatch, batch_
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.flops import count_flops
-from spmdtrain.step.state import TrainState
-from spmdtrain.tree import named_leaves
+from spmdtrain.step.state import TrainState, check_same_arrays
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
 PyTree = Any
@@ -229,24 +228,14 @@ def _counted(step: Callable[..., Any]) -> Callable[[Any, CountedBatches], Any]:
 
 
 def _check_types(before: Any, after: Any) -> None:
-    """Raises `UserError` if a step changes the names, shapes or dtypes of a state's arrays."""
-    old, new = (
-        {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(state).items()}
-        for state in (before, after)
-    )
+    """Raises `UserError` if a step changes the arrays of a state, or its containers."""
+    check_same_arrays(before, after)
     structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
-    if structures[0] != structures[1] and old.keys() == new.keys():
+    if structures[0] != structures[1]:
         raise UserError(
             "the state has other containers after a step than before it, so steps cannot be "
             "repeated in a loop: keep its structure, or set steps_per_dispatch to 1"
         )
-    for name in {**old, **new}:
-        if old.get(name) != new.get(name):
-            raise UserError(
-                f"{name} is {old.get(name, 'absent')} before a step and {new.get(name, 'absent')} "
-                "after it, so steps cannot be repeated in a loop: keep its shape and dtype, or set "
-                "steps_per_dispatch to 1"
-            )
 
 
 def _is_on_cpu(placement: Placement) -> bool:

@@ -20,7 +20,7 @@ from spmdtrain.step.optimizer import merge
 from spmdtrain.step.outputs import outputs_of_training
 from spmdtrain.step.remat import with_policy
 from spmdtrain.step.user_frames import locate_errors
-from spmdtrain.tree import path_name
+from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
 
@@ -138,10 +138,26 @@ class Forward:
         """Returns what the objective returns, and the model state after the batch."""
         variables = Variables(self._to_compute(merge(params, frozen)), model_state)
         outputs, after = self._run(self.objective, variables, batch, key, mask, mode)
+        structures: list[Any] = [jax.tree.structure(x) for x in (after, model_state)]
+        if structures[0] != structures[1]:
+            changed = named_leaves(after).keys() ^ named_leaves(model_state).keys()
+            raise UserError(
+                f"a call of the model adds or removes {min(changed, default='containers')} in its "
+                "state, which must keep its arrays: sow values that are not kept to 'intermediates'"
+            )
 
         def updated(path: tuple[Any, ...], new: jax.Array, old: jax.Array) -> jax.Array:
+            if path_name(path) in self._frozen_state:
+                return old
             # A model that computes in 16 bits may have assigned 16-bit arrays to its state.
-            return old if path_name(path) in self._frozen_state else new.astype(old.dtype)
+            is_rounded = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new))
+            if not is_rounded and jnp.promote_types(old.dtype, new.dtype) != old.dtype:
+                raise UserError(
+                    f"the model assigns {new.dtype} to {path_name(path)} of its state, which is "
+                    f"{old.dtype}: initialize it with the dtype that it keeps, such as "
+                    "jnp.array(0.0)"
+                )
+            return new.astype(old.dtype)
 
         return outputs, jax.tree_util.tree_map_with_path(updated, after, model_state)
 

@@ -94,6 +94,11 @@ def training_sums(
 ) -> BatchSums:
     """Returns `weighted_sums` of outputs without the metrics that only evaluations compute."""
     sums = weighted_sums(outputs, batch_size, mask)
+    if (dtype := _dtype_of(outputs["loss"])) is not None and not jnp.issubdtype(dtype, jnp.inexact):
+        raise UserError(
+            f"the objective's 'loss' is {dtype}, which has no gradient: return floating-point "
+            "values that depend on the parameters"
+        )
     return {name: x for name, x in sums.items() if isinstance(x, (Sums, Combination))}
 
 
@@ -278,9 +283,26 @@ def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sum
     return Sums(weighted.sum(), weights.sum())
 
 
+def _dtype_of(value: Any) -> Any:
+    """Returns the dtype of the values of an output; None for a `Combination`."""
+    if isinstance(value, Combination):
+        return None
+    values = value.value if isinstance(value, Scalar) else value
+    return jnp.asarray(values[0] if isinstance(values, tuple) else values).dtype
+
+
+def _real(what: str, values: jax.Array) -> jax.Array:
+    """Returns values in f32; raises `UserError` if they are complex."""
+    if jnp.iscomplexobj(values):
+        raise UserError(
+            f"{what} is {values.dtype}: return real values, such as jnp.abs(x) or x.real"
+        )
+    return values.astype(jnp.float32)
+
+
 def _scalar_sums(what: str, scalar: Scalar, batch_size: int, mask: jax.Array | None) -> Sums:
     examples = batch_size if mask is None else mask.sum()
-    value = jnp.asarray(scalar.value, jnp.float32)
+    value = _real(what, jnp.asarray(scalar.value))
     weight = jnp.asarray(examples if scalar.weight is None else scalar.weight, jnp.float32)
     if value.shape or weight.shape:
         raise UserError(
@@ -318,7 +340,7 @@ def _weighted(
         weights = weights * _expand(what, mask, values)
     weights = jnp.broadcast_to(weights, values.shape)
     # Values of weight 0 must not change the sum, even if they are NaN.
-    return jnp.where(weights == 0, 0.0, values.astype(jnp.float32)) * weights, weights
+    return jnp.where(weights == 0, 0.0, _real(what, values)) * weights, weights
 
 
 def _expand(what: str, weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -131,8 +131,15 @@ class Update:
         for pattern in self.frozen:
             if not any(re.search(pattern, name) for name in [*names, *states]):
                 raise UserError(f"freeze: {pattern!r} matches no parameter's path: {names}")
-        if self.frozen and not jax.tree.leaves(self.partition(params)[0]):
+        trained = named_leaves(self.partition(params)[0])
+        if self.frozen and not trained:
             raise UserError(f"freeze: no parameter is left to train of {names}")
+        for name, x in trained.items():
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise UserError(
+                    f"parameter {name} is {x.dtype}, which has no gradient: freeze it (freeze="
+                    f"({re.escape(name)!r},)), or give it a floating-point dtype"
+                )
 
     def average(
         self, averaged: PyTree, params: PyTree, opt_state: PyTree, step: jax.Array

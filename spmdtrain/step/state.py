@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.base import Variables
+from spmdtrain.errors import UserError
 from spmdtrain.step.reductions import accumulation_dtype
+from spmdtrain.tree import named_leaves
 
 PyTree = Any
 
@@ -47,6 +49,29 @@ class TrainState:
         """
         averaged = jax.tree.leaves(self.averaged)
         return Variables(self.averaged if averaged else self.params, self.model_state)
+
+
+def check_same_arrays(before: PyTree, after: PyTree) -> None:
+    """Checks that a step keeps the arrays of a state; otherwise no checkpoint could be restored.
+
+    Args:
+      before: The state before the step.
+      after: The state after it.
+
+    Raises:
+      UserError: If an array is added or removed, or has another shape or dtype.
+    """
+    old, new = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(state).items()}
+        for state in (before, after)
+    )
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            raise UserError(
+                f"{name} of the state is {old.get(name, 'absent')} before a step and "
+                f"{new.get(name, 'absent')} after it: initialize it with the shape and dtype that "
+                "it keeps"
+            )
 
 
 def first_average(params: PyTree) -> PyTree:

@@ -29,7 +29,7 @@ from spmdtrain.step.norms import recomputes_changes, step_norms
 from spmdtrain.step.optimizer import Update, clipped
 from spmdtrain.step.outputs import Combination
 from spmdtrain.step.schedules import step_rate
-from spmdtrain.step.state import TrainState
+from spmdtrain.step.state import TrainState, check_same_arrays
 from spmdtrain.xla.recompute import recomputable
 
 PyTree = Any
@@ -133,6 +133,7 @@ def make_train_step(
         evaluate = recomputable if recomputes else fused_evaluation if fuses else _evaluated
         found, changes = evaluate(updated, state, batch)
         after, means = found.state, found.means
+        check_same_arrays(state, after)
 
         # The finite flags of this loss and state. They are read before this state is saved.
         if isinstance(changes, FusedChecks):

@@ -229,11 +229,12 @@ class RunLogger:
         self.terminal.warning(message)
         self.times.log_fault(step, message)
 
-    def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
-        """Logs the metrics of an evaluation of the state after `step`."""
+    def log_evaluation(
+        self, split: Split, step: int, metrics: Metrics, *, is_written: bool = False
+    ) -> None:
+        """Logs the metrics of an evaluation of the state after `step`, unless they are written."""
         self.latest[split] = metrics
-        # An earlier start has written it if it ended before its next save.
-        if step not in self.written.get(split, {}):
+        if not is_written:
             self._write(step, split, metrics)
             self.times.log("evaluation", step)
         best = split is Split.EVAL and self._is_best(metrics)

@@ -377,13 +377,14 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             return None
         reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
         inputs = self._variables(), run.validation, run.eval_batch_size
-        is_new = step not in run.logger.written[Split.EVAL]
-        if is_new and (media := self._evaluation.media(*inputs)) is not None:
+        # An earlier start has written it if it ended before its next save.
+        is_written = step in run.logger.written[Split.EVAL]
+        if not is_written and (media := self._evaluation.media(*inputs)) is not None:
             run.logger.trackers.media(step, Split.EVAL, media)
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()
         check_best(self.config, metrics, first=False, log=self.terminal.line)
-        run.logger.log_evaluation(Split.EVAL, step, metrics)
+        run.logger.log_evaluation(Split.EVAL, step, metrics, is_written=is_written)
         return metrics
 
     def _evaluate_split(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:

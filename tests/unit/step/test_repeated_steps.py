@@ -222,7 +222,7 @@ def test_a_state_whose_types_change_cannot_be_in_a_loop() -> None:
 
     state = {"params": jnp.ones(3), "count": jnp.int32(0)}
     batches = CountedBatches(np.zeros((2, 4), np.float32), np.int32(2))
-    message = r"count is int32\[\] before a step and float32\[\] after it.* steps_per_dispatch to 1"
+    message = r"count of the state is int32\[\] before a step and float32\[\] after it"
     with pytest.raises(UserError, match=message):
         repeated(count, Repeat.COUNTED)(state, batches)
 

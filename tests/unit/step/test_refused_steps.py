@@ -1,0 +1,135 @@
+"""Steps that would compute something else than the user's code says, or could not be resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from spmdtrain import FunctionModel, LinenModel, Scalar, Trainer, UserError
+from spmdtrain.terminal import Terminal
+
+X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+
+
+class MeanVariable(nnx.Variable[Any]):
+    pass
+
+
+class RunningMean(nnx.Module):
+    """Subtracts a running mean, which is an integer at first."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mean = MeanVariable(jnp.array(0))
+        self.linear = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.mean.set_value(0.9 * self.mean.get_value() + 0.1 * x.mean())
+        return self.linear(x - self.mean.get_value())
+
+
+class Carries(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        carried = self.variable("carry", "hidden", lambda: jnp.zeros((len(x), 3)))
+        hidden = linen.Dense(3)(x) + carried.value
+        if train:
+            carried.value = hidden
+        return hidden
+
+
+class Sows(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        self.sow("losses", "aux", x.mean())
+        return linen.Dense(1)(x)
+
+
+def squares(model: Any, x: jax.Array) -> Any:
+    return {"loss": model(x) ** 2}
+
+
+def in_training(model: Any, x: jax.Array) -> Any:
+    return {"loss": model(x, train=model.training) ** 2}
+
+
+WEIGHTS = FunctionModel(lambda key: {"w": jnp.ones(3)}, lambda params, x: x @ params["w"])
+COMPLEX = FunctionModel(
+    lambda key: {"w": jnp.ones(3, jnp.complex64)}, lambda params, x: x @ params["w"]
+)
+COUNTED = FunctionModel(
+    lambda key: {"w": jnp.ones(3), "n": jnp.int32(2)}, lambda p, x: x @ p["w"] * p["n"]
+)
+HALVES = optax.GradientTransformation(
+    lambda params: jnp.int32(0), lambda updates, state, params=None: (updates, state + 0.5)
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": RunningMean}, "assigns float32 to mean of its state, which is int32"),
+        (
+            {"model": LinenModel(Carries(), X[:1]), "objective": in_training},
+            r"model_state/carry/hidden of the state is float32\[1, 3\] before .* float32\[8, 3\]",
+        ),
+        ({"model": LinenModel(Sows(), X[:1])}, "adds or removes losses/aux/1 in its state"),
+        ({"optimizer": HALVES}, r"opt_state of the state is int32\[\] before a step and float32"),
+        ({"model": COMPLEX}, "'loss' is complex64: return real values"),
+        ({"objective": lambda m, x: {"loss": m(x) ** 2, "z": 1j * m(x)}}, "'z' is complex64"),
+        ({"objective": lambda m, x: {"loss": m(x) > 0}}, "'loss' is bool, which has no gradient"),
+        ({"objective": lambda m, x: {"loss": Scalar(1, 1)}}, "'loss' is int32, which has no"),
+        ({"model": COUNTED}, "parameter n is int32, which has no gradient: freeze it"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-",
+)
+def test_a_step_that_would_round_drop_or_change_values_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    defaults: dict[str, Any] = {"model": WEIGHTS, "objective": squares, "optimizer": optax.sgd(0.1)}
+    with pytest.raises(UserError, match=message):
+        Trainer(**defaults | options, terminal=Terminal(quiet=True)).fit(
+            X, steps=1, global_batch_size=8
+        )
+
+
+def test_a_model_without_parameters_is_resumed(tmp_path: Path) -> None:
+    def fit(steps: int) -> int:
+        model = FunctionModel(lambda key: {}, lambda params, x: x[:, 0])
+        options: dict[str, Any] = {"workdir": str(tmp_path), "terminal": Terminal(quiet=True)}
+        trained = Trainer(model=model, objective=squares, optimizer=optax.sgd(0.1), **options)
+        return trained.fit(X, steps=steps, global_batch_size=8).step
+
+    assert [fit(1), fit(3)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.ma.masked_array(X, X > 1),
+        {"x": np.ma.masked_array(X, X > 1)},
+        [{"x": x} for x in np.ma.masked_array(X, X > 1)],
+    ],
+    ids=["array", "dictionary", "records"],
+)
+def test_masked_arrays_are_refused(data: Any) -> None:
+    with pytest.raises(UserError, match="is a masked array, and JAX has no masks"):
+        Trainer(model=WEIGHTS, objective=squares, optimizer=optax.sgd(0.1), quiet=True).fit(
+            data, steps=1, global_batch_size=8
+        )
+
+
+@pytest.mark.parametrize(
+    "array", [X.astype(np.longdouble), np.zeros(4, [("a", "f4"), ("b", "i4")])]
+)
+def test_dtypes_that_jax_has_not_are_refused_in_short(array: np.ndarray) -> None:
+    trained = Trainer(model=WEIGHTS, objective=squares, optimizer=optax.sgd(0.1), quiet=True)
+    with pytest.raises(UserError, match="not numbers"):
+        trained.fit({"x": array}, steps=1, global_batch_size=8)
+    with pytest.raises(UserError, match="leading dim of examples") as raised:
+        trained.fit({"x": [[1.0] * 30] * 2000}, steps=1, global_batch_size=8)
+    assert len(str(raised.value)) < 500
