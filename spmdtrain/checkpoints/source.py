@@ -101,7 +101,7 @@ def _has_newest(steps: Sequence[int], folder: epath.Path) -> bool:
     """Returns whether steps that were listed include the newest one that the folder has now."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     newest = max((int(name) for name in names if name.isdecimal()), default=None)
-    return not steps if newest is None else newest in steps
+    return newest in steps if names else not steps
 
 
 def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
