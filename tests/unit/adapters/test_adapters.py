@@ -229,7 +229,8 @@ def test_stacked_layers_each_draw_their_own_dropout() -> None:
 
     def objective(model: Any, batch: jax.Array) -> dict[str, jax.Array]:
         first, second, third = model(batch)
-        return {"loss": ((first != second) & (second != third)).sum(-1)}
+        differs = (first != second) & (second != third)
+        return {"loss": differs.sum(-1, dtype=jnp.float32)}
 
     fitted = trainer(Stacked, objective=objective)
     result = fitted.fit(np.ones((BATCH, 64), np.float32), steps=1)
