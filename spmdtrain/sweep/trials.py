@@ -214,7 +214,7 @@ class TrialMetrics:
     test: float | None = None
     """The metric of the test split."""
     fault: str = ""
-    """Why the last reading failed; empty if it did not. Other trials are not affected."""
+    """The error of the last reading; empty without one."""
     _evaluations: dict[int, float] = field(default_factory=dict)
     _epochs: dict[int, float] = field(default_factory=dict)
     _steps: int | None = None  # length of the run, of which one is set

@@ -70,7 +70,7 @@ class RunSession:
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
     start_is_evaluated: bool = True
-    """Whether the callbacks have seen the evaluation of the step from which the run resumes."""
+    """Whether the checkpoint of this start was saved after the evaluation of its step."""
 
     @classmethod
     def open(

@@ -34,7 +34,7 @@ def trace_derivatives(equation: Any) -> Any:
         -> (results, tangents of those that are inexact).
     """
     given = variables(equation.invars)
-    jaxpr = equation.params["call_jaxpr"].jaxpr  # the debug information of another would do
+    jaxpr = equation.params["call_jaxpr"].jaxpr  # for its debug information
     changing = [variable for variable in given if is_inexact(variable.aval)]
 
     def run(values: list[jax.Array], tangents: list[jax.Array]) -> Any:

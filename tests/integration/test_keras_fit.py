@@ -4,16 +4,16 @@ import contextlib
 import json
 import os
 import re
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import linear_model
 import numpy as np
 import pytest
 from helpers import REPOSITORY
 
-from spmdtrain import CallbackContext, MeshSpec, NonFiniteError, ShardingOptions, Trainer, UserError
+from spmdtrain import MeshSpec, NonFiniteError, ShardingOptions, Trainer, UserError
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
@@ -97,24 +97,6 @@ def test_losses_rates_and_values_are_those_of_keras_fit(tmp_path: Path) -> None:
             np.testing.assert_allclose(rows[name], expected_rows[name], rtol=rtol)
 
 
-class Interrupting:
-    """Validation data of which a read sends a signal, once `armed`."""
-
-    armed = False
-
-    def arm(self, step: int, event: CallbackContext) -> None:
-        self.armed = event.step == step
-
-    def __len__(self) -> int:
-        return len(X)
-
-    def rows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if self.armed and indices[0] > 0:
-            self.armed = False
-            os.kill(os.getpid(), signal.SIGTERM)
-        return X[indices], Y[indices]
-
-
 def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
@@ -122,7 +104,7 @@ def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
 
     def fit(name: str, *totals: int, interrupted: bool = False) -> Any:
         for epochs in totals:
-            model, data = made(), Interrupting()
+            model, data = made(), linear_model.Interrupting(X, Y)
             options = {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=8)}
             falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1))
             is_armed = interrupted and epochs == 3

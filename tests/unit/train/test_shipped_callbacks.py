@@ -1,8 +1,7 @@
 """Callbacks that are objects: early stopping, plateaus, thresholds, samples and uploads."""
 
 import json
-import os
-import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,29 +123,14 @@ def test_an_evaluation_that_is_repeated_is_counted_once(whole: Path, tmp_path: P
     assert_same_run(tmp_path, whole)
 
 
-class Interrupting:
-    """Validation data whose second read sends a signal, once `armed`."""
-
-    armed = False
-
-    def __len__(self) -> int:
-        return len(X)
-
-    def rows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if self.armed and indices[0] > 0:
-            self.armed = False
-            os.kill(os.getpid(), signal.SIGTERM)
-        return X[indices], Y[indices]
-
-
 def test_an_interrupted_evaluation_is_counted_after_the_restart(
     whole: Path, tmp_path: Path
 ) -> None:
-    data = Interrupting()
+    data = linear_model.Interrupting(X, Y)
     callbacks = [
         {
             "evaluation": with_score,
-            "step": lambda event: setattr(data, "armed", event.step == 4),
+            "step": partial(data.arm, 4),
         },
         ReduceOnPlateau("score", factor=0.5, patience=2, cooldown=1),
         EarlyStopping("score", patience=6),
