@@ -55,7 +55,7 @@ def export_params(
     arrays: dict[str, np.ndarray] = {}
     for tree in variables:
         for name, leaf in named_leaves(tree).items():
-            name = (name if weight_map else plain_name(name)) or "params"
+            name = name if weight_map else plain_name(name)
             if name in arrays:
                 raise UserError(f"{path}: two arrays of the model have the name {name}")
             arrays[name] = np.asarray(leaf)

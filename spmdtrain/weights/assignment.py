@@ -15,7 +15,7 @@ from spmdtrain.weights.source import ArrayHeader, WeightSource
 from spmdtrain.weights.weight_map import WeightMap, WeightRule, plain_name
 
 _SHOWN = 5  # names in a message
-_SYNTAX = set("{}[]")
+_BRACES = set("{}")
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,15 @@ def _rules_of_equal_names(
                 "a weight_map"
             )
     return [
-        WeightRule(by_plain_name[plain_name(target)], target)
+        WeightRule(_literal(by_plain_name[plain_name(target)]), _literal(target))
         for target in targets
-        if plain_name(target) in by_plain_name and not _SYNTAX & set(target)
+        if plain_name(target) in by_plain_name and not _BRACES & set(target)
     ]
+
+
+def _literal(name: str) -> str:
+    """Returns the pattern of a name without braces."""
+    return f"{name}[]" if name.endswith("]") else name  # `w[0]` alone would be a part of `w`
 
 
 def _piece(

@@ -36,6 +36,7 @@ class WeightRule:
     regular expression matches. Brackets at the end name a part of the array, with an entry for each
     of its first dims: `:`, an index, `a:b`, or `k/n` for the k-th of n equal parts. In `target`
     they stack or merge arrays (`qkv[{layer},:,0]`), in `source` they split one (`qkv.weight[0/3]`).
+    Empty brackets name the whole array: `w[0][]` is an array with the name `w[0]`.
 
     Attributes:
       source: The names in the file.
@@ -90,8 +91,8 @@ of one of the model are taken, where `.` and `/` are the same."""
 
 
 def plain_name(name: str) -> str:
-    """Returns a name of the model as `export` writes it: `layers.0.kernel`."""
-    return name.replace("/", ".")
+    """Returns a name of the model as `export` writes it: `layers.0.kernel`; `params` for one array."""
+    return name.replace("/", ".") or "params"
 
 
 def read_weight_map(file: str) -> WeightMap:

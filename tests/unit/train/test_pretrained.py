@@ -292,3 +292,17 @@ def test_a_function_models_arrays_have_names_too(tmp_path: Path) -> None:
     )
     started = linear_model.trainer(model=model, init_from=str(tmp_path / "w.npz"))
     np.testing.assert_allclose(started.predict(X), X.sum(1, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tree", [{"h[0]": {"w[0]": 0}, "h[1]": {"w[:]": 0}}, 0])
+def test_names_with_brackets_and_a_single_array_are_exported_and_read(
+    tree: Any, tmp_path: Path
+) -> None:
+    def model(value: float) -> FunctionModel:
+        first = jax.tree.map(lambda _: np.full((4, 1), value, np.float32), tree)
+        return FunctionModel(lambda key: first, lambda params, x: x @ sum(jax.tree.leaves(params)))
+
+    linear_model.trainer(model=model(1.5), workdir=str(tmp_path / "run")).fit((X, Y), steps=1)
+    arrays = export_params(str(tmp_path / "run"), str(tmp_path / "w.npz"))
+    child = linear_model.trainer(model=model(7), init_from=str(tmp_path / "w.npz"))
+    np.testing.assert_allclose(child.predict(X), X @ sum(arrays.values()), rtol=1e-6)
