@@ -91,7 +91,7 @@ of one of the model are taken, where `.` and `/` are the same."""
 
 
 def plain_name(name: str) -> str:
-    """Returns a name of the model as `export` writes it: `layers.0.kernel`; `params` for one array."""
+    """Returns a name of the model as `export` writes it: `layers.0.kernel`, or `params`."""
     return name.replace("/", ".") or "params"
 
 
