@@ -60,6 +60,13 @@ class ArrayDataset:
                     f"array {name!r} of a dataset is a masked array, and JAX has no masks: fill it "
                     "(x.filled(0)), and give weights of 0 for the values that are missing"
                 )
+            if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
+                leaf.dtype, jax.dtypes.prng_key
+            ):
+                raise UserError(
+                    f"array {name!r} of a dataset holds random keys: give "
+                    "jax.random.key_data(keys), and call jax.random.wrap_key_data in the objective"
+                )
         self.arrays = jax.tree.map(np.asarray, arrays)
         for name, leaf in named_leaves(self.arrays).items():
             if not holds_numbers(leaf.dtype):

@@ -1,7 +1,7 @@
 """Evaluation and prediction: one pass over a dataset in its order."""
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -162,11 +162,14 @@ class Evaluation:
           dataset: The N examples.
           batch_size: The global batch size; it need not divide the dataset or the devices.
           check_interrupt: Called before each batch; may raise.
+
+        Raises:
+          UserError: If the shape of an example's prediction depends on the size of its batch.
         """
         batches = self._batches("predict", dataset, batch_size, check_interrupt)
         outputs = (self._checked_predictions(variables, *batch) for batch in batches)
         parts = list(_fetched(outputs, self._in_flight))
-        whole = jax.tree.map(lambda *xs: np.concatenate([x[:batch_size] for x in xs]), *parts)
+        whole = jax.tree.map(lambda *xs: _concatenated(xs, batch_size), *parts)
         return jax.tree.map(lambda x: x[: len(dataset)], whole)
 
     def _batches(
@@ -216,6 +219,18 @@ def check_same_data(dataset: Dataset, batch_size: int) -> None:
     if process_group.count() > 1:
         inputs = {"data": fingerprint(dataset), "global_batch_size": batch_size}
         process_group.check_same(source_digests() | inputs)
+
+
+def _concatenated(parts: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
+    """Returns the rows of all batches, without those that pad the last ones."""
+    for part in parts:
+        if part.shape[1:] != parts[0].shape[1:]:
+            raise UserError(
+                f"the model predicts {list(parts[0].shape)} for one batch and {list(part.shape)} "
+                "for another: all dims except the first must be independent of the batch, because "
+                "predict joins all batches to one array"
+            )
+    return np.concatenate([part[:batch_size] for part in parts])
 
 
 def _fetched(outputs: Iterator[Any], in_flight: int) -> Iterator[Any]:

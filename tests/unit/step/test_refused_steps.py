@@ -123,6 +123,20 @@ def test_masked_arrays_are_refused(data: Any) -> None:
         )
 
 
+def test_random_keys_as_data_and_predictions_of_a_batch_are_refused() -> None:
+    options: dict[str, Any] = {"objective": squares, "optimizer": optax.sgd(0.1), "quiet": True}
+    trained = Trainer(model=WEIGHTS, **options)
+    with pytest.raises(UserError, match=r"array 'keys' .* give jax.random.key_data\(keys\)"):
+        keys = jax.random.split(jax.random.key(0), len(X))
+        trained.fit({"keys": keys}, steps=1, global_batch_size=8)
+    products = Trainer(model=FunctionModel(lambda key: {}, lambda params, x: x @ x.T), **options)
+    assert products.predict(X[:6], global_batch_size=6).shape == (6, 6)
+    with pytest.raises(
+        UserError, match=r"predicts \[4, 4\] for one batch and \[2, 2\] for another"
+    ):
+        products.predict(X[:6], global_batch_size=4)
+
+
 @pytest.mark.parametrize(
     "array", [X.astype(np.longdouble), np.zeros(4, [("a", "f4"), ("b", "i4")])]
 )
