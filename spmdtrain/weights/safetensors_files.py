@@ -1,5 +1,6 @@
 """Weights in one `.safetensors` file or several, perhaps with an index."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -27,7 +28,7 @@ _DTYPES = {
     **{"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
 }
-
+_NOT_OF_NUMPY = frozenset({"float8_e4m3fn", "float8_e5m2"})  # the library looks for `np.float8_...`
 
 _BLOCK = 2**24  # bytes
 
@@ -102,8 +103,10 @@ class SafetensorsWeights:
         return values
 
     def _read_block(self, name: str, box: Box) -> np.ndarray:
-        file = self._files[name]
+        file, header = self._files[name], self.headers[name]
         try:
+            if header.dtype.name in _NOT_OF_NUMPY:
+                return _read_bytes_of(file, name, header, box)
             with self._library.safe_open(file, framework="numpy") as opened:
                 part: Any = opened.get_slice(name)[slices(box) or ...]
                 return np.asarray(part)
@@ -111,6 +114,20 @@ class SafetensorsWeights:
             raise UserError(
                 f"{file}: {foreign(name, 200)} cannot be read: {in_short(error)}"
             ) from error
+
+
+def _read_bytes_of(file: epath.Path, name: str, header: ArrayHeader, box: Box) -> np.ndarray:
+    """Returns a part of an array of a file whose header the library has checked."""
+    (first, end), *others = box or [(0, 1)]
+    row = header.nbytes // max(1, header.shape[0]) if box else header.nbytes
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        offsets = json.loads(opened.read(length))[name]["data_offsets"]
+        opened.seek(8 + length + offsets[0] + first * row)
+        rows = np.frombuffer(opened.read((end - first) * row), header.dtype)
+    if not box:
+        return rows.reshape(())
+    return rows.reshape(end - first, *header.shape[1:])[:, *slices(tuple(others))]
 
 
 def _read_index(index: epath.Path) -> Mapping[str, str]:

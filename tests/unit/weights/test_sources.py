@@ -22,6 +22,13 @@ ARRAYS: dict[str, np.ndarray] = {
 }
 NARROW = {"narrow": np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)}
 
+# The library cannot write these as NumPy arrays.
+EIGHT_BITS = {
+    "wide": np.arange(24).astype(ml_dtypes.float8_e5m2).reshape(4, 6),
+    "scalar": np.array(3, ml_dtypes.float8_e4m3fn),
+    "empty": np.zeros((0, 2), ml_dtypes.float8_e4m3fn),
+}
+
 
 def safetensors_file(folder: Path) -> Path:
     safetensors.numpy.save_file(ARRAYS | NARROW, folder / "w.safetensors")
@@ -36,6 +43,19 @@ def sharded(folder: Path) -> Path:
         safetensors.numpy.save_file(part, folder / file)
     (folder / "w.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     return folder
+
+
+def of_8_bits(folder: Path) -> Path:
+    header: dict[str, Any] = {}
+    content = b""
+    for name, array in EIGHT_BITS.items():
+        dtype = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}[array.dtype.name]
+        offsets = [len(content), len(content) + array.nbytes]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
+        content += array.tobytes()
+    text = json.dumps(header).encode()
+    (folder / "w.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    return folder / "w.safetensors"
 
 
 def npz(folder: Path) -> Path:
@@ -69,7 +89,7 @@ def keras_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "write", [safetensors_file, sharded, npz, compressed_npz, orbax, keras_file]
+    "write", [safetensors_file, of_8_bits, sharded, npz, compressed_npz, orbax, keras_file]
 )
 def test_names_headers_and_parts_are_those_of_the_arrays(
     write: Callable[[Path], Path], tmp_path: Path
@@ -78,6 +98,7 @@ def test_names_headers_and_parts_are_those_of_the_arrays(
     assert is_weights_file(path)
     source = open_weights(path)
     expected = ARRAYS | (NARROW if write in (safetensors_file, sharded, orbax) else {})
+    expected = EIGHT_BITS if write is of_8_bits else expected
     assert {name: str(header) for name, header in source.headers.items()} == {
         name: f"{x.dtype}[{','.join(map(str, x.shape))}]" for name, x in expected.items()
     }
@@ -85,7 +106,7 @@ def test_names_headers_and_parts_are_those_of_the_arrays(
         found = source.read(name, tuple((0, length) for length in array.shape))
         np.testing.assert_array_equal(found, array)
         assert found.dtype == array.dtype
-    wide = ARRAYS["wide"]
+    wide = expected["wide"]
     np.testing.assert_array_equal(source.read("wide", ((1, 3), (2, 5))), wide[1:3, 2:5])
     np.testing.assert_array_equal(source.read("wide", ((1, 3), (0, 6))), wide[1:3])
 
