@@ -6,11 +6,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spmdtrain.cluster.spec import Role, from_environment
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
 from spmdtrain.files.storage import folder_of, is_url, one_line
 from spmdtrain.files.workdir_lock import WorkdirLock
@@ -99,8 +100,9 @@ def execute(arguments: Sequence[str]) -> int:
     # Everything is checked before the folder is written.
     combine = specification.grid_points if options.search is None else specification.corners
     points = combine(settings)
-    for values in points:
-        factory.check(values)
+    configs = [factory.check(values) for values in points]
+    if options.search is None:
+        _check_different(points, configs)
     sweep = SweepSpecification(
         config=options.config,
         arguments=others,
@@ -165,6 +167,14 @@ def _check_given_once(settings: Sequence[Setting], others: Sequence[str]) -> Non
             raise UserError(
                 f"{setting.option} is both in --set and an option for every trial: remove one"
             )
+
+
+def _check_different(points: Sequence[Mapping[str, str]], configs: Sequence[RunConfig]) -> None:
+    names: dict[str, str] = {}
+    for values, config in zip(points, configs, strict=True):
+        name = specification.readable_name(values)
+        if (other := names.setdefault(repr(config), name)) != name:
+            raise UserError(f"--set: the trials {other} and {name} are the same: remove one")
 
 
 def _folder_of(command: Command) -> Path:

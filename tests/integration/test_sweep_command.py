@@ -76,6 +76,10 @@ def test_a_sweep_compares_its_trials_and_names_those_that_fail(
         ("--set learning_rate=log:1e-4..1e-2", "add --search N"),
         ("--set learning_rate=log:-1..1 --search 3", "begins above 0"),
         ("--set seed=0..1 --seed 2", "both in --set and an option"),
+        (
+            "--set seed=0,1 learning_rate=1e-3,0.001",
+            "seed=0,learning_rate=1e-3 and seed=0,learning_rate=0.001 are the same",
+        ),
         ("--set seed=0..1 --jobs 0", "--jobs is 0"),
         ("--set seed=0..1 --workdir gs://a/b", "must be on this machine"),
         ("--set learning_rate=1e-3,fast", "could not convert string to float: 'fast'"),
