@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from spmdtrain.kernels.varying import varying_alike
 from spmdtrain.sharding.placement import current_device, current_mesh
 
 
@@ -45,6 +46,7 @@ def grouped_product(rows: jax.Array, kernel: jax.Array, counts: jax.Array) -> ja
       counts: int (groups,), the number of rows of each group. The results of rows beyond their sum
         are not specified, and their cotangents must be 0.
     """
+    rows, kernel, counts = varying_alike((rows, kernel, counts))
     platform = current_device().platform
     size = _block_size(len(rows), len(kernel), platform)
     if size is None or (platform == "tpu" and _over_tensor()):
@@ -206,6 +208,7 @@ def _kernel_gradient(
         return total.at[group].add(part), None
 
     zeros = jnp.zeros((len(counts), rows.shape[1], gradient.shape[1]), jnp.float32)
+    zeros, *_ = varying_alike((zeros, rows))
     total, _ = jax.lax.scan(add, zeros, (pairs.group, pairs.block, pairs.own))
     return total
 

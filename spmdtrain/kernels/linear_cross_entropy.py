@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.reference import optimized_implementation, uses_reference
+from spmdtrain.kernels.varying import varying_alike
 from spmdtrain.kernels.whole_logits import (
     LogitLayer,
     logit_gradients,
@@ -101,6 +102,7 @@ def linear_cross_entropy(
     if chunks is None:
         parts = targets.size // layout.token_parts, len(head) // layout.row_parts
         chunks = _chunks_by_size(*parts, dtype.itemsize)
+    hidden, head, bias, targets = varying_alike((hidden, head, bias, targets))
     if chunks == 1 or uses_reference():
         normalizers, chosen, correct = values_of_logits(layer, hidden, head, bias, targets)
     else:
@@ -391,6 +393,7 @@ def _gradients(
         split(of_chosen, dims),
     )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (head, bias))
+    zeros, tokens = varying_alike((zeros, tokens))
     totals, of_hidden = jax.lax.scan(of_chunk, zeros, tokens)
     of_hidden = layout.sum_vocabulary(chunked.joined(of_hidden, targets.shape).astype(hidden.dtype))
     of_head, of_bias = jax.tree.map(
