@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.config.checks import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.expert_exchange import Dot
 from spmdtrain.kernels.experts import experts
@@ -30,6 +31,7 @@ class RoutedExperts:
     normalize: bool = True
 
     def __post_init__(self) -> None:
+        check_values(self, RoutedExperts)
         if not 1 <= self.top_k <= self.count:
             raise UserError(
                 f"each token has {self.top_k} of {self.count} experts: it must have at least 1, "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from spmdtrain.config.checks import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import normal_param
@@ -62,6 +63,7 @@ class LinearRopeScaling:
     factor: float
 
     def __post_init__(self) -> None:
+        check_values(self, LinearRopeScaling)
         _check_factor(self.factor)
 
     def scale(self, speeds: np.ndarray) -> np.ndarray:
@@ -97,6 +99,7 @@ class Llama3RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
+        check_values(self, Llama3RopeScaling)
         _check_factor(self.factor)
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise UserError(
@@ -167,6 +170,7 @@ class LlamaConfig:
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        check_values(self, LlamaConfig)
         for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "context"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be 1 or more")

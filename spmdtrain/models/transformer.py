@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from spmdtrain.config.checks import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.activations import squared_relu
@@ -102,6 +103,7 @@ class TransformerConfig:
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        check_values(self, TransformerConfig)
         for name in ("vocabulary", "layers", "width", "heads", "hidden", "context"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be 1 or more")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.config.checks import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import annotated_param, normal_param
@@ -61,6 +62,7 @@ class ViTConfig:
     unroll: bool | None = None
 
     def __post_init__(self) -> None:
+        check_values(self, ViTConfig)
         for name in (
             *("classes", "image_size", "patch_size", "channels"),
             *("layers", "width", "heads", "hidden"),

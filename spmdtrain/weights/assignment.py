@@ -97,7 +97,8 @@ def assign_weights(
       path: The file, for messages.
       headers: Shape and dtype of the file's arrays.
       targets: Shape and dtype of the model's arrays, by their paths.
-      rules: The map; without rules, arrays with the name of one of the model are taken.
+      rules: The map. Without rules, arrays with the name of one of the model are taken; also if no
+        rule matches and the file has all arrays of the model, as `export` writes it without a map.
 
     Raises:
       UserError: If an array is matched twice, a rule names no array of the model, or an array has
@@ -131,6 +132,10 @@ def assign_weights(
                 found.fill[target] = rule.fill
         if not matches:
             found.unused.append(rule)
+    if rules and len(found.unused) == len(rules):
+        own = assign_weights(path, headers, targets, ())
+        if not own.kept:
+            return own
     for target, leaf in targets.items():
         covered = sum(piece.filled.size for piece in found.pieces.get(target, ()))
         is_whole = covered == prod(leaf.shape) or (covered and target in found.fill)

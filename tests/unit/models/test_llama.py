@@ -175,6 +175,9 @@ def test_the_cache_gives_the_text_of_the_whole_window(unroll: bool) -> None:
         ({"heads": 32, "kv_heads": 32}, "is 1 a head: an odd number"),
         ({"rope_base": 0.5}, "rope_base is 0.5: it must be above 1"),
         ({"layers": 0}, "layers is 0"),
+        ({"logits_dtype": "bf16"}, "logits_dtype is 'bf16'"),
+        ({"rope_scaling": 8}, "8: it must be a LinearRopeScaling or a Llama3RopeScaling"),
+        ({"experts": 4}, "experts is 4: it must be a RoutedExperts"),
     ],
 )
 def test_shapes_that_make_no_sense(changes: Any, why: str) -> None:

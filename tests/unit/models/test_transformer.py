@@ -215,6 +215,9 @@ def test_dropout_is_for_training_and_differs_in_each_step() -> None:
         ({"rows": 49}, "49 rows of the embedding for 50 tokens"),
         ({"layers": 0}, "layers is 0"),
         ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"positions": "learnd"}, "positions is 'learnd'. Did you mean 'learned'"),
+        ({"blocks": "gpt-2"}, "blocks is 'gpt-2'. Did you mean 'gpt2'"),
+        ({"width": "32"}, "width is '32': it must be a whole number"),
     ],
 )
 def test_shapes_that_cannot_be(changes: dict[str, Any], message: str) -> None:

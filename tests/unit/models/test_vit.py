@@ -98,5 +98,7 @@ def test_annotations_split_over_fsdp_and_tensor_with_the_losses_of_one_device() 
 def test_images_and_shapes_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="image_size 12 does not divide into patches of 5"):
         dataclasses.replace(SMALL, patch_size=5)
+    with pytest.raises(UserError, match="pooling is 'cls'"):
+        dataclasses.replace(SMALL, pooling="cls")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"\(12, 12, 1\), but the model takes \(12, 12, 3\)"):
         nnx.eval_shape(lambda: ViT(SMALL, rngs=nnx.Rngs(0))(jnp.zeros((2, 12, 12, 1))))

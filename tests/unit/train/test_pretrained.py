@@ -153,7 +153,11 @@ def test_a_run_of_another_head_is_a_start_if_that_is_asked_for(tmp_path: Path) -
         ),
         ({}, [("head.kernel", "tail/kernel")], "'tail/kernel' -> "),
         ({}, [("{n:.+}", "{n:.+}"), ("body.bias", "body.bias")], "does not have"),
-        ({}, [("nothing.here", "body/bias")], "no array of the model is taken"),
+        (
+            {"head_bias": np.ones(2, np.float32)},
+            [("nothing.here", "body/bias")],
+            "no array of the model is taken",
+        ),
         ({}, [("body.bias", "body/bias"), ("norm.bias", "body/bias")], "would both fill body/bias"),
         ({}, [("body.bias", "body/bias"), ("body.bias", "norm/bias")], "two weight rules match"),
         ({}, [("body.bias[0:4]", "body/bias[0:4]")], "no array of the model is taken"),
@@ -304,5 +308,8 @@ def test_names_with_brackets_and_a_single_array_are_exported_and_read(
 
     linear_model.trainer(model=model(1.5), workdir=str(tmp_path / "run")).fit((X, Y), steps=1)
     arrays = export_params(str(tmp_path / "run"), str(tmp_path / "w.npz"))
-    child = linear_model.trainer(model=model(7), init_from=str(tmp_path / "w.npz"))
-    np.testing.assert_allclose(child.predict(X), X @ sum(arrays.values()), rtol=1e-6)
+    other = WeightRule("h.{layer}.weight", "h[{layer}]/w[:]")  # of a file with other names
+    for rules in ((), (other,)):
+        options: dict[str, Any] = {"init_from": str(tmp_path / "w.npz"), "weight_map": rules}
+        child = linear_model.trainer(model=model(7), **options)
+        np.testing.assert_allclose(child.predict(X), X @ sum(arrays.values()), rtol=1e-6)
