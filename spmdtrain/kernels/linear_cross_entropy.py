@@ -77,7 +77,8 @@ def linear_cross_entropy(
     Args:
       hidden: (..., D), such as (B, T, D); the first of several leading dims is that of the batch.
       head: (V, D), in the dtype of `hidden`.
-      targets: int (...), the tokens, below `vocabulary`.
+      targets: int (...), from 0 to `vocabulary` - 1. The loss of any other is NaN, which a weight
+        of 0 leaves out.
       bias: (V,), added to the logits.
       vocabulary: Number of tokens; rows of `head` from this one on have no token. By default V.
       z_loss: Coefficient of the square of the logits' normalizer log(sum(exp(logits))), which is
@@ -109,7 +110,9 @@ def linear_cross_entropy(
         chunked = _Chunked(layer, layout, chunks)
         with optimized_implementation():
             normalizers, chosen, correct = _in_chunks(chunked, hidden, head, bias, targets)
-    loss = normalizers - chosen
+    # Otherwise a target without a logit, such as -100, would only push all logits down.
+    known = (targets >= 0) & (targets < layer.vocabulary)
+    loss, correct = jnp.where(known, normalizers - chosen, jnp.nan), correct & known
     if not z_loss:
         return TokenLosses(loss, correct, jnp.zeros_like(loss))
     extra = z_loss * jnp.square(normalizers)

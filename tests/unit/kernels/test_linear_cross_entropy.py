@@ -115,6 +115,24 @@ def test_equally_large_logits_are_correct_for_each_target() -> None:
         assert losses(ties, chunks=chunks).correct.all()
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_targets_that_are_no_tokens_are_nan_and_without_gradient_at_weight_0(chunks: int) -> None:
+    given = np.array([0, -1, -100, VOCABULARY, HEAD])  # the logits of rows without a token are low
+    hidden = np.full((5, WIDTH), -0.1, np.float32)  # so that all logits are negative
+
+    def total(head: jax.Array, rows: slice, weights: Any) -> Any:
+        x, targets = hidden[rows], given[rows]
+        found = linear_cross_entropy(x, head, targets, vocabulary=VOCABULARY, chunks=chunks)
+        return jnp.where(weights, found.loss, 0).sum(), found
+
+    head, weights = jnp.abs(ARRAYS["head"]), given == 0
+    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(head, slice(5), weights)
+    assert np.isnan(found.loss).tolist() == [False, True, True, True, True]
+    assert not found.correct[1:].any()
+    expected = jax.grad(total, has_aux=True)(head, slice(1), True)[0]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_the_reference_counts_each_product_once() -> None:
     def trace() -> Any:
         function: Callable[..., Any] = lambda arrays: losses(arrays, chunks=4).loss.sum()  # noqa: E731
