@@ -30,12 +30,17 @@ def as_adapter(model: Any) -> Adapter:
 
         if (adapter := NnxModel.of(model)) is not None:
             return adapter
+    kind = _class_of(model)
     raise UserError(
-        f"model is a {type(model).__module__}.{type(model).__name__}{hint}. It must be an nnx "
+        f"model is a {kind.__module__}.{kind.__name__}{hint}. It must be an nnx "
         "module, a function of rngs that returns one, a LinenModel, KerasModel or FunctionModel"
     )
 
 
 def _is_from(model: Any, library: str) -> bool:
-    """Returns whether the model is an instance of a class of that library, or of a subclass."""
-    return any(f"{cls.__module__}.".startswith(f"{library}.") for cls in type(model).__mro__)
+    """Returns whether the model is a class of that library, a subclass, or an instance of one."""
+    return any(f"{c.__module__}.".startswith(f"{library}.") for c in _class_of(model).__mro__)
+
+
+def _class_of(model: Any) -> type:
+    return model if isinstance(model, type) else type(model)

@@ -1,11 +1,13 @@
 """The `Adapter` protocol: a model of any library as pure functions over plain pytrees."""
 
 import enum
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
+from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import Annotation, DimsOf
 from spmdtrain.tree import named_leaves
 
@@ -41,6 +43,31 @@ class Annotated(Protocol):
 
     annotations: Mapping[str, Annotation]
     """The annotations by path in the state (`params/layers/0/kernel`); known after `init`."""
+
+
+def check_call(function: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> None:
+    """Checks that a function of the user takes some arguments, without calling it.
+
+    Args:
+      function: The function, class or callable object.
+      what: The call, for the message.
+      *args: Its positional arguments.
+      **kwargs: Its keyword arguments.
+
+    Raises:
+      UserError: If it does not take them, or cannot be called.
+    """
+    if not callable(function):
+        raise UserError(f"{what}: a {type(function).__name__} is not a function")
+    try:
+        if isinstance(function, type):  # flax's metaclass hides the arguments of `__init__`
+            inspect.signature(function.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
+        else:
+            inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(f"{what}: {error}") from error
+    except ValueError:
+        return  # it has no signature
 
 
 def annotations_of(adapter: "Adapter") -> Mapping[str, Annotation]:

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import jax
+import numpy as np
 
-from spmdtrain.adapters.base import Function, Mode, Variables
+from spmdtrain.adapters.base import Function, Mode, Variables, check_call
+from spmdtrain.errors import UserError
+from spmdtrain.tree import named_leaves
 
 PyTree = Any
 
@@ -18,6 +22,9 @@ class FunctionModel:
       init: Returns the initial parameters, any pytree, for a random key.
       apply: A function of (params, ...). The objective gets `partial(apply, params)` as its model,
         or the parameters themselves if there is no `apply`.
+
+    Raises:
+      UserError: If `init` is no function of a key.
     """
 
     def __init__(
@@ -25,9 +32,17 @@ class FunctionModel:
     ) -> None:
         self.given: PyTree = {}
         self._init, self._apply = init, apply
+        check_call(init, "FunctionModel: init(key)", None)
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
-        return Variables(self._init(key), {})
+        params = self._init(key)
+        for name, leaf in named_leaves(params).items():
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.number, Number)):
+                raise UserError(
+                    f"FunctionModel: init(key) returned a {type(leaf).__name__} for {name!r}: "
+                    "parameters must be arrays"
+                )
+        return Variables(params, {})
 
     def run(
         self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode

@@ -3,7 +3,9 @@
 Keras 3.15 has all of them. If another version lacks one, the error names that version.
 """
 
+import functools
 import importlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +33,31 @@ def mask_of(array: Any) -> Any:
     """Returns the mask that a layer attached to its output; None if there is none."""
     # Not the attribute of the array, which is absent if there is no mask.
     return _read(importlib.import_module("keras.src.backend"), "get_keras_mask")(array)
+
+
+def values_and_mask(loss: Any, targets: Any, predictions: Any) -> tuple[Any, Any]:
+    """Returns the values of a loss before its reduction, and the mask of those that count.
+
+    The mask is that of the predictions and that of the values (`ignore_class`); None without both.
+
+    Args:
+      loss: A Keras loss.
+      targets: Of the output.
+      predictions: The output.
+    """
+    masks = [mask_of(predictions)]
+
+    def call(targets: Any, predictions: Any) -> Any:
+        values = loss.call(targets, predictions)
+        masks.append(mask_of(values))
+        return values
+
+    # `copy.copy` would serialize the loss, which custom functions do not survive.
+    unreduced = object.__new__(type(loss))
+    vars(unreduced).update(vars(loss), reduction="none", call=call)
+    values = unreduced(targets, predictions)
+    found = [mask for mask in masks if mask is not None]
+    return values, functools.reduce(operator.and_, found) if found else None
 
 
 def loss_of_function(function: Any, name: str) -> Any:

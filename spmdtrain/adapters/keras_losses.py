@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.adapters.keras_internals import loss_of_function, mask_of
+from spmdtrain.adapters.keras_internals import loss_of_function, values_and_mask
 from spmdtrain.errors import UserError
 
 ExampleLosses = Callable[[jax.Array, jax.Array, jax.Array | None], tuple[Any, Any]]
@@ -22,7 +22,7 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
     """Returns a loss for each example.
 
     Keras divides the sum of the values times their sample weights by the number of values, or, if
-    the model has computed a mask, by the number of values that it keeps. The reduction
+    the model or the loss has computed a mask, by the number of values that it keeps. The reduction
     `mean_with_sample_weight` divides by the sum of the sample weights instead.
 
     Args:
@@ -45,19 +45,15 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
             "('sum_over_batch_size'), which does not depend on the batch size"
         )
     by_weights = loss.reduction == _SUM_OF_WEIGHTS
-    # `copy.copy` would serialize the loss, which custom functions do not survive.
-    unreduced = object.__new__(type(loss))
-    vars(unreduced).update(vars(loss), reduction="none")
 
     def values_of(true: jax.Array, prediction: jax.Array, weight: jax.Array | None) -> Any:
-        values = unreduced(true, prediction)
+        values, mask = values_and_mask(loss, true, prediction)
         rows = prediction.shape[0]
         if values.ndim == 0 or values.shape[0] != rows:
             raise UserError(
                 f"the loss {loss.name!r} returns shape {values.shape} for a batch of {rows}: it "
                 "must return a value for each example, not their mean"
             )
-        mask = mask_of(prediction)
         if mask is not None and mask.shape != values.shape:
             raise UserError(
                 f"the loss {loss.name!r} has values of shape {values.shape}, and the mask of the "

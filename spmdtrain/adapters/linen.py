@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from spmdtrain.adapters.base import Function, Mode, Variables
+from spmdtrain.adapters.base import Function, Mode, Variables, check_call
+from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import Annotation
 from spmdtrain.sharding.placement import current_batch_axis
 from spmdtrain.tree import path_name
@@ -24,8 +25,11 @@ class LinenModel:
     Args:
       module: The module.
       *inputs: Example inputs for `module.init`.
-      streams: Names of the random streams that the module draws from.
+      streams: Name or names of the random streams that the module draws from.
       **kwargs: Keyword arguments for `module.init`.
+
+    Raises:
+      UserError: If the module is a class, or needs inputs that are not given.
 
     Attributes:
       annotations: The names in the boxes of the variables (`nn.Partitioned`) by path; known after
@@ -33,14 +37,22 @@ class LinenModel:
     """
 
     def __init__(
-        self, module: Any, *inputs: PyTree, streams: Sequence[str] = ("dropout",), **kwargs: Any
+        self,
+        module: Any,
+        *inputs: PyTree,
+        streams: str | Sequence[str] = ("dropout",),
+        **kwargs: Any,
     ) -> None:
         self.given: PyTree = {}
         self.annotations: dict[str, Annotation] = {}
         self.module = module
-        self.streams = tuple(streams)
+        self.streams = (streams,) if isinstance(streams, str) else tuple(streams)
         self._inputs, self._kwargs = inputs, kwargs
         self._frozen_state: frozenset[str] = frozenset()
+        if isinstance(module, type):
+            raise UserError(f"LinenModel: {module.__name__} is a class: give an instance")
+        if not inputs and not kwargs:
+            check_call(module, "LinenModel(module, *inputs): module()")
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         rngs = _stream_keys(key, ("params", *self.streams))

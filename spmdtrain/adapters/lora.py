@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -128,7 +128,7 @@ class LoraModel:
     ) -> None:
         if not _is_count(rank):
             raise UserError(f"LoRA: rank is {rank!r}: it must be an integer above 0")
-        if not isinstance(alpha, (int, float)) or not 0 < float(alpha) < math.inf:
+        if not _is_number(alpha) or not 0 < alpha < math.inf:
             raise UserError(f"LoRA: alpha is {alpha!r}: it must be a finite number above 0")
         self.base: Adapter = as_adapter(model)
         self.given: PyTree = self.base.given
@@ -190,7 +190,7 @@ class LoraModel:
                 name
                 for name, leaf in leaves.items()
                 if re.search(rule.pattern, name)
-                and leaf.ndim > max(1, rule.stacked)
+                and leaf.ndim > rule.stacked + 1
                 and jnp.issubdtype(leaf.dtype, jnp.floating)
             ]
             if not matches:
@@ -282,6 +282,10 @@ def _check_pattern(pattern: Any, form: str = "{}") -> None:
         re.compile(form.format(pattern))
     except re.error as error:
         raise UserError(f"LoRA: {pattern!r} is not a regular expression: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_count(value: Any, *, least: int = 1) -> bool:

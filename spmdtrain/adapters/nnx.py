@@ -1,15 +1,15 @@
 """The adapter of flax.nnx modules."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from spmdtrain.adapters.base import Function, Mode, Variables
+from spmdtrain.adapters.base import Function, Mode, Variables, check_call
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import Annotation
 from spmdtrain.sharding.placement import current_batch_axis
@@ -55,6 +55,8 @@ class NnxModel:
             given = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
             return cls(lambda given, rngs: nnx.merge(graph, given), given)
         if callable(model):
+            what = "model must be a function of rngs, such as functools.partial(Model, size)"
+            check_call(model, what, rngs=None)
             return cls(lambda _, rngs: model(rngs=rngs), {})
         return None
 
@@ -64,7 +66,9 @@ class NnxModel:
             model = self._make(given, nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise UserError(f"model(rngs=...) returned a {type(model).__name__}, not an nnx.Module")
-        graph, params, streams, rest = _split(model)
+        _check_attributes(model)
+        graph, *states = _split(model)
+        params, streams, rest = (jax.tree.map(_as_array, state) for state in states)
         self.annotations = _annotations(params, "params") | _annotations(rest, "model_state")
         self._structure = _NnxStructure(graph, _Layout(params), _Layout(streams), _Layout(rest))
         return Variables(_to_dict(params), _to_dict(rest))
@@ -144,6 +148,25 @@ def _split(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
     return graph, params, streams, rest
 
 
+def _check_attributes(model: nnx.Module) -> None:
+    """Checks that no attribute is an array of the trace, which `nnx.split` takes as a constant."""
+    for path, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, jax.core.Tracer):
+                _refuse_plain_array((*map(str, path), name))
+
+
+def _refuse_plain_array(names: Sequence[str]) -> NoReturn:
+    raise UserError(
+        f"the model's {'.'.join(names)} is a plain array: make it an nnx.Param to train it, or an "
+        "nnx.Variable"
+    )
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, (bool, int, float, complex)) else leaf
+
+
 def _use_stored_statistics(model: nnx.Module, frozen: Collection[str]) -> None:
     """Sets the batch normalizations among whose variables are frozen ones to evaluation."""
     layers = {name.rpartition("/")[0] for name in frozen}
@@ -163,17 +186,14 @@ _VALUE = jax.tree_util.GetAttrKey("value")  # the last entry of the path of a Va
 
 
 def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns a leaf's path in the plain dictionary, with keys as strings as in checkpoints."""
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path if key != _VALUE)
     if _VALUE not in path:
-        raise UserError(
-            f"the model's {'.'.join(names)} is a plain array: make it an nnx.Param to train "
-            "it, or an nnx.Variable"
-        )
+        _refuse_plain_array(names)
     return names
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.data.indexable import IndexableDataset, holds_numbers, stack
@@ -60,9 +61,7 @@ class ArrayDataset:
                     f"array {name!r} of a dataset is a masked array, and JAX has no masks: fill it "
                     "(x.filled(0)), and give weights of 0 for the values that are missing"
                 )
-            if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-                leaf.dtype, jax.dtypes.prng_key
-            ):
+            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 raise UserError(
                     f"array {name!r} of a dataset holds random keys: give "
                     "jax.random.key_data(keys), and call jax.random.wrap_key_data in the objective"

@@ -257,3 +257,45 @@ def test_parameters_that_are_trees_and_attributes_that_are_arrays() -> None:
         trainer(Bare)
     with pytest.raises(UserError, match=r"shift is .*nnx\.Variable"):
         trainer(Bare(nnx.Rngs(0)))
+
+    class Plain(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.shift = jnp.ones(4)
+
+    with pytest.raises(UserError, match=r"shift is .*nnx\.Variable"):
+        trainer(Plain)
+
+
+@pytest.mark.parametrize("is_instance", [False, True])
+def test_a_parameter_that_is_a_number_is_trained(is_instance: bool) -> None:
+    class Scaled(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.scale = nnx.Param(2.0)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x[:, :1] * self.scale[...]
+
+    fitted = trainer(Scaled(nnx.Rngs(0)) if is_instance else Scaled)
+    np.testing.assert_array_equal(fitted.predict((X, Y)), 2 * X[:, :1])
+    fitted.fit((X, Y), steps=1)
+    assert fitted.state is not None
+    scale = fitted.state.params["scale"]
+    assert scale.dtype == jnp.float32 and scale.shape == () and scale != 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FunctionModel({"w": X}), "a dict is not a function"),  # type: ignore[arg-type]
+        (lambda: FunctionModel(lambda: X), r"init\(key\): too many positional arguments"),  # type: ignore[misc, arg-type]
+        (lambda: FunctionModel(lambda key: {"act": "relu"}), "returned a str for 'act'"),
+        (lambda: nnx.Linear, "missing a required argument: 'in_features'"),
+        (lambda: lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)), "unexpected keyword argument 'rngs'"),
+        (lambda: nn.Dense, r"wrap it in LinenModel\(module, example_input\)"),
+        (lambda: LinenModel(nn.Dense, X[:1]), "Dense is a class: give an instance"),
+        (lambda: LinenModel(nn.Dense(1)), "missing a required argument: 'inputs'"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_named(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(make())

@@ -183,6 +183,7 @@ Pattern: Any = LoraRule
         (lambda: Model(functional(), "kernel", rank=2.5), "rank is 2.5: it must be an integer"),
         (lambda: Model(functional(), "kernel", rank="4"), "rank is '4': it must be an integer"),
         (lambda: Model(functional(), "kernel", alpha="1"), "alpha is '1': it must be a finite"),
+        (lambda: Model(functional(), "kernel", alpha=True), "alpha is True: it must be a finite"),
         (lambda: Pattern("kernel", inputs=1.5), "inputs=1.5 and stacked=0: a kernel has"),
         (lambda: Pattern(5), "5 is a int: give a str"),
     ],
@@ -193,6 +194,15 @@ def test_what_cannot_be_adapted_is_refused_by_name(
     with pytest.raises(UserError, match=re.escape(message)):
         model = make()
         jax.eval_shape(model.init, model.given, jax.random.key(0))
+
+
+def test_stacked_biases_have_no_factors() -> None:
+    params = {"up": np.ones((2, 4, 6), np.float32), "up_bias": np.ones((2, 6), np.float32)}
+    rule = LoraRule("up", inputs=1, stacked=1)
+    model = Model(FunctionModel(lambda key: params), rule, rank=2, alpha=np.float32(4))
+    found = named_leaves(model.init(model.given, jax.random.key(0)).params)
+    shapes = {name: x.shape for name, x in found.items() if name.startswith("lora/")}
+    assert shapes == {"lora/up/a": (2, 4, 2), "lora/up/b": (2, 2, 6)} and model.alpha == 4
 
 
 def test_a_single_pattern_of_train_is_not_a_list_of_letters() -> None:

@@ -49,7 +49,7 @@ def tagger(**compiled: Any) -> Any:
         [keras.Input((6,), dtype="int32"), embedding, keras.layers.Dense(3, "softmax", name="out")],
         name="tagger",
     )
-    model.compile(loss="ce", weighted_metrics=["accuracy"], **compiled)
+    model.compile(**{"loss": "ce", "weighted_metrics": ["accuracy"]} | compiled)
     return model
 
 
@@ -127,6 +127,18 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
         (X, LABEL),
     ),
     "masked": (tagger, (TOKENS, _draw.integers(0, 3, (12, 6)))),
+    "masked by the model and the loss": (
+        lambda: tagger(loss=keras.losses.SparseCategoricalCrossentropy(ignore_class=1)),
+        (TOKENS, _draw.integers(0, 3, (12, 6)), _draw.uniform(0, 3, (12, 6))),
+    ),
+    "masked by the loss and divided by weights": (
+        lambda: dense(
+            loss=keras.losses.SparseCategoricalCrossentropy(
+                ignore_class=1, reduction="mean_with_sample_weight"
+            )
+        ),
+        (X, LABEL, WEIGHT),
+    ),
     "two outputs": (
         lambda: two_outputs(
             loss={"first": "crossentropy", "second": both},
