@@ -95,7 +95,13 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def size(self, axis: str) -> int:
-        """Returns the number of devices along an axis."""
+        """Returns the number of devices along an axis.
+
+        Raises:
+          UserError: If no mesh has such an axis.
+        """
+        if axis not in AXES:
+            raise UserError(f"{axis!r} is not an axis of a mesh.{did_you_mean(str(axis), AXES)}")
         return 1 if self.mesh is None else self.mesh.shape[axis]
 
     def is_virtual(self) -> bool:
@@ -323,7 +329,7 @@ def constrain_sharding(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax
     if unknown := [axis for axis in named if axis not in AXES]:
         raise ValueError(
             f"constrain_sharding: {unknown[0]!r} is not an axis."
-            f"{did_you_mean(unknown[0], ['batch', *AXES])}"
+            f"{did_you_mean(str(unknown[0]), ['batch', *AXES])}"
         )
     if len(set(named)) < len(named):
         raise ValueError(f"constrain_sharding: {spec} names an axis twice (batch is {BATCH_AXES})")
@@ -343,9 +349,8 @@ def constrain_sharding(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax
 def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if entry is None:
         return ()
-    if isinstance(entry, tuple):
-        return entry
-    return BATCH_AXES if entry == "batch" else (entry,)
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(axis for name in names for axis in (BATCH_AXES if name == "batch" else (name,)))
 
 
 def _parts(placement: Placement, axes: tuple[str, ...]) -> int:

@@ -2,6 +2,7 @@
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -53,5 +54,29 @@ class Rule:
                 f"sharding rule {self.pattern!r} has the spec {self.spec!r}: it must be a "
                 "jax.sharding.PartitionSpec of axes and None"
             )
+        entries = (e if isinstance(e, tuple) else (e,) for e in self.spec if e is not None)
+        if not all(isinstance(axis, str) for entry in entries for axis in entry):
+            raise UserError(
+                f"sharding rule {self.pattern!r} has an axis that is no name: {self.spec}"
+            )
+        if not isinstance(self.gather, GatherPolicy):
+            raise UserError(
+                f"sharding rule {self.pattern!r} has gather={self.gather!r}: it must be "
+                "GatherPolicy.BEFORE_FORWARD or GatherPolicy.PER_LAYER"
+            )
         if len(set(axes := axes_of_spec(self.spec))) < len(axes):
             raise UserError(f"sharding rule {self.pattern!r} names an axis twice: {self.spec}")
+
+
+def checked_rules(given: object) -> Sequence[Rule]:
+    """Returns the sharding rules that a user has given.
+
+    Args:
+      given: The rules.
+
+    Raises:
+      UserError: If they are anything else than a sequence of `Rule`.
+    """
+    if isinstance(given, Sequence) and all(isinstance(rule, Rule) for rule in given):
+        return given
+    raise UserError(f"rules is {given!r}: give a list of Rule(pattern, spec)")

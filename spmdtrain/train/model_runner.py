@@ -22,7 +22,7 @@ from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.sharding.rules import Rule
+from spmdtrain.sharding.rules import Rule, checked_rules
 from spmdtrain.sharding.table import ShardingTable
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
@@ -94,7 +94,7 @@ class ModelRunner:
                 "objective": objective,
                 "predict": predict or model_output,
                 "optimizer": optimizer,
-                "rules": rules,
+                "rules": checked_rules(rules),
                 "axis_rules": axis_rules,
                 "reduction": reduction,
                 "media": checked_media(media),

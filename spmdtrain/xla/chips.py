@@ -210,6 +210,10 @@ def memory_of(device_kind: str) -> int | None:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak FLOP/s of one JAX device on bfloat16; None if its chip is not known."""
+    """Returns the peak FLOP/s of one JAX device on bfloat16.
+
+    It is None if the chip is not known, or if the device is a part of a GPU (MIG).
+    """
     chip = chip_of(device_kind)
-    return None if chip is None else chip.flops / chip.devices
+    is_part = re.search(r"\bmig\b", device_kind.lower())
+    return None if chip is None or is_part else chip.flops / chip.devices

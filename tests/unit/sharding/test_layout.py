@@ -23,7 +23,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.describe import check_placed, describe_sharding
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, make_placement
-from spmdtrain.sharding.rules import GatherPolicy, Rule
+from spmdtrain.sharding.rules import GatherPolicy, Rule, checked_rules
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -112,6 +112,23 @@ def test_leaves_are_named_by_their_path() -> None:
     for field in ("params", "opt_state/0/mu", "opt_state/0/nu", "averaged"):
         assert {f"{field}/{name}" for name in parameters} <= names
     assert {"step", "key", "model_state/mean", "opt_state/0/count"} <= names
+
+
+# --- Rules ---
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rule("a", P("fsdp"), "in the model"), "has gather='in the model': it must be Gat"),  # type: ignore[arg-type]
+        (lambda: Rule("a", P(1)), "has an axis that is no name"),
+        (lambda: checked_rules(Rule("a", P())), "give a list of Rule"),
+        (lambda: checked_rules([("a", P())]), "give a list of Rule"),
+    ],
+)
+def test_what_is_no_rule_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
 
 
 # --- Which rule a leaf gets ---

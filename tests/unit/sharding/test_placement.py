@@ -333,6 +333,7 @@ def test_without_a_mesh_an_array_stays_as_it_is(placement: Placement) -> None:
         ({"context": 4, "tensor": 2}, (None, ("context", "tensor")), (16, 1)),
         ({"context": 2, "tensor": 4}, (None, ("tensor", "context")), (16, 1)),
         ({"context": 8}, (("context", "tensor"), "batch"), (2, 8)),
+        ({"tensor": 2}, (("batch", "tensor"), None), (2, 8)),
     ],
 )
 def test_a_dim_lies_along_the_axes_that_are_named(
@@ -396,6 +397,16 @@ def test_another_number_of_entries_than_dims_is_an_error(placement: Placement) -
         for spec in (("batch",), ("batch", None, None), ()):
             with pytest.raises(ValueError, match=rf"{len(spec)} entries for an array of .*16, 4"):
                 constrain_sharding(x, *spec)
+
+
+def test_what_is_no_axis_is_named() -> None:
+    with use_placement(placed()), pytest.raises(ValueError, match=r"\['data'\] is not an axis"):
+        constrain_sharding(jnp.ones((16, 4)), ["data"], None)  # type: ignore[arg-type]
+    for placement in (placed(), Placement(DEFAULT, None)):
+        with pytest.raises(
+            UserError, match=r"'tensr' is not an axis of a mesh\. Did you mean 'ten"
+        ):
+            placement.size("tensr")
 
 
 # --- Configurations ---

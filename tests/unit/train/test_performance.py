@@ -77,6 +77,13 @@ def test_trackers_receive_the_performance_of_a_run_without_files() -> None:
     assert tokens == pytest.approx(steps * 16 * 6)
 
 
+def test_a_part_of_a_gpu_has_the_memory_in_its_name_and_no_known_peak() -> None:
+    name = "NVIDIA H100 80GB HBM3"
+    assert chips.peak_flops(name) == chips.CHIPS["h100"].flops
+    assert chips.peak_flops(f"{name} MIG 1g.10gb") is None
+    assert chips.memory_of(f"{name} MIG 1g.10gb") == 10 * chips.GB
+
+
 def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
