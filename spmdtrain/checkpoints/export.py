@@ -12,6 +12,7 @@ from spmdtrain.files import no_follow
 from spmdtrain.files.npz import write_npz
 from spmdtrain.files.storage import failures, folder_of, in_short, is_url, storage_reason
 from spmdtrain.tree import as_numpy, named_leaves
+from spmdtrain.weights.safetensors_files import SAFETENSORS_DTYPES
 from spmdtrain.weights.weight_map import WeightMap, plain_name, unmapped
 
 _SUFFIXES = (".npz", ".safetensors")
@@ -31,7 +32,8 @@ def export_params(
     Args:
       path: A workdir, or one of its `checkpoints/STEP`.
       to: The file: NAME.npz or NAME.safetensors. A `.npz` has float32 for dtypes that NumPy lacks,
-        such as bfloat16; a `.safetensors` keeps every dtype.
+        such as bfloat16; a `.safetensors` keeps it, and
+        other dtypes that its format lacks, such as int4, are refused.
       which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: Whether to export averaged parameters; by default, if the run kept an average.
       weight_map: Rules that give the arrays the names and shapes of another program's file, the
@@ -87,6 +89,11 @@ def _safetensors() -> Any:
         ) from error
 
     def save(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+        for name, x in arrays.items():
+            if x.dtype.name not in SAFETENSORS_DTYPES:
+                raise UserError(
+                    f"{name} is {x.dtype.name}, which .safetensors files lack: export a .npz file"
+                )
         contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
         file.write(library.save(contiguous, metadata))
 

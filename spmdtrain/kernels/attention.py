@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from spmdtrain.config.option_groups import ContextMethod
@@ -75,8 +76,8 @@ def attention(
         support them.
     """
     _check_arguments(query, key, value, segments, window)
-    if isinstance(scale, jax.Array):
-        query, scale = query * scale.astype(query.dtype), 1.0
+    if isinstance(scale, (jax.Array, np.ndarray)):
+        query, scale = query * jnp.asarray(scale, query.dtype), 1.0
     case = AttentionCase(
         queries=query.shape[1],
         keys=key.shape[1],
@@ -90,7 +91,7 @@ def attention(
     chosen: Implementation = "xla"
     if not uses_reference():
         chosen = choose_implementation(device, case, implementation, knows_mesh=mesh is not None)
-        if mesh is not None and mesh.parts(CONTEXT) > 1:
+        if mesh is not None and mesh.parts(CONTEXT) > 1 and query.size:
             method = current_context_method()
             method = method or choose_context_method(
                 device, query, key, window, mesh, causal=causal, has_kernel=chosen != "xla"
@@ -225,7 +226,7 @@ def _check_arguments(
             f"attention: {shapes}: the shapes must be (B, T, heads, width) and, of key and value, "
             "(B, S, key-value heads, width)"
         )
-    if query.shape[2] % key.shape[2]:
+    if not key.shape[2] or query.shape[2] % key.shape[2]:
         raise UserError(
             f"attention: {query.shape[2]} query heads do not divide over {key.shape[2]} key-value "
             "heads"
@@ -235,6 +236,8 @@ def _check_arguments(
             f"attention: query is {query.dtype}, key {key.dtype}, value {value.dtype}: they must "
             "have the same dtype"
         )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise UserError(f"attention: query is {query.dtype}: it must be floating-point numbers")
     if window is not None and window < 1:
         raise UserError(f"attention: window is {window}: it must be 1 or more")
     if (segments is not None or window is not None) and query.shape[1] != key.shape[1]:

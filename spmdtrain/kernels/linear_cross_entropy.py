@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +98,8 @@ def linear_cross_entropy(
       UserError: If an argument is invalid.
     """
     _check(hidden, head, targets, bias, vocabulary, soft_cap, chunks)
+    if isinstance(z_loss, Real) and not 0 <= z_loss < math.inf:
+        raise UserError(f"linear_cross_entropy: z_loss is {z_loss}: it must be 0 or more")
     dtype = _checked_dtype(logits_dtype)
     layer = LogitLayer(len(head) if vocabulary is None else vocabulary, soft_cap, dtype)
     layout = _Layout.of(hidden, head)
@@ -145,7 +148,11 @@ def _check(
         ("soft_cap", soft_cap, 1e-6, math.inf),
         ("chunks", chunks, 1, math.inf),
     ):
-        if value is not None and not least <= value <= most:
+        if value is None:
+            continue
+        if name != "soft_cap" and not isinstance(value, Integral):
+            raise UserError(f"linear_cross_entropy: {name} is {value!r}: it must be an integer")
+        if not least <= value <= most:
             bound = "" if most == math.inf else f" and at most the {most} rows of head"
             raise UserError(
                 f"linear_cross_entropy: {name} is {value}: it must be at least {least}{bound}"

@@ -6,17 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
+from spmdtrain.kernels.whole_logits import LogitLayer
 from spmdtrain.models.cached_attention import cache_array
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import unrolls
 
 PyTree = Any
-
-_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 
 def embed_tokens(embedding: jax.Array, tokens: jax.Array, vocabulary: int) -> jax.Array:
@@ -117,11 +117,8 @@ class StackedDecoder(nnx.Module):
         Returns:
           f32 (B, T, rows of the output layer).
         """
-        head = self._output_layer()
-        logits = token_logits(x, head)
-        if len(head) == self.config.vocabulary:
-            return logits
-        return jnp.where(jnp.arange(len(head)) < self.config.vocabulary, logits, _NO_TOKEN)
+        layer = LogitLayer(self.config.vocabulary, None, np.dtype(np.float32))
+        return layer.logits(token_logits(x, self._output_layer()), None)
 
     def token_losses(
         self,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,9 @@ class GenerationOptions:
         if not isinstance(self.stop_tokens, Iterable) or isinstance(self.stop_tokens, str):
             raise UserError(f"stop_tokens is {self.stop_tokens!r}: give a tuple of tokens")
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        for name in ("temperature", "top_p"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise UserError(f"{name} is {value!r}: it must be a number")
         if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
             raise UserError(
                 f"temperature is {self.temperature}: it must be 0, or 1e-30 or more and finite"
@@ -140,6 +143,8 @@ def stream(
             f"a {type(model).__name__} cannot generate: it needs the methods of a Decoder: "
             "layers, empty_cache, extend and logits, as Transformer has them"
         )
+    if not isinstance(options, GenerationOptions):
+        raise UserError(f"options is {options!r}: give GenerationOptions(max_new_tokens=...)")
     vocabulary, context = model.config.vocabulary, model.config.context
     texts = [_checked_prompt(row, tokens, vocabulary) for row, tokens in enumerate(prompts)]
     for token in options.stop_tokens:

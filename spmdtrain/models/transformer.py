@@ -259,7 +259,7 @@ class Transformer(StackedDecoder):
             learned = self.positions[...]
             if positions is None:
                 return x + learned[:length], _identity
-            return x + learned.astype(jnp.float32)[positions].astype(x.dtype), _identity
+            return x + embed_tokens(learned, positions, len(learned)), _identity
         speeds = rotary_speeds(config.head_width, _ROTARY_BASE)
         return x, rotation(length if positions is None else positions, speeds)
 

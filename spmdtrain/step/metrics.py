@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.sharding.mesh import EXPERT
+from spmdtrain.sharding.placement import current_device, current_mesh
 from spmdtrain.step.outputs import (
     Combination,
     PredictionMetric,
@@ -280,7 +282,20 @@ def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sum
     if isinstance(value, Scalar):
         return _scalar_sums(what, value, batch_size, mask)
     weighted, weights = _weighted(what, value, batch_size, mask)
-    return Sums(weighted.sum(), weights.sum())
+    return Sums(weighted.sum(), _after(jax.lax.stop_gradient(weighted), weights).sum())
+
+
+def _after(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the weights; on CPU with split experts, they depend on the values for the compiler.
+
+    XLA's CPU client does not order a sum over devices and a loop over layers that has others, so
+    that its threads may wait in different ones, forever. The sum of the weights would need no loop,
+    and the gradients of a `Combination` need it.
+    """
+    over = current_mesh()
+    if over is None or over.parts(EXPERT) == 1 or current_device().platform != "cpu":
+        return weights
+    return jnp.where(values > jnp.inf, 0.0, weights)  # never, but XLA does not know that
 
 
 def _dtype_of(value: Any) -> Any:

@@ -129,7 +129,7 @@ def assign_weights(
                 continue
             _check_once(path, rule, target, piece, taken.setdefault(name, []), found.pieces)
             if rule.fill is not None:
-                found.fill[target] = rule.fill
+                found.fill[target] = _checked_fill(rule, rule.fill, targets[target].dtype)
         if not matches:
             found.unused.append(rule)
     if rules and len(found.unused) == len(rules):
@@ -249,6 +249,15 @@ def _check_once(
             )
     of_source.append(piece)
     of_target.append(piece)
+
+
+def _checked_fill(rule: WeightRule, fill: float, dtype: Any) -> float:
+    with np.errstate(over="ignore", invalid="ignore"):
+        held = np.asarray(fill, np.float64).astype(dtype)
+    is_exact = jnp.issubdtype(dtype, jnp.inexact) or held == fill
+    if not is_exact or not np.isfinite(held):
+        raise UserError(f"{rule}: fill is {fill}, which {np.dtype(dtype).name} cannot hold")
+    return fill
 
 
 def _check_dtype(path: str, name: str, header: ArrayHeader, target: str, leaf: Any) -> None:

@@ -43,7 +43,8 @@ class NpzWeights:
                         "twice in the file"
                     )
                 with archive.open(info) as member:
-                    headers[name], _, begin = _read_header(member)
+                    where = f"{path}: {foreign(name, 200)}"
+                    headers[name], _, begin = _read_header(member, where)
                 if (
                     headers[name].nbytes != info.file_size - begin
                     or info.file_size > _MOST_EXPANSION * info.compress_size + _HEADER
@@ -59,7 +60,7 @@ class NpzWeights:
         with self._reported_faults(), zipfile.ZipFile(self._file) as archive:
             info = archive.getinfo(self._members[name])
             with archive.open(info) as member:
-                header, fortran, begin = _read_header(member)
+                header, fortran, begin = _read_header(member, f"{self.path}: {name}")
                 whole = box[1:] == tuple((0, length) for length in header.shape[1:])
                 if info.compress_type == zipfile.ZIP_STORED and whole and box and not fortran:
                     row = header.nbytes // header.shape[0] if header.shape[0] else 0
@@ -83,13 +84,16 @@ class NpzWeights:
             raise UserError(f"{self.path} cannot be read: {in_short(error)}") from error
 
 
-def _read_header(member: Any) -> tuple[ArrayHeader, bool, int]:
+def _read_header(member: Any, where: str) -> tuple[ArrayHeader, bool, int]:
     """Returns the header of an array, whether it is in Fortran's order, and where data begin."""
     version = np.lib.format.read_magic(member)
     if version == (1, 0):
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
     else:
         shape, fortran, dtype = np.lib.format.read_array_header_2_0(member)
-    if dtype.hasobject or dtype.names is not None or min(shape, default=0) < 0:
-        raise UserError(f"an array of Python objects or records ({dtype}) is not read")
+    if dtype.hasobject or dtype.kind == "V" or min(shape, default=0) < 0:
+        raise UserError(
+            f"{where} has Python objects, records, or a dtype that NumPy's format lacks, such as "
+            f"bfloat16 ({dtype}): save it as float32"
+        )
     return ArrayHeader(tuple(shape), dtype), fortran, member.tell()

@@ -28,6 +28,7 @@ _DTYPES = {
     **{"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
 }
+SAFETENSORS_DTYPES = frozenset(_DTYPES.values())
 _NOT_OF_NUMPY = frozenset({"float8_e4m3fn", "float8_e5m2"})  # the library looks for `np.float8_...`
 
 _BLOCK = 2**24  # bytes

@@ -107,12 +107,14 @@ def read_weight_map(file: str) -> WeightMap:
     sys.path.append(str(Path(file).resolve().parent))  # it may import modules of its folder
     try:
         found = runpy.run_path(file).get("WEIGHT_MAP")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{file}: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
     if not isinstance(found, Sequence) or not all(isinstance(x, WeightRule) for x in found):
         raise UserError(f"{file}: has no WEIGHT_MAP, a list of WeightRule")
+    if not found:
+        raise UserError(f"{file}: its WEIGHT_MAP is empty")
     return found
 
 

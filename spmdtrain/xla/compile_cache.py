@@ -50,12 +50,10 @@ def keep_programs(folder: str | None) -> None:
         make_folder(path)
         if folder is None:
             check_own(path)  # write access allows running code as this user
-    except PermissionError as error:  # such as the home of another user
+    except OSError as error:  # such as the home of another user, a file, or a full disk
         reason = f"{error.filename or path}: {error.strerror}"
         warnings.warn(f"the compilation cache is not used: {reason}", stacklevel=2)
         return
-    except OSError:
-        pass  # without the folder every program is compiled again
     evict(path)
     compilation_cache.reset_cache()
     # JAX's own cache writes in place, so that it would read the partial file of a killed process.

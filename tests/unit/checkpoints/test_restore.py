@@ -634,6 +634,17 @@ def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
             assert found[name].astype(jnp.dtype(name)).tobytes() == expected[name].tobytes()
 
 
+def test_a_dtype_that_safetensors_lack_is_refused_by_name(tmp_path: Path) -> None:
+    def start(key: jax.Array) -> dict[str, jax.Array]:
+        return {"w": normal(key, 0).astype(jnp.int4), "x": normal(key, 0)}
+
+    options: Options = {"model": FunctionModel(start), "objective": of_all_leaves}
+    fitted = trainer(tmp_path / "run", devices=1, freeze=("w",), **options)
+    fitted.fit((X, Y), steps=1)
+    with pytest.raises(UserError, match=r"w is int4, which \.safetensors files lack: export a"):
+        export_params(str(tmp_path / "run"), str(tmp_path / "x.safetensors"))
+
+
 BOTH = r"would both be saved as params\.a\.b"
 UNSAVEABLE: dict[str, tuple[Any, str]] = {
     "dots": (lambda key: {"a": {"b": normal(key, 0)}, "a.b": normal(key, 1)}, BOTH),

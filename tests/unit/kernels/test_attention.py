@@ -343,6 +343,8 @@ def test_checks_of_a_model_see_its_mathematics() -> None:
         (lambda q, k, v: attention(q, k, v, causal=True, segments=q[..., 0, 0]), "float32"),
         (lambda q, k, v: attention(q, k.astype("bfloat16"), v, causal=True), "the same dtype"),
         (lambda q, k, v: attention(q, k, v, causal=True, implementation="cudnn"), "NVIDIA"),
+        (lambda q, k, v: attention(*(x.astype(int) for x in (q, k, v)), causal=True), "query is i"),
+        (lambda q, k, v: attention(q, k[:, :, :0], v[:, :, :0], causal=True), "over 0 key-value"),
     ],
 )
 def test_arguments_that_do_not_fit_are_errors(

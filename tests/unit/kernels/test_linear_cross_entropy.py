@@ -214,7 +214,11 @@ def test_large_logits_are_computed_in_chunks_and_need_the_memory_of_one() -> Non
         ({"targets": TARGETS[:, 1:]}, "do not fit"),
         ({"targets": TARGETS * 1.0}, "must be integers"),
         ({"vocabulary": 41}, "vocabulary is 41: it must be at least 1 and at most the 40 rows"),
+        ({"vocabulary": 2.5}, "vocabulary is 2.5: it must be an integer"),
         ({"chunks": 0}, "chunks is 0: it must be at least 1"),
+        ({"chunks": 2.5}, "chunks is 2.5: it must be an integer"),
+        ({"z_loss": -1.0}, "z_loss is -1.0: it must be 0 or more"),
+        ({"z_loss": float("nan")}, "z_loss is nan"),
         ({"logits_dtype": "int8"}, "logits_dtype is 'int8': it must be float32 or bfloat16"),
     ],
 )

@@ -272,11 +272,14 @@ def test_lower_precision_is_a_choice() -> None:
         ({"max_new_tokens": 3.0}, "max_new_tokens is 3.0: it must be 1 or more, an integer"),
         ({"seed": 0.5}, "seed is 0.5: it must be an integer"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"temperature": "hot"}, "temperature is 'hot': it must be a number"),
     ],
 )
 def test_options_that_make_no_sense(changes: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):
         stream(small(), [[1]], GenerationOptions(**{"max_new_tokens": 3, **changes}))
+    with pytest.raises(UserError, match="options is 20: give GenerationOptions"):
+        stream(small(), [[1]], 20)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

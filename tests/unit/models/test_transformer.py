@@ -135,6 +135,13 @@ def test_the_order_of_earlier_tokens_counts(positions: str) -> None:
         np.testing.assert_allclose(last[0], last[1], atol=1e-5)
 
 
+def test_a_position_outside_of_the_context_is_nan() -> None:
+    model, tokens = small(positions="learned", layers=1), some_tokens(rows=1, length=4)
+    for last, is_nan in ((SMALL.context - 1, False), (SMALL.context, True), (-1, True)):
+        found = model.hidden(tokens, positions=jnp.array([[0, 1, 2, last]]))
+        assert np.isnan(found[0, 3]).all() == is_nan
+
+
 @pytest.mark.slow
 def test_a_loop_computes_what_the_unrolled_layers_do() -> None:
     loop, unrolled, tokens = small(unroll=False), small(), some_tokens()

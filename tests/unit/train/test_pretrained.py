@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -28,6 +29,8 @@ from spmdtrain import (
 )
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
+from spmdtrain.weights.assignment import assign_weights
+from spmdtrain.weights.source import ArrayHeader
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype(np.float32)
@@ -250,6 +253,20 @@ def test_integers_that_would_wrap_are_refused(tmp_path: Path) -> None:
     assert "seen is int64 and has a value that int32 cannot hold" in message
     fits = trainer(saved(tmp_path, arrays | {"seen": np.array([7, -5])}), model=Counts)
     assert fits.model.seen.get_value().tolist() == [7, -5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"), [("int32", 0.5), ("uint8", -1), ("float32", np.nan), ("float32", 1e300)]
+)
+def test_a_fill_that_the_array_cannot_hold_is_refused(dtype: str, fill: float) -> None:
+    headers = {"a": ArrayHeader((2,), np.dtype(dtype))}
+    targets = {"a": jax.ShapeDtypeStruct((4,), dtype)}
+    with pytest.raises(
+        UserError, match=rf"fill is {re.escape(str(fill))}, which {dtype} cannot hold"
+    ):
+        assign_weights("w.npz", headers, targets, [WeightRule("a", "a[0:2]", fill=fill)])
+    found = assign_weights("w.npz", headers, targets, [WeightRule("a", "a[0:2]", fill=1)])
+    assert found.fill == {"a": 1} and not found.kept
 
 
 @pytest.mark.slow

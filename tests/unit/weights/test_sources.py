@@ -152,7 +152,11 @@ def test_a_fifo_blocks_nothing(tmp_path: Path) -> None:
 
 def test_no_array_is_unpickled_or_larger_than_its_bytes(tmp_path: Path) -> None:
     np.savez(tmp_path / "w.npz", a=np.array([{}], dtype=object))
-    assert "Python objects" in refused(tmp_path / "w.npz")
+    assert "w.npz: a has Python objects" in refused(tmp_path / "w.npz")
+    np.savez(tmp_path / "w.npz", narrow=NARROW["narrow"])
+    assert "narrow has Python objects, records, or a dtype that NumPy's format lacks" in refused(
+        tmp_path / "w.npz"
+    )
     header = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (9999999,)}"
     with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
         archive.writestr("a.npy", header.ljust(127) + b"\n")

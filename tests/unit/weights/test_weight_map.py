@@ -124,3 +124,13 @@ def test_a_file_with_a_map_may_import_modules_of_its_folder(tmp_path: Path) -> N
     )
     (rule,) = read_weight_map(str(tmp_path / "experiment.py"))
     assert rule == WeightRule("kernel", "layers/0/kernel")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("import sys; sys.exit(3)", "SystemExit: 3"), ("WEIGHT_MAP = []", "its WEIGHT_MAP is empty")],
+)
+def test_a_file_without_a_map_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment.py").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_weight_map(str(tmp_path / "experiment.py"))
