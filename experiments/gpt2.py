@@ -14,7 +14,10 @@ FOLDER holds train.bin and val.bin, GPT-2's tokens as nanoGPT or llm.c write the
         --weight-map experiments/gpt2.py
 
 writes a trained model with the names and shapes of the published file: with the config.json of
-GPT2 beside it, `transformers.GPT2LMHeadModel.from_pretrained("OUT")` loads it.
+GPT2 beside it, `transformers.GPT2LMHeadModel.from_pretrained("OUT")` loads it. This map is that of
+the published vocabulary: a model with another `--vocabulary` is exported without it.
+
+`--mode predict` writes the loss of each token of the validation data.
 """
 
 from dataclasses import dataclass
@@ -133,6 +136,11 @@ def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]
     return {"loss": (model.token_losses(inputs, targets).loss, batch["weights"])}
 
 
+def predict(model: Any, batch: Batch) -> dict[str, jax.Array]:
+    """Returns the loss of each token in nats, (B, length)."""
+    return {"loss": objective(model, batch)["loss"][0]}
+
+
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
     """Returns AdamW with gradient clipping, and a learning rate with warm-up and cosine decay."""
     assert config.learning_rate is not None
@@ -188,6 +196,7 @@ def build(config: Config) -> Experiment:
         optimizer=make_optimizer(config, config.total_steps(len(train))),
         train=train,
         validation=validation,
+        predict=predict,
         rules=GPT2_RULES,
         weight_map=weight_map(config.vocabulary),
     )

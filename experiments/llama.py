@@ -45,7 +45,7 @@ import jax
 import numpy as np
 import optax
 from etils import epath
-from shakespeare_gpt import URL, Batch, objective, split
+from shakespeare_gpt import URL, Batch, objective, predict, split
 
 from spmdtrain import (
     Combination,
@@ -345,6 +345,7 @@ def build(config: Config) -> Experiment:
         optimizer=make_optimizer(config, config.total_steps(len(train))),
         train=train,
         validation=validation,
+        predict=predict,
         axis_rules=LLAMA_AXIS_RULES,
         weight_map=weight_map(tied=config.tied, experts=config.experts is not None),
         generate=partial(continued, config) if config.vocabulary == 256 else None,

@@ -251,6 +251,11 @@ def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]
     return {"loss": (losses.loss, weights), "accuracy": (losses.correct, weights)}
 
 
+def predict(model: Any, batch: Batch) -> dict[str, jax.Array]:
+    """Returns the loss of each token in nats, (B, length)."""
+    return {"loss": objective(model, batch)["loss"][0]}
+
+
 def check_ranges(config: Config) -> None:
     """Checks options that the optimizer or the model would accept although they make no sense."""
     for name, least, below in (
@@ -371,6 +376,7 @@ def build(config: Config) -> Experiment:
         optimizer=make_optimizer(config, config.total_steps(len(train))),
         train=train,
         validation=validation,
+        predict=predict,
         rules=TRANSFORMER_RULES,
         generate=writer(config, vocabulary),
     )

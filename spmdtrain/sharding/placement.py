@@ -97,6 +97,9 @@ class Placement:
     def size(self, axis: str) -> int:
         """Returns the number of devices along an axis.
 
+        Args:
+          axis: The name of the axis.
+
         Raises:
           UserError: If no mesh has such an axis.
         """

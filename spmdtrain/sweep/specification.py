@@ -237,7 +237,11 @@ def option_words(option: str, value: str, is_bool: bool) -> list[str]:
     Raises:
       UserError: If the value of a switch is neither true nor false.
     """
-    group, dot, name = option.replace("_", "-").rpartition(".")
+    # The parser keeps underscores at the end of a name.
+    words = option.split(".")
+    stems = [word.rstrip("_") for word in words]
+    parts = [s.replace("_", "-") + w[len(s) :] for s, w in zip(stems, words, strict=True)]
+    group, dot, name = ".".join(parts).rpartition(".")
     if not is_bool:
         return [f"--{group}{dot}{name}", *value.split()]
     if value.lower() not in _BOOLS:

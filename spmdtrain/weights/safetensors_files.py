@@ -1,6 +1,7 @@
 """Weights in one `.safetensors` file or several, perhaps with an index."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -31,6 +32,7 @@ _DTYPES = {
 SAFETENSORS_DTYPES = frozenset(_DTYPES.values())
 _NOT_OF_NUMPY = frozenset({"float8_e4m3fn", "float8_e5m2"})  # the library looks for `np.float8_...`
 
+_PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _BLOCK = 2**24  # bytes
 
 
@@ -71,6 +73,8 @@ class SafetensorsWeights:
                 if index is not None and of_index.get(name) != file.name:
                     continue
                 headers[name], self._files[name] = header, file
+        if index is None:
+            _check_parts([file.name for file in files], path)
         if missing := [name for name in of_index if name not in headers]:
             raise UserError(
                 f"{path}: {foreign(missing[0], 200)} is not in "
@@ -129,6 +133,15 @@ def _read_bytes_of(file: epath.Path, name: str, header: ArrayHeader, box: Box) -
     if not box:
         return rows.reshape(())
     return rows.reshape(end - first, *header.shape[1:])[:, *slices(tuple(others))]
+
+
+def _check_parts(names: Sequence[str], path: str) -> None:
+    """Raises `UserError` if names such as `model-00001-of-00002` are not those of all parts."""
+    parts = [match for name in names if (match := _PART.fullmatch(name))]
+    for name, _, count in map(re.Match.groups, parts):
+        found = {int(part[2]) for part in parts if (part[1], part[3]) == (name, count)}
+        if missing := sorted(set(range(1, int(count) + 1)) - found):
+            raise UserError(f"{path}: part {missing[0]} of {int(count)} of {name} is missing")
 
 
 def _read_index(index: epath.Path) -> Mapping[str, str]:

@@ -73,7 +73,7 @@ def is_weights_file(path: str) -> bool:
         return True
     folder = folder_of(path)
     if is_url(folder) or not folder.is_dir():
-        return False
+        return not is_url(folder) and folder.is_file()  # of another format, which is named
     own = (folder / "manifest.json").exists() or (folder / "checkpoints").exists()
     if own or folder.name == "checkpoints":
         return False

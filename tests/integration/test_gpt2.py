@@ -83,6 +83,9 @@ def test_the_command_trains_and_exports(tmp_path: Path) -> None:
     line: list[Any] = [*shape, "--steps", 2, "--workdir", workdir, "--data-dir", tmp_path]
     found = run(GPT2, *line, "--cpu-devices", 2)
     assert found.returncode == 0, found.stderr
+    assert run(GPT2, *line, "--mode", "predict", "--cpu-devices", 2).returncode == 0
+    losses = np.load(workdir / "predictions.npz")["loss"].ravel()[: TOKENS.size - 1]
+    assert losses.mean() == pytest.approx(metrics(workdir, "eval")[-1]["loss"], rel=1e-5)
     target = tmp_path / "out" / "model.safetensors"
     arguments = ["export", str(workdir), str(target), "--weight-map", str(GPT2)]
     assert checkpoints_command.main(arguments) == 0

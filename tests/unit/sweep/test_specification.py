@@ -87,6 +87,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
 def test_options_become_words_of_a_command_line() -> None:
     assert option_words("learning_rate", "1e-3", False) == ["--learning-rate", "1e-3"]
     assert option_words("hidden", "64 64", False) == ["--hidden", "64", "64"]
+    assert option_words("mode_.of_it_", "a", False) == ["--mode_.of-it_", "a"]
     assert option_words("group.keep_all", "False", True) == ["--group.no-keep-all"]
     assert option_words("shuffle", "true", True) == ["--shuffle"]
     with pytest.raises(UserError, match="true or false"):

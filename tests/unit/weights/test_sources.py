@@ -117,6 +117,17 @@ def refused(path: Path) -> str:
     return str(error.value)
 
 
+def test_a_missing_part_without_an_index_and_another_format_are_named(tmp_path: Path) -> None:
+    for part in (1, 3):
+        safetensors.numpy.save_file(
+            {f"w{part}": ARRAYS["half"]}, tmp_path / f"model-0000{part}-of-00003.safetensors"
+        )
+    assert refused(tmp_path).endswith("part 2 of 3 of model is missing")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    assert is_weights_file(str(tmp_path / "pytorch_model.bin"))
+    assert "init_from takes a .safetensors, .npz or" in refused(tmp_path / "pytorch_model.bin")
+
+
 def test_missing_and_contradictory_shards_are_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
     index = folder / "w.safetensors.index.json"
