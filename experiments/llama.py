@@ -9,7 +9,8 @@ FOLDER holds input.txt, 1,115,394 bytes, from
 https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt.
 The first 90 % are for training; the last 10 % for validation, which predicts each byte once. The
 loss is in nats a byte. `--mode predict` continues `--prompt`. If FOLDER holds train.bin and val.bin
-instead, tokens as llm.c writes them for Llama 3, these are the data.
+instead, tokens as llm.c writes them for Llama 3, these are the data. Of them, `--mode predict`
+writes the loss of each token.
 
 `--preset moe` is a small mixture of experts: in place of each MLP of `--preset moe-dense` it has 8
 of half the width, of which a router chooses 2 for each token. So it has 2.6 times the parameters,

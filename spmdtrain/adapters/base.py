@@ -59,11 +59,13 @@ def check_call(function: Callable[..., Any], what: str, *args: Any, **kwargs: An
     """
     if not callable(function):
         raise UserError(f"{what}: a {type(function).__name__} is not a function")
+    is_flax = type(function).__module__.startswith("flax.")
     try:
-        if isinstance(function, type):  # flax's metaclass hides the arguments of `__init__`
-            inspect.signature(function.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
-        else:
-            inspect.signature(function).bind(*args, **kwargs)
+        if isinstance(function, type) and is_flax:  # whose metaclass hides the arguments
+            init = inspect.signature(function.__init__, follow_wrapped=False)  # type: ignore[misc]
+            init.bind(None, *args, **kwargs)
+        else:  # a decorator may supply arguments of the function that it wraps
+            inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError as error:
         raise UserError(f"{what}: {error}") from error
     except ValueError:

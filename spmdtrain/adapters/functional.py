@@ -24,7 +24,7 @@ class FunctionModel:
         or the parameters themselves if there is no `apply`.
 
     Raises:
-      UserError: If `init` is no function of a key.
+      UserError: If `init` does not take one argument, a key.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FunctionModel:
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         params = self._init(key)
         for name, leaf in named_leaves(params).items():
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.number, Number)):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, Number)):
                 raise UserError(
                     f"FunctionModel: init(key) returned a {type(leaf).__name__} for {name!r}: "
                     "parameters must be arrays"

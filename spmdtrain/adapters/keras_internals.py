@@ -3,9 +3,7 @@
 Keras 3.15 has all of them. If another version lacks one, the error names that version.
 """
 
-import functools
 import importlib
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,10 +33,10 @@ def mask_of(array: Any) -> Any:
     return _read(importlib.import_module("keras.src.backend"), "get_keras_mask")(array)
 
 
-def values_and_mask(loss: Any, targets: Any, predictions: Any) -> tuple[Any, Any]:
-    """Returns the values of a loss before its reduction, and the mask of those that count.
+def values_and_masks(loss: Any, targets: Any, predictions: Any) -> tuple[Any, list[Any]]:
+    """Returns the values of a loss before its reduction, and the masks of those that count.
 
-    The mask is that of the predictions and that of the values (`ignore_class`); None without both.
+    A mask is that of the predictions or of the values (`ignore_class`).
 
     Args:
       loss: A Keras loss.
@@ -56,8 +54,7 @@ def values_and_mask(loss: Any, targets: Any, predictions: Any) -> tuple[Any, Any
     unreduced = object.__new__(type(loss))
     vars(unreduced).update(vars(loss), reduction="none", call=call)
     values = unreduced(targets, predictions)
-    found = [mask for mask in masks if mask is not None]
-    return values, functools.reduce(operator.and_, found) if found else None
+    return values, [mask for mask in masks if mask is not None]
 
 
 def loss_of_function(function: Any, name: str) -> Any:

@@ -1,13 +1,15 @@
 """Keras losses without their reduction: values for each example, with what divides their sum."""
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.adapters.keras_internals import loss_of_function, values_and_mask
+from spmdtrain.adapters.keras_internals import loss_of_function, values_and_masks
 from spmdtrain.errors import UserError
 
 ExampleLosses = Callable[[jax.Array, jax.Array, jax.Array | None], tuple[Any, Any]]
@@ -47,18 +49,20 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
     by_weights = loss.reduction == _SUM_OF_WEIGHTS
 
     def values_of(true: jax.Array, prediction: jax.Array, weight: jax.Array | None) -> Any:
-        values, mask = values_and_mask(loss, true, prediction)
+        values, masks = values_and_masks(loss, true, prediction)
         rows = prediction.shape[0]
         if values.ndim == 0 or values.shape[0] != rows:
             raise UserError(
                 f"the loss {loss.name!r} returns shape {values.shape} for a batch of {rows}: it "
                 "must return a value for each example, not their mean"
             )
-        if mask is not None and mask.shape != values.shape:
-            raise UserError(
-                f"the loss {loss.name!r} has values of shape {values.shape}, and the mask of the "
-                f"output has shape {mask.shape}: they must be equal"
-            )
+        for each in masks:
+            if each.shape != values.shape:
+                raise UserError(
+                    f"the loss {loss.name!r} has values of shape {values.shape}, and a mask of "
+                    f"shape {each.shape}: they must be equal"
+                )
+        mask = functools.reduce(operator.and_, masks) if masks else None
         if weight is not None:
             weight = expanded(weight, values)
         if by_weights and weight is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ class LinenModel:
         if isinstance(module, type):
             raise UserError(f"LinenModel: {module.__name__} is a class: give an instance")
         if not inputs and not kwargs:
-            check_call(module, "LinenModel(module, *inputs): module()")
+            call = inspect.unwrap(type(module).__call__)  # flax wraps it
+            check_call(call, "LinenModel(module, *inputs): module()", module)
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         rngs = _stream_keys(key, ("params", *self.streams))

@@ -152,8 +152,13 @@ def _check_attributes(model: nnx.Module) -> None:
     """Checks that no attribute is an array of the trace, which `nnx.split` takes as a constant."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
-            if isinstance(value, jax.core.Tracer):
+            leaves = jax.tree.leaves(value, is_leaf=_is_of_flax)
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
                 _refuse_plain_array((*map(str, path), name))
+
+
+def _is_of_flax(value: Any) -> bool:
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
 def _refuse_plain_array(names: Sequence[str]) -> NoReturn:

@@ -32,8 +32,8 @@ def export_params(
     Args:
       path: A workdir, or one of its `checkpoints/STEP`.
       to: The file: NAME.npz or NAME.safetensors. A `.npz` has float32 for dtypes that NumPy lacks,
-        such as bfloat16; a `.safetensors` keeps it, and
-        other dtypes that its format lacks, such as int4, are refused.
+        such as bfloat16. A `.safetensors` keeps bfloat16; a dtype that its format lacks, such as
+        int4, is an error.
       which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: Whether to export averaged parameters; by default, if the run kept an average.
       weight_map: Rules that give the arrays the names and shapes of another program's file, the

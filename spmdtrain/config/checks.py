@@ -233,11 +233,10 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return
-    classes = tuple(k for k in kinds if isinstance(k, type) and dataclasses.is_dataclass(k))
-    if classes and not isinstance(value, classes):
-        expected = " or a ".join(kind.__name__ for kind in classes)
-        raise UserError(f"{name} is {value!r}: it must be a {expected}")
     for kind in kinds:
+        is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        if is_class and not isinstance(value, kind):
+            raise UserError(f"{name} is {value!r}: it must be a {kind.__name__}")
         if get_origin(kind) is Literal and value not in get_args(kind):
             choices = [str(choice) for choice in get_args(kind)]
             raise UserError(f"{name} is {value!r}.{did_you_mean(str(value), choices)}")

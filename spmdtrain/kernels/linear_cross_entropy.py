@@ -78,8 +78,9 @@ def linear_cross_entropy(
     Args:
       hidden: (..., D), such as (B, T, D); the first of several leading dims is that of the batch.
       head: (V, D), in the dtype of `hidden`.
-      targets: int (...), from 0 to `vocabulary` - 1. The loss of any other is NaN, which a weight
-        of 0 leaves out.
+      targets: int (...), from 0 to `vocabulary` - 1. The loss of any other is NaN. Leave it out by
+        a weight of 0 in the (values, weights) of an objective, or by `jnp.where`, because 0 times
+        NaN is NaN.
       bias: (V,), added to the logits.
       vocabulary: Number of tokens; rows of `head` from this one on have no token. By default V.
       z_loss: Coefficient of the square of the logits' normalizer log(sum(exp(logits))), which is

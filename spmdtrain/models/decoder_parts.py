@@ -49,6 +49,14 @@ def token_logits(x: jax.Array, head: jax.Array) -> jax.Array:
     return constrain_sharding(logits, "batch", "context", "tensor")
 
 
+def dtype_name(dtype: Any) -> Any:
+    """Returns the name of a dtype; what is no dtype is returned as it is."""
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return dtype
+
+
 def check_length(length: int, context: int) -> None:
     """Checks that a sequence fits.
 

@@ -6,7 +6,7 @@ Their arrays are annotated with logical names, which an `AxisRules` maps to axes
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from spmdtrain.models.cached_attention import attend_to_cache
 from spmdtrain.models.decoder_parts import (
     StackedDecoder,
     check_length,
+    dtype_name,
     embed_tokens,
     read_with_cache,
 )
@@ -47,6 +48,19 @@ LLAMA_AXIS_RULES = AxisRules(
 )
 
 PyTree = Any
+
+
+@runtime_checkable
+class RopeScaling(Protocol):
+    """A change of the speeds of rotations."""
+
+    def scale(self, speeds: np.ndarray) -> np.ndarray:
+        """Returns the scaled speeds of rotations.
+
+        Args:
+          speeds: Radians from a token to the next, (n,).
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +176,7 @@ class LlamaConfig:
     hidden: int
     context: int
     rope_base: float = 500_000.0
-    rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     tied: bool = False
     epsilon: float = 1e-5
     experts: RoutedExperts | None = None
@@ -170,7 +184,10 @@ class LlamaConfig:
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logits_dtype", dtype_name(self.logits_dtype))
         check_values(self, LlamaConfig)
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise UserError(f"rope_scaling is {self.rope_scaling!r}: it must have a method `scale`")
         for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "context"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be 1 or more")

@@ -16,6 +16,7 @@ from spmdtrain.models.cached_attention import attend_to_cache
 from spmdtrain.models.decoder_parts import (
     StackedDecoder,
     check_length,
+    dtype_name,
     embed_tokens,
     read_with_cache,
 )
@@ -103,6 +104,7 @@ class TransformerConfig:
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logits_dtype", dtype_name(self.logits_dtype))
         check_values(self, TransformerConfig)
         for name in ("vocabulary", "layers", "width", "heads", "hidden", "context"):
             if getattr(self, name) < 1:

@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -55,10 +55,9 @@ class Rule:
                 "jax.sharding.PartitionSpec of axes and None"
             )
         entries = (e if isinstance(e, tuple) else (e,) for e in self.spec if e is not None)
-        if not all(isinstance(axis, str) for entry in entries for axis in entry):
-            raise UserError(
-                f"sharding rule {self.pattern!r} has an axis that is no name: {self.spec}"
-            )
+        for axis in (axis for entry in entries for axis in entry):
+            if not isinstance(axis, str):
+                raise UserError(f"sharding rule {self.pattern!r} has the axis {axis!r}: give names")
         if not isinstance(self.gather, GatherPolicy):
             raise UserError(
                 f"sharding rule {self.pattern!r} has gather={self.gather!r}: it must be "
@@ -75,8 +74,9 @@ def checked_rules(given: object) -> Sequence[Rule]:
       given: The rules.
 
     Raises:
-      UserError: If they are anything else than a sequence of `Rule`.
+      UserError: If they are anything other than instances of `Rule`.
     """
-    if isinstance(given, Sequence) and all(isinstance(rule, Rule) for rule in given):
-        return given
-    raise UserError(f"rules is {given!r}: give a list of Rule(pattern, spec)")
+    rules = tuple(given) if isinstance(given, Iterable) else ()
+    if not isinstance(given, Iterable) or not all(isinstance(rule, Rule) for rule in rules):
+        raise UserError(f"rules is {given!r}: give a list of Rule(pattern, spec)")
+    return rules

@@ -286,11 +286,11 @@ def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sum
 
 
 def _after(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the weights; on CPU with split experts, they depend on the values for the compiler.
+    """Returns the weights, which depend on the values for XLA on CPUs that split experts.
 
-    XLA's CPU client does not order a sum over devices and a loop over layers that has others, so
-    that its threads may wait in different ones, forever. The sum of the weights would need no loop,
-    and the gradients of a `Combination` need it.
+    XLA's CPU client does not order a sum over devices and a loop of layers that contains others, so
+    its threads can wait in different ones forever. The sum of the weights does not need the loop,
+    but the gradients of a `Combination` need that sum. The dependency makes it wait for the loop.
     """
     over = current_mesh()
     if over is None or over.parts(EXPERT) == 1 or current_device().platform != "cpu":

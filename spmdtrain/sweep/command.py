@@ -174,7 +174,9 @@ def _check_different(points: Sequence[Mapping[str, str]], configs: Sequence[RunC
     for values, config in zip(points, configs, strict=True):
         name = specification.readable_name(values)
         if (other := names.setdefault(repr(config), name)) != name:
-            raise UserError(f"--set: the trials {other} and {name} are the same: remove one")
+            raise UserError(
+                f"--set: the trials {other} and {name} are the same: remove one of the values"
+            )
 
 
 def _folder_of(command: Command) -> Path:

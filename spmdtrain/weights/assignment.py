@@ -1,5 +1,6 @@
 """The arrays of a file that a model takes, before any of them is read."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -133,9 +134,10 @@ def assign_weights(
         if not matches:
             found.unused.append(rule)
     if rules and len(found.unused) == len(rules):
-        own = assign_weights(path, headers, targets, ())
-        if not own.kept:
-            return own
+        with contextlib.suppress(UserError):  # which would not be about the map
+            own = assign_weights(path, headers, targets, ())
+            if not own.kept:
+                return own
     for target, leaf in targets.items():
         covered = sum(piece.filled.size for piece in found.pieces.get(target, ()))
         is_whole = covered == prod(leaf.shape) or (covered and target in found.fill)
@@ -252,10 +254,12 @@ def _check_once(
 
 
 def _checked_fill(rule: WeightRule, fill: float, dtype: Any) -> float:
+    if np.isnan(fill):
+        raise UserError(f"{rule}: fill is {fill}: it must be a number")
     with np.errstate(over="ignore", invalid="ignore"):
         held = np.asarray(fill, np.float64).astype(dtype)
-    is_exact = jnp.issubdtype(dtype, jnp.inexact) or held == fill
-    if not is_exact or not np.isfinite(held):
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    if not (np.isfinite(held) or np.isinf(fill) if is_float else held == fill):
         raise UserError(f"{rule}: fill is {fill}, which {np.dtype(dtype).name} cannot hold")
     return fill
 

@@ -73,7 +73,7 @@ class SafetensorsWeights:
                 if index is not None and of_index.get(name) != file.name:
                     continue
                 headers[name], self._files[name] = header, file
-        if index is None:
+        if len(files) > 1 and index is None:
             _check_parts([file.name for file in files], path)
         if missing := [name for name in of_index if name not in headers]:
             raise UserError(
@@ -137,11 +137,13 @@ def _read_bytes_of(file: epath.Path, name: str, header: ArrayHeader, box: Box) -
 
 def _check_parts(names: Sequence[str], path: str) -> None:
     """Raises `UserError` if names such as `model-00001-of-00002` are not those of all parts."""
-    parts = [match for name in names if (match := _PART.fullmatch(name))]
-    for name, _, count in map(re.Match.groups, parts):
-        found = {int(part[2]) for part in parts if (part[1], part[3]) == (name, count)}
-        if missing := sorted(set(range(1, int(count) + 1)) - found):
-            raise UserError(f"{path}: part {missing[0]} of {int(count)} of {name} is missing")
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for match in filter(None, map(_PART.fullmatch, names)):
+        numbers.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (name, count), found in numbers.items():
+        if len(found) < count:
+            missing = next(n for n in range(min(1, *found), count + 1) if n not in found)
+            raise UserError(f"{path}: part {missing} of {count} of {name} is missing")
 
 
 def _read_index(index: epath.Path) -> Mapping[str, str]:

@@ -66,6 +66,8 @@ class WeightSource(Protocol):
 def is_weights_file(path: str) -> bool:
     """Returns whether a path is a file or folder of weights, and not a run or its checkpoint.
 
+    It is true for a file of another format, too, which `open_weights` refuses by name.
+
     Args:
       path: A path that the user has given.
     """
@@ -73,7 +75,7 @@ def is_weights_file(path: str) -> bool:
         return True
     folder = folder_of(path)
     if is_url(folder) or not folder.is_dir():
-        return not is_url(folder) and folder.is_file()  # of another format, which is named
+        return not is_url(folder) and folder.is_file()
     own = (folder / "manifest.json").exists() or (folder / "checkpoints").exists()
     if own or folder.name == "checkpoints":
         return False

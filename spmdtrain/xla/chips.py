@@ -212,10 +212,11 @@ def memory_of(device_kind: str) -> int | None:
 def peak_flops(device_kind: str) -> float | None:
     """Returns the peak FLOP/s of one JAX device on bfloat16.
 
-    It is None if the chip is not known, or if the device is a part of a GPU (MIG).
-
     Args:
         device_kind: `jax.Device.device_kind`.
+
+    Returns:
+        The peak; None if the chip is not known, or if the device is a part of a GPU (MIG).
     """
     chip = chip_of(device_kind)
     is_part = re.search(r"\bmig\b", device_kind.lower())

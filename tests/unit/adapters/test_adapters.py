@@ -1,5 +1,6 @@
 """Models of every kind through the same seam, and what they carry from step to step."""
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -264,6 +265,29 @@ def test_parameters_that_are_trees_and_attributes_that_are_arrays() -> None:
 
     with pytest.raises(UserError, match=r"shift is .*nnx\.Variable"):
         trainer(Plain)
+
+    class Listed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.table = nnx.static([jnp.ones(4)])
+            self.layers = nnx.List([nnx.Linear(4, 1, rngs=rngs)])
+
+    with pytest.raises(UserError, match=r"table is .*nnx\.Variable"):
+        trainer(Listed)
+
+
+def test_a_decorator_may_supply_arguments_of_a_model() -> None:
+    def sized(make: Any) -> Any:
+        @functools.wraps(make)
+        def wrapped(**options: Any) -> Any:
+            return make(4, **options)
+
+        return wrapped
+
+    @sized
+    def linear(size: int, rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(size, 1, rngs=rngs)
+
+    assert trainer(linear).predict((X, Y)).shape == (64, 1)
 
 
 @pytest.mark.parametrize("is_instance", [False, True])

@@ -99,14 +99,14 @@ def test_a_ring_in_blocks_of_queries_has_the_numbers_of_whole_sequences(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ring", "gather"])
 def test_no_rows_give_no_rows(method: ContextMethod) -> None:
     none = jnp.zeros((0, 8, 4, 8))
     with use_placement(placement((2, 4, 1), method)):
         assert attention(none, none, none, causal=True).shape == none.shape
 
 
+@pytest.mark.slow
 def test_the_scale_may_be_a_parameter() -> None:
     query, key, value = np.random.default_rng(0).normal(size=(3, 2, 16, 4, 8)).astype("f")
 

@@ -117,9 +117,7 @@ def test_equally_large_logits_are_correct_for_each_target() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_targets_that_are_no_tokens_are_nan_and_without_gradient_at_weight_0(chunks: int) -> None:
-    given: Any = np.array(
-        [0, -1, -100, VOCABULARY, HEAD]
-    )  # the logits of rows without a token are low
+    given: Any = np.array([0, -1, -100, VOCABULARY, HEAD])
     hidden: Any = np.full((5, WIDTH), -0.1, np.float32)  # so that all logits are negative
 
     def total(head: jax.Array, rows: slice, weights: Any) -> Any:

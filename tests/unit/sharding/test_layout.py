@@ -121,7 +121,7 @@ def test_leaves_are_named_by_their_path() -> None:
     ("make", "message"),
     [
         (lambda: Rule("a", P("fsdp"), "in the model"), "has gather='in the model': it must be Gat"),  # type: ignore[arg-type]
-        (lambda: Rule("a", P(1)), "has an axis that is no name"),
+        (lambda: Rule("a", P(1)), "has the axis 1: give names"),
         (lambda: checked_rules(Rule("a", P())), "give a list of Rule"),
         (lambda: checked_rules([("a", P())]), "give a list of Rule"),
     ],

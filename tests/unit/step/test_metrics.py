@@ -14,7 +14,10 @@ import optax
 import pytest
 
 from spmdtrain.adapters.functional import FunctionModel
+from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
+from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.step.metrics import Means, Sums, WeightedValues, loss_first, mean, weighted_sums
 from spmdtrain.train.trainer import Trainer
 
@@ -369,3 +372,18 @@ def test_a_prediction_that_is_not_one_row_an_example_is_refused(wrong: Any) -> N
     )
     with pytest.raises(UserError, match="16 examples"):
         reduced.predict(examples(20), global_batch_size=16)
+
+
+def test_on_cpus_that_split_experts_the_weights_are_added_up_after_the_values() -> None:
+    """Otherwise the sum may run beside a loop of layers, and devices wait for one another."""
+
+    def weight(values: jax.Array, weights: jax.Array) -> jax.Array:
+        found: jax.Array = weighted_sums({"loss": (values, weights)}, 8)["loss"].weight
+        return found
+
+    values, weights = jnp.full(8, jnp.nan), jnp.arange(8.0)
+    for mesh, depends in ((MeshSpec(expert=8), True), (MeshSpec(data=8), False)):
+        with use_placement(make_placement(RunConfig(strategy="mirrored", mesh=mesh))):
+            program = jax.jit(weight).lower(values, weights).compile().as_text()
+            assert program is not None and ("compare(" in program) == depends
+            assert weight(values, weights) == 28

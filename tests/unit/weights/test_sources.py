@@ -22,7 +22,6 @@ ARRAYS: dict[str, np.ndarray] = {
 }
 NARROW = {"narrow": np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)}
 
-# The library cannot write these as NumPy arrays.
 EIGHT_BITS = {
     "wide": np.arange(24).astype(ml_dtypes.float8_e5m2).reshape(4, 6),
     "scalar": np.array(3, ml_dtypes.float8_e4m3fn),
@@ -46,15 +45,7 @@ def sharded(folder: Path) -> Path:
 
 
 def of_8_bits(folder: Path) -> Path:
-    header: dict[str, Any] = {}
-    content = b""
-    for name, array in EIGHT_BITS.items():
-        dtype = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}[array.dtype.name]
-        offsets = [len(content), len(content) + array.nbytes]
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
-        content += array.tobytes()
-    text = json.dumps(header).encode()
-    (folder / "w.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    safetensors.numpy.save_file(EIGHT_BITS, folder / "w.safetensors")
     return folder / "w.safetensors"
 
 
@@ -123,6 +114,11 @@ def test_a_missing_part_without_an_index_and_another_format_are_named(tmp_path: 
             {f"w{part}": ARRAYS["half"]}, tmp_path / f"model-0000{part}-of-00003.safetensors"
         )
     assert refused(tmp_path).endswith("part 2 of 3 of model is missing")
+    one = open_weights(str(tmp_path / "model-00001-of-00003.safetensors"))
+    assert list(one.headers) == ["w1"]
+    (tmp_path / "model-00003-of-00003.safetensors").rename(tmp_path / "m-0-of-2.safetensors")
+    (tmp_path / "model-00001-of-00003.safetensors").rename(tmp_path / "m-1-of-2.safetensors")
+    assert set(open_weights(str(tmp_path)).headers) == {"w1", "w3"}
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert is_weights_file(str(tmp_path / "pytorch_model.bin"))
     assert "init_from takes a .safetensors, .npz or" in refused(tmp_path / "pytorch_model.bin")
