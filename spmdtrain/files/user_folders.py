@@ -33,14 +33,11 @@ def make_folder(path: Path) -> None:
 
     Raises:
       OSError: If it cannot be created.
-      NotADirectoryError: If it exists and is something else.
     """
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         with suppress(FileExistsError):
             each.mkdir(mode=0o700)
-    if not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
 def check_own(path: Path) -> None:

@@ -50,7 +50,11 @@ def token_logits(x: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def dtype_name(dtype: Any) -> Any:
-    """Returns the name of a dtype; what is no dtype is returned as it is."""
+    """Returns the name of a dtype.
+
+    Args:
+      dtype: The dtype; anything else is returned as it is.
+    """
     try:
         return np.dtype(dtype).name
     except TypeError:

@@ -1,6 +1,7 @@
 """Compiler options and the persistent compilation cache."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -39,7 +40,7 @@ def keep_programs(folder: str | None) -> None:
 
     Args:
         folder: Folder of the cache; None for the user's own cache, "off" for no cache.
-    """
+    """  # noqa: DOC501 (NotADirectoryError is caught here)
     current = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if folder == OFF or (folder is None and current is not None):
         return
@@ -48,6 +49,8 @@ def keep_programs(folder: str | None) -> None:
         return
     try:
         make_folder(path)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         if folder is None:
             check_own(path)  # write access allows running code as this user
     except OSError as error:  # such as the home of another user, a file, or a full disk

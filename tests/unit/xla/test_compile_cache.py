@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_there_and_a_corrupted_file_only_cost_time(tmp_p
     assert f"the compilation cache is not used: {tmp_path}/file: Not a directory" in ended.stderr
     folder = tmp_path / "programs"
     train(tmp_path, "b", "--compilation-cache", folder)
-    (step,) = folder.glob("jit_train_step-*")
+    (step,) = folder.glob("jit_train_step*")
     whole = step.read_bytes()
     step.write_bytes(whole[: len(whole) // 2])
     ended = train(tmp_path, "c", "--compilation-cache", folder)
