@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.storage import in_short
+from spmdtrain.files.storage import folder_of, in_short
 from spmdtrain.files.validation import (
     Malformed,
     check,
@@ -30,7 +30,8 @@ _DTYPES = {
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
 }
 SAFETENSORS_DTYPES = frozenset(_DTYPES.values())
-_NOT_OF_NUMPY = frozenset({"float8_e4m3fn", "float8_e5m2"})  # the library looks for `np.float8_...`
+# The library looks for them in NumPy, which lacks them.
+_NOT_OF_NUMPY = frozenset(name for code, name in _DTYPES.items() if code.startswith("F8"))
 
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _BLOCK = 2**24  # bytes
@@ -73,7 +74,7 @@ class SafetensorsWeights:
                 if index is not None and of_index.get(name) != file.name:
                     continue
                 headers[name], self._files[name] = header, file
-        if len(files) > 1 and index is None:
+        if index is None and folder_of(path).is_dir():
             _check_parts([file.name for file in files], path)
         if missing := [name for name in of_index if name not in headers]:
             raise UserError(

@@ -114,6 +114,11 @@ def test_a_missing_part_without_an_index_and_another_format_are_named(tmp_path: 
             {f"w{part}": ARRAYS["half"]}, tmp_path / f"model-0000{part}-of-00003.safetensors"
         )
     assert refused(tmp_path).endswith("part 2 of 3 of model is missing")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "w-1-of-2.safetensors").hardlink_to(
+        tmp_path / "model-00001-of-00003.safetensors"
+    )
+    assert refused(tmp_path / "alone").endswith("part 2 of 2 of w is missing")
     one = open_weights(str(tmp_path / "model-00001-of-00003.safetensors"))
     assert list(one.headers) == ["w1"]
     (tmp_path / "model-00003-of-00003.safetensors").rename(tmp_path / "m-0-of-2.safetensors")
