@@ -263,9 +263,11 @@ class Forward:
         )
 
     def _cast_input(self, batch: PyTree) -> PyTree:
-        """Casts the model's input in a batch; targets and weights keep their precision."""
-        if self.compute_dtype == jnp.float32:
-            return batch
+        """Casts the model's input in a batch; targets and weights keep their precision.
+
+        The containers are new ones: a function may take entries out of its batch, and is called
+        again with the same one, for example in the backward pass of `remat`.
+        """
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
             name = path_name(path[:1])  # "" for a batch that is one array, "0" first in a tuple

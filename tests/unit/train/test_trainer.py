@@ -57,6 +57,27 @@ def test_without_a_workdir_nothing_is_written(
     assert result.test == result.validation and result.test["loss"] > 0
 
 
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"microbatches": 2}, {"exact": 8}], ids=str)
+def test_an_objective_may_take_entries_out_of_its_batch(options: dict[str, Any]) -> None:
+    def objective(model: Any, batch: Any) -> Any:
+        labels = batch.pop("labels")
+        return {"loss": ((model(batch["x"]) - labels) ** 2).mean(1)}
+
+    def reference(model: Any, batch: Any) -> Any:
+        return {"loss": ((model(batch["x"]) - batch["labels"]) ** 2).mean(1)}
+
+    # As many outputs as rows: without its labels, a batch would look like values of pairs.
+    data = {"x": X[:16], "labels": np.tile(Y[:16], 16)}
+    one_device = {"mesh": MeshSpec(devices=(0,)), "model": nnx.Linear(4, 16, rngs=nnx.Rngs(0))}
+    results = [
+        trainer(objective=f, **one_device, **options).fit(
+            data, validation=data, steps=2, global_batch_size=16
+        )
+        for f in (objective, reference)
+    ]
+    assert results[0].validation == results[1].validation
+
+
 def test_the_initialization_of_the_model_is_traced_once() -> None:
     traces = []
 
