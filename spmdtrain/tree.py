@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -15,6 +16,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns leaf path to leaf, in the order of `jax.tree.leaves`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): leaf for path, leaf in leaves}
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of typed random keys, which have no ordinary dtype."""
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def as_numpy(x: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from spmdtrain.tree import named_leaves
+from spmdtrain.tree import is_key, named_leaves
 
 CHUNK = 2**16  # elements that the host sums at a time, so that they stay in the cache
 _GOLDEN, _LAST_SHIFT = np.uint32(0x9E3779B9), np.uint32(16)  # constants of `_hash`
@@ -93,7 +93,7 @@ def is_small(leaf: Any) -> bool:
 def _start(leaf: Any) -> list[PartSum]:
     if not isinstance(leaf, jax.Array):
         return [PartSum(host_sum(np.asarray(leaf)))]
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if is_small(leaf):
         return [part_sum(leaf, host_sum(np.asarray(leaf)), distinct_shards(leaf)[0])]

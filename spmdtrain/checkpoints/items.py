@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from etils import epath, epy
 
 from spmdtrain.errors import UserError
 from spmdtrain.step.state import TrainState
-from spmdtrain.tree import path_name
+from spmdtrain.tree import is_key, path_name
 
 with epy.lazy_imports():  # because importing it takes long
     import orbax.checkpoint as ocp
@@ -58,7 +57,7 @@ def raw_keys(tree: PyTree) -> PyTree:
     """
 
     def raw(leaf: Any) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf):
             return leaf
         if isinstance(leaf, jax.Array):
             return jax.random.key_data(leaf)

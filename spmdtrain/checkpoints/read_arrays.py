@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
 
@@ -22,7 +21,7 @@ from spmdtrain.files.storage import (
     silence_tensorstore_shutdown,
     why_failed,
 )
-from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.tree import is_key, named_leaves, path_name
 
 with epy.lazy_imports():  # because importing it takes long, and only restoring needs it
     import orbax.checkpoint as ocp
@@ -86,7 +85,7 @@ def _checkpointer() -> contextlib.AbstractContextManager[Any]:
 
 def _restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
     """Returns the random key whose data were saved if the target is a key, or the leaf itself."""
-    if not jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
+    if not is_key(target):
         return leaf
     implementation: list[Any] = []
     jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), target)

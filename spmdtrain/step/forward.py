@@ -20,7 +20,7 @@ from spmdtrain.step.optimizer import merge
 from spmdtrain.step.outputs import outputs_of_training
 from spmdtrain.step.remat import with_policy
 from spmdtrain.step.user_frames import locate_errors
-from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.tree import is_key, named_leaves, path_name
 
 PyTree = Any
 
@@ -149,6 +149,8 @@ class Forward:
         def updated(path: tuple[Any, ...], new: jax.Array, old: jax.Array) -> jax.Array:
             if path_name(path) in self._frozen_state:
                 return old
+            if is_key(old):
+                return new
             # A model that computes in 16 bits may have assigned 16-bit arrays to its state.
             is_rounded = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new))
             if not is_rounded and jnp.promote_types(old.dtype, new.dtype) != old.dtype:
@@ -263,11 +265,9 @@ class Forward:
         )
 
     def _cast_input(self, batch: PyTree) -> PyTree:
-        """Casts the model's input in a batch; targets and weights keep their precision.
-
-        The containers are new ones: a function may take entries out of its batch, and is called
-        again with the same one, for example in the backward pass of `remat`.
-        """
+        """Casts the model's input in a batch; targets and weights keep their precision."""
+        # Also without a cast, for new containers: a function may take entries out of its batch, and
+        # is called again with the same one, for example in the backward pass of `remat`.
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
             name = path_name(path[:1])  # "" for a batch that is one array, "0" first in a tuple

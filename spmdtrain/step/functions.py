@@ -59,7 +59,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.step.user_frames import locate_errors
-from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any
@@ -152,6 +152,9 @@ class StepFunctions:
             self._forward, self.update, self.abstract_state, placement, config
         )
         self._own_reduction = reduction
+        for name, leaf in named_leaves(abstract.model_state).items():
+            if is_key(leaf):
+                _check_kept_key(config, name)
         per_replica = config.batch_statistics == "replica"
         if per_replica and not jax.tree.leaves(self.abstract_state.model_state):
             raise UserError(
@@ -434,6 +437,23 @@ class StepFunctions:
             compiler_options=self.compiler_options or None,
         )
         return Together(compiled, constant=1, check=check)
+
+
+def _check_kept_key(config: RunConfig, name: str) -> None:
+    """Checks that no option lets parts of a batch draw from one key of the model's state."""
+    # The keys of random streams derive from the step's key, of which each part has its own.
+    shares = {
+        f"exact is {config.exact}": config.exact is not None,
+        "batch_statistics is replica": config.batch_statistics == "replica",
+        "strategy is parameter_server": config.strategy == "parameter_server",
+    }
+    for option, is_given in shares.items():
+        if is_given:
+            raise UserError(
+                f"{option}, and the model keeps a random key in its state ({name}): each part of a "
+                "batch would draw the same numbers from it. Draw from a stream of the model, such "
+                "as nnx.Rngs or make_rng, or leave the option out"
+            )
 
 
 def _placed(leaf: Any, sharding: Sharding) -> Any:

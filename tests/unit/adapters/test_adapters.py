@@ -2,6 +2,7 @@
 
 import functools
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ from flax import nnx
 
 from spmdtrain import FunctionModel, LinenModel, MeshSpec, Trainer, UserError
 from spmdtrain.terminal import Terminal
-from spmdtrain.tree import named_leaves
+from spmdtrain.tree import is_key, named_leaves
 
 BATCH = 16
 X = np.random.default_rng(0).normal(2.0, 3.0, (64, 4)).astype(np.float32)
@@ -323,3 +324,62 @@ def test_a_parameter_that_is_a_number_is_trained(is_instance: bool) -> None:
 def test_a_model_that_cannot_be_made_is_named(make: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         trainer(make())
+
+
+class NoisyNnx(nnx.Module):
+    """Keeps a typed random key in its state, and draws from it in training and evaluation."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(4, 1, rngs=rngs)
+        self.key = nnx.Variable(jax.random.key(7))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.key[...], draw = jax.random.split(self.key[...])
+        return self.layer(x) + jax.random.normal(draw, (len(x), 1))
+
+
+class NoisyLinen(nn.Module):
+    """The same as a linen module."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        key = self.variable("noise", "key", lambda: jax.random.key(7))
+        after, draw = jax.random.split(key.value)
+        if self.is_mutable_collection("noise") and not self.is_initializing():
+            key.value = after
+        return nn.Dense(1)(x) + jax.random.normal(draw, (len(x), 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [NoisyNnx, LinenModel(NoisyLinen(), np.ones((1, 4), np.float32))])
+def test_a_model_may_keep_a_typed_key_in_its_state(make: Any, tmp_path: Path) -> None:
+    data = np.ones((32, 4), np.float32)
+
+    def trained(steps: int, **options: Any) -> Trainer:
+        trainer = Trainer(
+            model=make,
+            objective=lambda model, x: {"loss": (model(x)[:, 0] - 1) ** 2},
+            optimizer=optax.sgd(0.1),
+            global_batch_size=16,
+            terminal=Terminal(quiet=True),
+            **options,
+        )
+        trainer.fit(data, steps=steps)
+        return trainer
+
+    saves: dict[str, Any] = {"workdir": str(tmp_path), "log_hash_every": 1}
+    trained(2, **saves)
+    resumed, whole = trained(3, **saves), trained(3)
+    expected = jax.random.key(7)
+    for _ in range(3):
+        expected = jax.random.split(expected)[0]
+    states = [named_leaves(trainer.state) for trainer in (resumed, whole)]
+    for name, one in states[0].items():
+        other = states[1][name]
+        if is_key(one):
+            one, other = map(jax.random.key_data, (one, other))
+            np.testing.assert_array_equal(one, jax.random.key_data(expected))
+        np.testing.assert_array_equal(one, other)
+    for option in ({"exact": 16}, {"batch_statistics": "replica"}):
+        with pytest.raises(UserError, match=f"{next(iter(option))} is .* keeps a random key"):
+            trained(1, **option)
