@@ -1,5 +1,6 @@
 """Checks of what cannot have the same bits on any number of devices."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import optax
@@ -8,7 +9,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.extra_arguments import extra_names
-from spmdtrain.step.metrics import BatchSums, combined_weights
+from spmdtrain.step.metrics import Sums
 
 
 def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None:
@@ -106,9 +107,23 @@ def check_exact_batch(
         )
 
 
-def check_exact_sums(sums: BatchSums) -> None:
-    """Raises `UserError` if the loss of the objective has several weights."""
-    if combined_weights(sums):
+def check_one_weight(needed: Mapping[str, Any]) -> None:
+    """Checks that gradients need no sum of the whole batch before they are computed.
+
+    Args:
+      needed: The sums that they need, by the term of the loss.
+
+    Raises:
+      UserError: If they do; names the kind of loss.
+    """
+    if any(isinstance(x, Sums) for x in needed.values()):
+        raise UserError(
+            _message(
+                "the weights of the loss depend on trained parameters",
+                "take them from the batch, or put jax.lax.stop_gradient around them",
+            )
+        )
+    if needed:
         raise UserError(
             _message("the loss is a Combination of means with several weights", "return one loss")
         )

@@ -3,6 +3,10 @@
 All variants (one pass or microbatches, reduced by XLA or under `shard_map`) add up weighted sums
 and divide once, by the weight of the whole batch. If the loss is a `Combination`, the weight of
 each of its terms over the whole batch is computed first, and divides the sum of that term.
+
+If weights depend on trained parameters, the sum and the weight of each term are differentiated. The
+derivatives of the loss by the two need the sums of the whole batch, which are computed before the
+first of several microbatches.
 """
 
 import contextlib
@@ -20,12 +24,15 @@ from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import metrics
 from spmdtrain.step.model_state import of_replicas, parts_of_replica
-from spmdtrain.step.outputs import Combination
+from spmdtrain.step.outputs import Combination, loss_terms
 from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, scale_arrays
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.strategies import DEFAULT
+from spmdtrain.xla.derivative_rules import is_differentiated
 
 PyTree = Any
+Wanted = Callable[[metrics.BatchSums], dict[str, Any]]
+"""Selects the sums of a part that its gradients need of the whole batch."""
 ON_ONE_DEVICE = Placement(DEFAULT, None)
 """The placement of code inside `shard_map`, where there is no mesh to split arrays over."""
 
@@ -167,7 +174,9 @@ class Gradients:
         key: jax.Array,
         axes: tuple[str, ...] = (),
     ) -> GradientOutput:
-        """Returns the gradients of `metrics.differentiated`, accumulated over the microbatches.
+        """Returns the gradients of the loss's weighted sum, accumulated over the microbatches.
+
+        Those of a `Combination` are of its mean: each term is divided already.
 
         Args:
           params: Trained parameters.
@@ -182,24 +191,32 @@ class Gradients:
         # neither the model state from one microbatch to the next nor an index for the random key.
         of_part = self._of_microbatch
         if self.microbatches == 1:
-            return of_part(params, frozen, model_state, batch, key, partial(_whole_weights, axes))
+            sums_over_axes = partial(self._over_axes, axes)
+            return of_part(params, frozen, model_state, batch, key, sums_over_axes)
 
         parts = jax.tree.map(self._split, batch)
         indices = jnp.arange(self.microbatches)
         given = params, frozen, model_state, jax.tree.map(lambda x: x[0], parts), key
-        shapes = jax.eval_shape(partial(of_part, weights=metrics.combined_weights), *given)
-        weights: dict[str, jax.Array] = {}
-        if metrics.combined_weights(shapes.metrics):
+        wanted: list[Wanted] = []  # what each part needs of the whole batch
+
+        def note(of_batch: Wanted, sums: metrics.BatchSums) -> PyTree:
+            wanted.append(of_batch)
+            return of_batch(sums)
+
+        shapes = jax.eval_shape(partial(of_part, whole=note), *given)
+        known: PyTree = {}
+        if wanted[-1](shapes.metrics):
             batches = parts, indices
-            weights = self._combined_weights(params, frozen, model_state, batches, key)
-            weights = jax.lax.psum(weights, axes) if axes else weights
+            evaluate = partial(self._over_parts, wanted[-1])
+            known = evaluate(params, frozen, model_state, batches, key)
+            known = self.over_axes(known, axes)
 
         def accumulate(
             total: GradientOutput, part: tuple[jax.Array, PyTree]
         ) -> tuple[GradientOutput, None]:
             index, rows = part
             part_key = jax.random.fold_in(key, index)
-            output = of_part(params, frozen, total.model_state, rows, part_key, lambda _: weights)
+            output = of_part(params, frozen, total.model_state, rows, part_key, lambda *_: known)
             # XLA adds each leaf as soon as its gradient exists and then reuses its memory.
             gradients = jax.tree.map(jnp.add, total.gradients, output.gradients)
             sums = jax.tree.map(jnp.add, total.metrics, output.metrics)
@@ -221,42 +238,59 @@ class Gradients:
         model_state: PyTree,
         batch: PyTree,
         key: jax.Array,
-        weights: Callable[[metrics.BatchSums], dict[str, jax.Array]],
+        whole: Callable[[Wanted, metrics.BatchSums], PyTree],
     ) -> GradientOutput:
-        """Computes the gradients of one part; `weights` maps its sums to the whole batch's."""
+        """Computes the gradients of one part; `whole` maps its sums to those of the whole batch."""
 
-        def total(params: PyTree) -> tuple[jax.Array, tuple[metrics.BatchSums, PyTree]]:
+        def total(params: PyTree) -> tuple[PyTree, tuple[metrics.BatchSums, PyTree]]:
             sums, after = self.objective(params, frozen, model_state, batch, key)
-            return metrics.differentiated(sums, weights(sums)), (sums, after)
+            terms = loss_terms(sums)
+            if any(is_differentiated(term.weight) for term in terms.values()):
+                return terms, (sums, after)
+            weights = whole(metrics.combined_weights, sums)
+            return metrics.differentiated(sums, weights), (sums, after)
 
-        gradients, (sums, after) = jax.grad(total, has_aux=True)(params)
+        found, pull_back, (sums, after) = jax.vjp(total, params, has_aux=True)
+        slopes: PyTree = (
+            _slopes(sums["loss"], whole(loss_terms, sums))
+            if isinstance(found, dict)
+            else jax.lax.full_like(found, 1)
+        )
+        (gradients,) = pull_back(slopes)
         return GradientOutput(gradients, sums, after)
 
-    def _combined_weights(
+    def over_axes(self, sums: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """Returns sums of the loss over the devices of `axes`, which a part's gradients need."""
+        return jax.lax.psum(sums, axes) if axes and sums else sums
+
+    def _over_axes(self, axes: tuple[str, ...], wanted: Wanted, sums: metrics.BatchSums) -> PyTree:
+        return self.over_axes(wanted(sums), axes)
+
+    def _over_parts(
         self,
+        wanted: Wanted,
         params: PyTree,
         frozen: PyTree,
         model_state: PyTree,
         batches: tuple[PyTree, jax.Array],
         key: jax.Array,
-    ) -> dict[str, jax.Array]:
-        """Returns the weight of each term of the loss over all microbatches.
+    ) -> PyTree:
+        """Returns what is wanted of the loss, summed over all microbatches.
 
-        It evaluates the objective, but only the part of it that the weights need: nothing of the
-        model if they depend on the batch alone.
+        It evaluates the objective, but only the part of it that the result needs: of weights that
+        depend on the batch alone nothing of the model.
         """
 
         def one(model_state: PyTree, part: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
             rows, index = part
             part_key = jax.random.fold_in(key, index)
             sums, after = self.objective(params, frozen, model_state, rows, part_key)
-            return after, metrics.combined_weights(sums)
+            return after, wanted(sums)
 
         def scan(given: PyTree) -> PyTree:
             return jax.lax.scan(one, *given)[1]
 
-        found: dict[str, jax.Array] = _needed_part(scan, (model_state, batches))
-        return {name: x.sum() for name, x in found.items()}
+        return jax.tree.map(jnp.sum, _needed_part(scan, (model_state, batches)))
 
     def _split(self, rows: jax.Array) -> jax.Array:
         """Returns (B, ...) reshaped to (microbatches, B / microbatches, ...).
@@ -330,11 +364,24 @@ class Gradients:
         )(params, frozen, model_state, batch, key)
 
 
-def _whole_weights(axes: tuple[str, ...], sums: metrics.BatchSums) -> dict[str, jax.Array]:
-    """Returns the weights of the loss's terms, added up over the devices of `axes`."""
-    weights = metrics.combined_weights(sums)
-    found: dict[str, jax.Array] = jax.lax.psum(weights, axes) if axes and weights else weights
-    return found
+def _slopes(loss: Any, whole: dict[str, metrics.Sums]) -> dict[str, metrics.Sums]:
+    """Returns the derivatives of the loss by the total and the weight of each of its terms.
+
+    If the loss is no `Combination`, they are times its weight, by which `to_mean` divides.
+
+    Args:
+      loss: The sums of the loss, or the combination.
+      whole: The sums of each of its terms over the whole batch.
+    """
+    if not isinstance(loss, Combination):
+        of_batch = whole["loss"]
+        return {"loss": metrics.Sums(jnp.ones_like(of_batch.total), -metrics.mean(of_batch))}
+
+    def combined(terms: dict[str, metrics.Sums]) -> jax.Array:
+        return metrics.batch_means(terms | {"loss": loss})["loss"]
+
+    slopes: dict[str, metrics.Sums] = jax.grad(combined)(whole)
+    return slopes
 
 
 def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTree:

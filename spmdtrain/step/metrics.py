@@ -16,6 +16,7 @@ from spmdtrain.step.outputs import (
     PredictionMetric,
     Scalar,
     SumMetric,
+    counted,
     is_of_evaluation,
     loss_terms,
 )
@@ -27,6 +28,7 @@ class WeightedValues(NamedTuple):
     Attributes:
       values: Array of leading dim B.
       weights: Broadcast against `values` from the left: one weight an example, or one a token.
+        Weights that depend on trained parameters are differentiated.
     """
 
     values: jax.typing.ArrayLike
@@ -324,8 +326,7 @@ def _scalar_sums(what: str, scalar: Scalar, batch_size: int, mask: jax.Array | N
             f"{what} is a Scalar whose value has shape {value.shape} and whose weight has shape "
             f"{weight.shape}: both must be single numbers"
         )
-    weight = jax.lax.stop_gradient(weight)
-    return Sums(jnp.where(weight == 0, 0.0, value) * weight, weight)
+    return Sums(counted(value, weight), weight)
 
 
 def _weighted(
@@ -341,7 +342,6 @@ def _weighted(
         if len(value) != 2:
             raise UserError(f"{what} is a tuple of {len(value)}: return (values, weights)")
         values, weights = jnp.asarray(value[0]), jnp.asarray(value[1], jnp.float32)
-        weights = jax.lax.stop_gradient(weights)  # weights are not trained
     else:
         values, weights = jnp.asarray(value), jnp.ones((), jnp.float32)
     if values.ndim == 0 or values.shape[0] != batch_size:
@@ -354,8 +354,7 @@ def _weighted(
     if mask is not None:
         weights = weights * _expand(what, mask, values)
     weights = jnp.broadcast_to(weights, values.shape)
-    # Values of weight 0 must not change the sum, even if they are NaN.
-    return jnp.where(weights == 0, 0.0, _real(what, values)) * weights, weights
+    return counted(_real(what, values), weights), weights
 
 
 def _expand(what: str, weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from spmdtrain.errors import UserError
 
@@ -198,6 +199,31 @@ class PredictionMetric:
         return PredictedRows(
             arrays, named, jnp.ones(batch_size) if mask is None else mask, self.compute
         )
+
+
+@jax.custom_jvp
+def counted(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns values times weights. Values of weight 0 do not change a sum, even if they are NaN.
+
+    The derivative with respect to a weight is the value, also where the weight is 0.
+
+    Args:
+      values: f32 array.
+      weights: f32 array of the same shape.
+    """
+    return jnp.where(weights == 0, 0.0, values) * weights
+
+
+@functools.partial(counted.defjvp, symbolic_zeros=True)
+def _change_of_counted(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    (values, weights), (of_values, of_weights) = primals, tangents
+    is_ignored = weights == 0
+    change = jnp.zeros_like(values)
+    if not isinstance(of_values, SymbolicZero):
+        change = jnp.where(is_ignored, 0.0, of_values) * weights
+    if not isinstance(of_weights, SymbolicZero):  # constant weights cost nothing
+        change += jnp.where(is_ignored & ~jnp.isfinite(values), 0.0, values) * of_weights
+    return jnp.where(is_ignored, 0.0, values) * weights, change
 
 
 def loss_terms(outputs: Mapping[str, Any]) -> dict[str, Any]:

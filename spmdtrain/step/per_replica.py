@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, current_strategy, use_placement
+from spmdtrain.step.metrics import Sums, mean
+from spmdtrain.step.outputs import counted
 from spmdtrain.strategies import AXES, DEFAULT
 from spmdtrain.tree import named_leaves, path_name
 
@@ -292,8 +294,8 @@ def _mean_over_examples(x: jax.Array, weights: jax.typing.ArrayLike | None) -> j
         )
     weights = weights.reshape(-1, *[1] * (x.ndim - 1))
     total = weights.sum()
-    counted = jnp.where(weights == 0, 0.0, x.astype(jnp.float32)) * weights
-    return jnp.where(total == 0, 0.0, counted.sum(0) / jnp.where(total == 0, 1, total))
+    sums = counted(x.astype(jnp.float32), jnp.broadcast_to(weights, x.shape)).sum(0)
+    return mean(Sums(sums, total))
 
 
 def _local_parts(x: jax.Array) -> list[np.ndarray]:

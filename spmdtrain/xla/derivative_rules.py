@@ -1,4 +1,4 @@
-"""Derivatives that users define themselves, by `jax.custom_jvp`."""
+"""Derivatives: of which values JAX takes them, and those that users define by `jax.custom_jvp`."""
 
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,31 @@ def trace_derivatives(equation: Any) -> Any:
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in (*given, *changing)]
     return jax.make_jaxpr(run)(shapes[: len(given)], shapes[len(given) :])
+
+
+def is_differentiated(x: jax.Array) -> bool:
+    """Returns whether the derivative that JAX takes while it traces this call may pass through `x`.
+
+    It does not where JAX knows the derivative of `x` to be 0: of a constant, an integer, or a value
+    under `stop_gradient`.
+
+    Args:
+        x: A value in the function whose gradient is taken; not in a function within it that is
+            traced alone, such as one under `jax.jit` or in a loop.
+    """
+    found = []
+
+    @jax.custom_vjp
+    def same(x: Any) -> Any:
+        return x
+
+    def forward(x: Any) -> tuple[Any, None]:
+        found.append(x.perturbed)
+        return x.value, None
+
+    same.defvjp(forward, lambda _, change: (change,), symbolic_zeros=True)
+    same(x)
+    return any(found)
 
 
 def is_inexact(x: Any) -> bool:

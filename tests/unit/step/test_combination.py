@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from step_helpers import (
     ROWS,
@@ -15,6 +16,7 @@ from step_helpers import (
     equations,
     gradients,
     on,
+    one_step,
     tokens_batch,
     tokens_model,
     trainer,
@@ -257,3 +259,151 @@ def test_a_batch_coupled_objective_gets_the_whole_batch_or_is_refused() -> None:
     undeclared = contrastive(1, info_nce, microbatches=4).functions
     assert "declare it as batch_coupled" in undeclared.choose_reduction(batch)
     assert contrastive(1, two_losses, microbatches=4).functions.choose_reduction(batch) == ""
+
+
+# -- weights that depend on trained parameters ---------------------------------------------------
+
+SCATTERED = CollectiveOptions(reduction="reduce_scatter")
+RULES: dict[str, dict[str, Any]] = {
+    "one device": {"mesh": on(1)},
+    "microbatches": {"mesh": on(1), "microbatches": 4},
+    "without jit": {"mesh": on(1), "jit": False},
+    "remat": {"mesh": on(2), "strategy": "mirrored", "remat": "full", "microbatches": 2},
+    "flattened": {"mesh": on(8), "strategy": "mirrored"},
+    "flattened microbatches": {"mesh": on(8), "strategy": "mirrored", "microbatches": 4},
+    "by XLA": {
+        "mesh": on(8),
+        "strategy": "mirrored",
+        "microbatches": 2,
+        "collectives": CollectiveOptions(reduction="automatic"),
+    },
+    "reduce_scatter": {"mesh": on(8), "strategy": "zero", "collectives": SCATTERED},
+}
+
+
+def confident_model() -> FunctionModel:
+    """(B, width) to two arrays (B,): a prediction, and the logit of its weight."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        first, second = jax.random.split(key)
+        draw = jax.random.normal
+        return {"output": draw(first, (64,)), "trust": 0.3 * draw(second, (64,))}
+
+    return FunctionModel(init, lambda p, x: (x @ p["output"], x @ p["trust"]))
+
+
+def confident(kind: str) -> Any:
+    """An objective whose weights are the model's; some are 0 where their derivatives are not."""
+
+    def objective(model: Any, batch: Any) -> dict[str, Any]:
+        output, trust = model(batch["x"])
+        error = (output - batch["y"]) ** 2
+        weights = jnp.where(
+            batch["at_0"], trust - jax.lax.stop_gradient(trust), jax.nn.sigmoid(trust)
+        )
+        pair = (error, batch["mask"] * weights)
+        if kind != "terms":
+            return {"loss": pair}
+        scale = jnp.exp(trust)
+        scalar = Scalar((scale * jnp.sin(output)).sum() / scale.sum(), scale.sum())
+        terms = {"error": pair, "size": jnp.abs(output), "scalar": scalar}
+        return terms | {"loss": Combination({"error": 1.0, "size": 0.5, "scalar": 0.2})}
+
+    return objective
+
+
+def confident_batch() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(2)
+    return {
+        "x": generator.normal(size=(ROWS, 64)).astype(np.float32),
+        "y": generator.normal(size=ROWS).astype(np.float32),
+        "mask": (generator.random(ROWS) < 0.6).astype(np.float32),
+        "at_0": generator.random(ROWS) < 0.3,
+    }
+
+
+def of_formula(params: Any, batch: dict[str, np.ndarray], kind: str) -> jax.Array:
+    """The sum of weight times value, divided by the sum of weights, without spmdtrain."""
+    output, trust = batch["x"] @ params["output"], batch["x"] @ params["trust"]
+    at_0 = trust - jax.lax.stop_gradient(trust)
+    weights = batch["mask"] * jnp.where(batch["at_0"], at_0, jax.nn.sigmoid(trust))
+    loss = (weights * (output - batch["y"]) ** 2).sum() / weights.sum()
+    if kind == "terms":
+        scale = jnp.exp(trust)
+        loss += 0.5 * jnp.abs(output).mean() + 0.2 * (scale * jnp.sin(output)).sum() / scale.sum()
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one loss", "terms"])
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_that_depend_on_parameters_are_trained_by_every_rule(kind: str, rule: str) -> None:
+    if (kind, rule) == ("terms", "reduce_scatter"):
+        pytest.skip("a scalar of the batch is not known to the parts")
+    batch = confident_batch()
+    of = trainer(model=confident_model(), objective=confident(kind), **RULES[rule])
+    params = jax.device_get(of.functions.init(0).params)
+    loss, expected = jax.value_and_grad(of_formula)(params, batch, kind)
+    assert np.abs(expected["trust"]).max() > 0.1
+    found = gradients(of, batch)
+    shown = {name: found[name] for name in ("loss", *expected)}
+    check_equal(shown, jax.device_get(expected | {"loss": loss}), rule)
+
+
+@pytest.mark.slow
+def test_trained_weights_reach_optimizers_that_evaluate_the_loss_and_exact_refuses_them() -> None:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        by_value = jax.grad(extra["value_fn"])(params)
+        # The derivative of the sum of squared gradients: derivatives of derivatives.
+        size = jax.grad(lambda p: sum((x**2).sum() for x in extra["grad_fn"](p, 0).values()))
+        return updates, [updates, by_value, extra["grad_fn"](params, 0), size(params)]
+
+    def declared(
+        updates: Any, state: Any, params: Any = None, *, value_fn: Any, grad_fn: Any
+    ) -> Any:
+        return update(updates, state, params, value_fn=value_fn, grad_fn=grad_fn)
+
+    shows = optax.GradientTransformationExtraArgs(lambda params: [params] * 4, declared)
+    batch, kind = confident_batch() | {"at_0": np.zeros(ROWS, bool)}, "one loss"
+    options: dict[str, Any] = {"model": confident_model(), "objective": confident(kind)}
+
+    def first(p: Any) -> Any:
+        return jax.grad(of_formula)(p, batch, kind)
+
+    for microbatches in (1, 2):
+        of = trainer(**options, optimizer=shows, mesh=on(1), microbatches=microbatches)
+        params = jax.device_get(of.functions.init(0).params)
+        twice = jax.grad(lambda p: sum((x**2).sum() for x in first(p).values()))(params)
+        found = jax.device_get(one_step(of, batch)[0].opt_state)
+        for once in found[:3]:
+            check_equal(once, jax.device_get(first(params)))
+        check_equal(found[3], jax.device_get(twice))
+    with pytest.raises(UserError, match="exact: the weights of the loss depend on trained"):
+        gradients(trainer(**options, exact=16), batch)
+
+
+@pytest.mark.slow
+def test_without_weight_there_is_no_gradient_and_constant_weights_cost_no_first_pass() -> None:
+    batch = confident_batch() | {"mask": np.zeros(ROWS, np.float32)}
+    model = confident_model()
+    for microbatches in (1, 4):
+        options: dict[str, Any] = {"mesh": on(1), "microbatches": microbatches}
+        found = gradients(trainer(model=model, objective=confident("one loss"), **options), batch)
+        assert not any(x.any() for x in found.values())
+
+    def products(objective: Any) -> int:
+        of = trainer(model=model, objective=objective, mesh=on(1), microbatches=4)
+        with use_placement(of.placement):
+            traced = of.functions.train_program().trace(of.abstract_state, batch)
+        return sum(x.primitive.name == "dot_general" for x in equations(traced.jaxpr))
+
+    def of_constant_weights(model: Any, batch: Any) -> dict[str, Any]:
+        error, weights = confident("one loss")(model, batch)["loss"]
+        return {"loss": (error, jax.lax.stop_gradient(weights))}
+
+    def of_no_weights(model: Any, batch: Any) -> dict[str, Any]:
+        error, weights = confident("one loss")(model, batch)["loss"]
+        return {"loss": error * jax.lax.stop_gradient(weights)}
+
+    constant = products(of_constant_weights)
+    assert constant == products(of_no_weights) < products(confident("one loss"))

@@ -18,7 +18,15 @@ from spmdtrain.config.option_groups import MeshSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import make_placement, use_placement
-from spmdtrain.step.metrics import Means, Sums, WeightedValues, loss_first, mean, weighted_sums
+from spmdtrain.step.metrics import (
+    Means,
+    Sums,
+    WeightedValues,
+    loss_first,
+    mean,
+    weighted_mean,
+    weighted_sums,
+)
 from spmdtrain.train.trainer import Trainer
 
 settings = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
@@ -158,6 +166,22 @@ def test_the_gradient_of_what_counts_nothing_is_zero() -> None:
 
     gradient = jax.grad(loss)(jnp.array([1.0, jnp.nan, 2.0]))
     assert gradient.tolist() == [0.25, 0.0, 0.75]
+
+
+def test_the_gradient_of_a_weighted_mean_is_that_of_its_formula() -> None:
+    values, weights = jnp.array([1.0, 4.0, jnp.inf, 2.0]), jnp.array([0.5, 0.0, 0.0, 2.0])
+
+    def formula(values: jax.Array, weights: jax.Array) -> jax.Array:
+        return (values * weights).sum() / weights.sum()
+
+    kept = jnp.array([0, 1, 3])  # an infinite value of weight 0 does not exist
+    of_values, of_weights = jax.grad(formula, (0, 1))(values[kept], weights[kept])
+    found = jax.jit(jax.grad(weighted_mean, (0, 1)))(values, weights)
+    np.testing.assert_allclose(found[0][kept], of_values, rtol=1e-6)
+    np.testing.assert_allclose(found[1][kept], of_weights, rtol=1e-6)
+    assert np.isfinite(found).all()
+    nothing = jax.grad(weighted_mean, (0, 1))(values, jnp.zeros(4))
+    assert not np.any(nothing)
 
 
 def test_a_mean_over_nothing_is_zero_in_a_step_and_no_number_in_a_result() -> None:
