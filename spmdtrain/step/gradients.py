@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from spmdtrain.errors import UserError
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import metrics
@@ -28,6 +29,7 @@ from spmdtrain.step.outputs import Combination, loss_terms
 from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, scale_arrays
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.strategies import DEFAULT
+from spmdtrain.tree import named_leaves
 from spmdtrain.xla.derivative_rules import is_differentiated
 
 PyTree = Any
@@ -245,6 +247,7 @@ class Gradients:
         def total(params: PyTree) -> tuple[PyTree, tuple[metrics.BatchSums, PyTree]]:
             sums, after = self.objective(params, frozen, model_state, batch, key)
             terms = loss_terms(sums)
+            _check_trains(params, terms)
             if any(is_differentiated(term.weight) for term in terms.values()):
                 return terms, (sums, after)
             weights = whole(metrics.combined_weights, sums)
@@ -362,6 +365,24 @@ class Gradients:
             out_specs=GradientOutput(*results),
             check_vma=False,
         )(params, frozen, model_state, batch, key)
+
+
+def _check_trains(params: PyTree, terms: dict[str, metrics.Sums]) -> None:
+    """Checks that the loss has derivatives; called in the function that is differentiated.
+
+    Raises:
+      UserError: If its gradient is proven to be 0 for every batch.
+    """
+    if any(map(is_differentiated, jax.tree.leaves(terms))):
+        return
+    if not (names := list(named_leaves(params))):
+        raise UserError("the model has no parameters, so a step trains nothing: evaluate it only")
+    raise UserError(
+        f"the loss does not depend on the trained parameters ({', '.join(names[:3])}"
+        f"{', ...' * (len(names) > 3)}), so its gradient is 0 for every batch: compute it from the "
+        "model's output, without jax.lax.stop_gradient and without functions that have no "
+        "derivative (argmax, comparisons) in between"
+    )
 
 
 def _slopes(loss: Any, whole: dict[str, metrics.Sums]) -> dict[str, metrics.Sums]:

@@ -1,6 +1,5 @@
 """Steps that would compute something else than the user's code says, or could not be resumed."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +9,15 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from spmdtrain import FunctionModel, LinenModel, Scalar, Trainer, UserError
+from spmdtrain import (
+    Combination,
+    FunctionModel,
+    LinenModel,
+    MeshSpec,
+    Scalar,
+    Trainer,
+    UserError,
+)
 from spmdtrain.terminal import Terminal
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
@@ -97,14 +104,49 @@ def test_a_step_that_would_round_drop_or_change_values_is_refused(
         )
 
 
-def test_a_model_without_parameters_is_resumed(tmp_path: Path) -> None:
-    def fit(steps: int) -> int:
-        model = FunctionModel(lambda key: {}, lambda params, x: x[:, 0])
-        options: dict[str, Any] = {"workdir": str(tmp_path), "terminal": Terminal(quiet=True)}
-        trained = Trainer(model=model, objective=squares, optimizer=optax.sgd(0.1), **options)
-        return trained.fit(X, steps=steps, global_batch_size=8).step
+def of_labels(model: Any, x: Any) -> dict[str, Any]:
+    """A loss of the predicted class, which has no derivative, with weights that have none."""
+    return {"loss": ((model(x) > 0) * 1.0, jax.lax.stop_gradient(model(x)))}
 
-    assert [fit(1), fit(3)] == [1, 3]
+
+def of_constants(model: Any, x: Any) -> dict[str, Any]:
+    terms = {"a": jax.lax.stop_gradient(model(x)), "b": Scalar(jnp.ones(()))}
+    return {"loss": Combination({"a": 1.0, "b": 1.0})} | terms
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"microbatches": 2},
+        {"exact": 2, "mesh": MeshSpec(devices=(0,)), "strategy": "mirrored"},
+        {"remat": "full"},
+        {"jit": False},
+        {"strategy": "mirrored", "freeze": ("b",)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("objective", [of_labels, of_constants])
+def test_a_loss_that_no_parameter_changes_is_refused_before_the_first_step(
+    objective: Any, options: dict[str, Any]
+) -> None:
+    model = FunctionModel(
+        lambda key: {"w": jnp.ones(3), "b": jnp.ones(())}, lambda p, x: x @ p["w"] + p["b"]
+    )
+    if "exact" in options and objective is of_constants:
+        options = {}  # several terms are refused before
+    with pytest.raises(UserError, match=r"does not depend on the trained parameters \((b, )?w\)"):
+        Trainer(
+            model=model, objective=objective, optimizer=optax.sgd(0.1), quiet=True, **options
+        ).fit(X, steps=1, global_batch_size=16)
+
+
+def test_a_model_without_parameters_is_evaluated_but_not_trained() -> None:
+    model = FunctionModel(lambda key: {}, lambda params, x: x[:, 0])
+    of = Trainer(model=model, objective=squares, optimizer=optax.sgd(0.1), quiet=True)
+    assert of.evaluate(X, global_batch_size=8)["loss"] > 0
+    with pytest.raises(UserError, match="the model has no parameters, so a step trains nothing"):
+        of.fit(X, steps=1, global_batch_size=8)
 
 
 @pytest.mark.parametrize(
