@@ -82,6 +82,32 @@ def annotations_of(adapter: "Adapter") -> Mapping[str, Annotation]:
 
 
 @runtime_checkable
+class HasModes(Protocol):
+    """An adapter whose layers have modes of their own, which training keeps as they are given."""
+
+    modes: Mapping[str, bool]
+    """Whether each layer that has a mode is given in evaluation mode, by path; known after
+    `init`."""
+
+
+def describe_modes(adapter: "Adapter") -> str:
+    """Returns which layers are in evaluation mode in training, too; "" without such layers.
+
+    Args:
+      adapter: An adapter whose `init` has been traced.
+    """
+    modes = adapter.modes if isinstance(adapter, HasModes) else {}
+    names = [name or "the model itself" for name, in_evaluation in modes.items() if in_evaluation]
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return (
+        f"{len(names)} of {len(modes)} layers with a mode are in evaluation mode, as the model "
+        f"was given, and stay in it in training: {shown}"
+    )
+
+
+@runtime_checkable
 class ExtendsBase(Protocol):
     """An adapter that adds trained parameters to those of a base model, which are frozen."""
 

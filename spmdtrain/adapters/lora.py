@@ -18,6 +18,7 @@ from spmdtrain.adapters.base import (
     Adapter,
     FreezesState,
     Function,
+    HasModes,
     Mode,
     Variables,
     annotations_of,
@@ -112,6 +113,7 @@ class LoraModel:
       derived: The dims of the factors that are dims of a kernel, by path in the state; known after
         `init`.
       annotations: The annotations of the base model by path in the state; known after `init`.
+      modes: Those of the base model (see `HasModes`).
 
     Raises:
       UserError: If an argument is wrong.
@@ -146,10 +148,12 @@ class LoraModel:
         self.frozen: Sequence[str] = (f"^(?!{FACTORS}/){others}",)
         self.derived: dict[str, DimsOf] = {}
         self.annotations: Mapping[str, Annotation] = {}
+        self.modes: Mapping[str, bool] = {}
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         params, model_state = self.base.init(given, key)
         self.annotations = annotations_of(self.base)
+        self.modes = self.base.modes if isinstance(self.base, HasModes) else {}
         if not isinstance(params, Mapping) or FACTORS in params:
             raise UserError(
                 "LoRA: the base model's parameters must be a dictionary without the name "

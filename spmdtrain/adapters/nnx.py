@@ -30,11 +30,14 @@ class NnxModel:
 
     Attributes:
       annotations: The `out_sharding` metadata of the variables by path; known after `init`.
+      modes: Whether each layer that has a mode is given in evaluation mode, by path; known after
+        `init`. Training keeps these modes; evaluation sets all to evaluation.
     """
 
     def __init__(self, make: Callable[[PyTree, nnx.Rngs], nnx.Module], given: PyTree) -> None:
         self.given = given
         self.annotations: dict[str, Annotation] = {}
+        self.modes: dict[str, bool] = {}
         self._make = make
         self._structure: _NnxStructure | None = None
         self._frozen_state: frozenset[str] = frozenset()
@@ -67,6 +70,11 @@ class NnxModel:
         if not isinstance(model, nnx.Module):
             raise UserError(f"model(rngs=...) returned a {type(model).__name__}, not an nnx.Module")
         _check_attributes(model)
+        self.modes = {
+            "/".join(map(str, path)): any(found.values())
+            for path, module in nnx.iter_modules(model)
+            if (found := _modes_of(module))
+        }
         graph, *states = _split(model)
         params, streams, rest = (jax.tree.map(_as_array, state) for state in states)
         self.annotations = _annotations(params, "params") | _annotations(rest, "model_state")
@@ -135,10 +143,31 @@ class _NnxStructure(NamedTuple):
             self.rest.from_dict(variables.model_state),
         )
         if mode is Mode.TRAIN:
-            model.train()
+            _train_as_given(model)
         else:
             model.eval()
         return model
+
+
+_MODES = ("deterministic", "use_running_average")  # what Flax's `train` and `eval` set
+
+
+def _modes_of(module: nnx.Module) -> dict[str, bool]:
+    """Returns whether evaluation is set, by the name of the mode; None counts as not set."""
+    return {n: bool(getattr(module, n)) for n in _MODES if hasattr(module, n)}
+
+
+def _train_as_given(model: nnx.Module) -> None:
+    """Sets the training mode, except where the user has set evaluation."""
+    in_evaluation = [
+        (module, name)
+        for _, module in nnx.iter_modules(model)
+        for name, is_set in _modes_of(module).items()
+        if is_set
+    ]
+    model.train()  # sets modes that are None as well, and a model may override it
+    for module, name in in_evaluation:
+        setattr(module, name, True)
 
 
 def _split(model: nnx.Module) -> tuple[Any, Any, Any, Any]:

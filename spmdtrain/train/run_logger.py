@@ -70,13 +70,16 @@ class RunLogger:
         self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
-    def begin(self, step: int, placement: Placement) -> None:
+    def begin(self, step: int, placement: Placement, note: str = "") -> None:
         """Starts the log after `step`; removes the lines of later steps.
 
         Args:
           step: The step from which the run resumes.
           placement: Is written to the configuration file.
+          note: Is printed, unless it is "".
         """
+        if note:
+            self.terminal.line(note)
         self.times.begin(step, len(placement.devices))
         rank = jax.process_index()
         self._devices = [device for device in placement.devices if device.process_index == rank]

@@ -8,7 +8,7 @@ from typing import Any, Never
 
 import optax
 
-from spmdtrain.adapters.base import Function
+from spmdtrain.adapters.base import Function, describe_modes
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
@@ -261,7 +261,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)
         self._identity = run.identity
-        run.logger.begin(self.step, self.placement)
+        run.logger.begin(self.step, self.placement, describe_modes(self._adapter))
 
     def _end_fit(self) -> None:
         self._fitting, self._trackers = False, None
