@@ -18,7 +18,8 @@ PyTree = Any
 
 ITEMS: Mapping[str, tuple[str, ...]] = {
     "params": ("params",),
-    "averaged": ("averaged",),  # only with a moving average of the parameters
+    "averaged": ("averaged",),  # only with an average of the parameters
+    "averaging": ("averaged_before",),  # only with a moving average
     "model_state": ("model_state",),  # only if the model has one
     "training": ("step", "opt_state", "key"),  # what else a resumed run needs
 }

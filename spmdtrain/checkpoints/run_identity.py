@@ -305,7 +305,8 @@ def _check_same_leaves(
     for name in [*now, *saved]:
         if saved.get(name) != now.get(name):
             part = name.split("/")[0]
-            kind = {"opt_state": "optimizer", "averaged": "moving average"}.get(part, "model")
+            averages = dict.fromkeys(("averaged", "averaged_before"), "moving average")
+            kind = ({"opt_state": "optimizer"} | averages).get(part, "model")
             _refuse(
                 f"{source} is of another {kind}: {name} is {saved.get(name, 'absent')} there and "
                 f"{now.get(name, 'absent')} here; {remedy}"

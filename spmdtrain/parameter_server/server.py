@@ -1,6 +1,6 @@
 """A parameter server: its part of the state, pulls and pushes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.finite import FLAGS, finite_flags
 from spmdtrain.step.model_state import with_difference
 from spmdtrain.step.optimizer import Update
+from spmdtrain.step.state import averaged_steps
 
 PyTree = Any
 
@@ -25,6 +26,7 @@ class ServerState:
     opt_state: PyTree
     averaged: PyTree
     model_state: PyTree
+    averaged_before: PyTree = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,11 @@ class Server:
         ) -> tuple[ServerState, jax.Array]:
             extra = ExtraArguments(loss, gradients)
             new = update(state.params, state.opt_state, gradients, extra)
-            averaged = update.average(state.averaged, new.params, new.opt_state, count)
+            steps = averaged_steps(count, state.averaged_before)
+            averaged = update.average(state.averaged, new.params, new.opt_state, steps)
             model_state = with_difference(state.model_state, model_state_change, staleness)
-            after = ServerState(new.params, new.opt_state, averaged, model_state)
+            parts = new.params, new.opt_state, averaged, model_state
+            after = ServerState(*parts, state.averaged_before)
             return after, finite_flags(loss, state, after, jax.tree.map(lambda _: sharding, state))
 
         # The old arrays are not donated, because a pull may still be reading them.

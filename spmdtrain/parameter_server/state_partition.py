@@ -115,6 +115,7 @@ class ServerPartition:
             opt_state=self.opt_state.cut(state.opt_state, server),
             averaged=self.averaged.cut(state.averaged, server),
             model_state=self.model_state.cut(state.model_state, server),
+            averaged_before=state.averaged_before,
         )
 
     def state(self, held: Sequence[ServerState], step: int, key: Any) -> TrainState:
@@ -132,6 +133,7 @@ class ServerPartition:
             averaged=self.averaged.join([part.averaged for part in held]),
             model_state=self.model_state.join([part.model_state for part in held]),
             key=key,
+            averaged_before=held[0].averaged_before,
         )
 
     def pulled(self, parts: Sequence[Pulled]) -> tuple[PyTree, PyTree]:

@@ -231,6 +231,7 @@ class StepFunctions:
             model_state=model_state,
             # Key data, because JAX dispatches programs with typed keys by a slower path in Python.
             key=jax.random.key_data(step_key),
+            averaged_before=self.update.averaged_before,
         )
 
     def _given_shardings(self, default: Sharding) -> PyTree:

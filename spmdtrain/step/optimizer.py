@@ -73,6 +73,11 @@ class Update:
         free = is_schedule_free(jax.eval_shape(self.init, params))
         return first_average(params) if free or self.ema_decay is not None else {}
 
+    @property
+    def averaged_before(self) -> PyTree:
+        """The state's field of this name before the first step."""
+        return {} if self.ema_decay is None else jnp.zeros((), jnp.int32)
+
     def __call__(
         self,
         params: PyTree,
@@ -155,7 +160,7 @@ class Update:
           averaged: The average before the update.
           params: The parameters after it.
           opt_state: The optimizer's state after it.
-          step: Number of updates before it.
+          step: Number of updates in the average before it.
         """
         if is_schedule_free(opt_state):
             return average_in(opt_state, params)

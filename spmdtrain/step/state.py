@@ -1,6 +1,6 @@
 """The training state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ class TrainState:
         evaluation; an empty dictionary without an average.
       model_state: Other values that the model carries, such as batch statistics.
       key: uint32, the data of the random key from which the keys of all steps derive.
+      averaged_before: int32, number of updates in the moving average at step 0, which
+        `fit(restart=True)` keeps; an empty dictionary without a moving average.
     """
 
     step: jax.Array
@@ -35,6 +37,7 @@ class TrainState:
     averaged: PyTree
     model_state: PyTree
     key: jax.Array
+    averaged_before: PyTree = field(default_factory=dict)
 
     @property
     def step_key(self) -> jax.Array:
@@ -84,6 +87,16 @@ def first_average(params: PyTree) -> PyTree:
       params: The initial parameters.
     """
     return jax.tree.map(lambda x: jnp.array(x, accumulation_dtype(x.dtype)), params)
+
+
+def averaged_steps(step: jax.Array, before: PyTree) -> jax.Array:
+    """Returns the number of updates in a moving average, which its decay follows.
+
+    Args:
+      step: Number of updates so far.
+      before: `averaged_before` of the state.
+    """
+    return sum(jax.tree.leaves(before), start=step)
 
 
 def average_of(params: PyTree) -> PyTree:

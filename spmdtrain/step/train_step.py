@@ -29,7 +29,7 @@ from spmdtrain.step.norms import recomputes_changes, step_norms
 from spmdtrain.step.optimizer import Update, clipped
 from spmdtrain.step.outputs import Combination
 from spmdtrain.step.schedules import step_rate
-from spmdtrain.step.state import TrainState, check_same_arrays
+from spmdtrain.step.state import TrainState, averaged_steps, check_same_arrays
 from spmdtrain.xla.recompute import recomputable
 
 PyTree = Any
@@ -116,9 +116,13 @@ def make_train_step(
         extra = ExtraArguments(means["loss"], reduced, loss.value, loss.grad)
         new = update(state.params, state.opt_state, reduced, extra, before)
         params, opt_state = layout.at_rest(new.params), new.opt_state
-        averaged = update.average(state.averaged, params, opt_state, state.step)
+        steps = averaged_steps(state.step, state.averaged_before)
+        averaged = update.average(state.averaged, params, opt_state, steps)
         model_state = computed.model_state
-        after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
+        after = TrainState(
+            *(state.step + 1, params, opt_state, averaged, model_state, state.key),
+            state.averaged_before,
+        )
         combined = metrics.combinations(computed.metrics)
         return _Updated(after, means, sums, combined), (new.gradients, new.updates)
 

@@ -24,7 +24,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step.base_model import with_base
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.state import TrainState
+from spmdtrain.step.state import TrainState, averaged_steps
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.starting_state import InitialState
 from spmdtrain.tree import named_leaves, path_name
@@ -251,11 +251,21 @@ def _names_of(checkpoint: epath.Path) -> list[str]:
 
 
 def at_step_zero(state: TrainState, shardings: TrainState) -> TrainState:
-    """Returns a state whose step is 0, and whose other leaves are those of `state`."""
-    sharding: Any = shardings.step
-    zero = np.zeros((), np.int32)
-    step = jax.make_array_from_callback((), sharding, lambda _: zero)
-    return dataclasses.replace(state, step=step)
+    """Returns a state whose step is 0, and whose other leaves are those of `state`.
+
+    Its moving average keeps the number of updates that its decay follows.
+    """
+
+    def number(value: jax.Array | int, sharding: Any) -> jax.Array:
+        array = np.asarray(value, np.int32)
+        return jax.make_array_from_callback((), sharding, lambda _: array)
+
+    steps = averaged_steps(state.step, state.averaged_before)
+    return dataclasses.replace(
+        state,
+        step=number(0, shardings.step),
+        averaged_before=jax.tree.map(lambda place: number(steps, place), shardings.averaged_before),
+    )
 
 
 def _named(variables: Variables) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from spmdtrain.adapters.base import Variables
@@ -205,15 +207,22 @@ def _load(
             abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
         # Version 0.1 saved no average with a schedule-free optimizer. Its state determines it.
         lacks_average = is_schedule_free(abstract.opt_state) and not holds(manifest, "averaged")
-        if lacks_average:
-            abstract, shardings = (replace(x, averaged={}) for x in (abstract, shardings))
-            leaves = {n: x for n, x in identity.leaves.items() if not n.startswith("averaged/")}
+        # Version 0.1 restarted moving averages with the steps: none had earlier updates.
+        lacks_count = not holds(manifest, "averaged_before")
+        lacked = ["averaged"] * lacks_average + ["averaged_before"] * lacks_count
+        if lacked:
+            absent: dict[str, Any] = {name: {} for name in lacked}
+            abstract, shardings = (replace(x, **absent) for x in (abstract, shardings))
+            leaves = {n: x for n, x in identity.leaves.items() if n.split("/")[0] not in lacked}
             identity = replace(identity, leaves=leaves)
         check_same_run(manifest.identity, identity, str(folder), manifest.step, instead=instead)
         state = load_state(folder, manifest, abstract, shardings)
         if lacks_average:
             average = jax.jit(average_in, out_shardings=places.averaged)
             state = replace(state, averaged=average(state.opt_state, state.params))
+        if lacks_count and trained.abstract_state.averaged_before != {}:
+            zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=places.averaged_before)
+            state = replace(state, averaged_before=zero())
         return state, stream_positions.read(folder, manifest.stream)
 
     return load_latest_valid(source, load, run.logger.terminal.warning, by_all=True)

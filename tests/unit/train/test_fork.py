@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from spmdtrain import FunctionModel, Trainer, UserError
+from spmdtrain.step.optimizer import Update
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.starting_state import names_step
 from spmdtrain.tree import named_leaves
@@ -82,23 +83,35 @@ def test_what_a_fork_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
     assert fork.evaluate(X)["loss"] == trainer(run).evaluate(X)["loss"]
 
 
-def test_a_schedule_free_run_of_version_0_1_gets_the_average_that_it_did_not_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "lacked"),
+    [
+        ({"optimizer": optax.contrib.schedule_free_sgd(0.1)}, "averaged/w"),
+        ({"ema_decay": 0.9}, "averaged_before"),
+    ],
+)
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_of_version_0_1_gets_what_it_did_not_save_of_its_average(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    lacked: str,
+    resumes: bool,
 ) -> None:
     run = tmp_path / "run"
-    optimizer = {"optimizer": optax.contrib.schedule_free_sgd(0.1)}
     with monkeypatch.context() as version_0_1:
         version_0_1.setattr("spmdtrain.step.optimizer.is_schedule_free", lambda state: False)
-        old = trainer(run, **optimizer)
+        version_0_1.setattr(Update, "averaged_before", {})
+        old = trainer(run, **options)
         old.fit(X, steps=3)
-        assert not any(name.startswith("averaged") for name in values(old))
-    fork = trainer(None, fork_from=str(run), **optimizer)
-    fork.fit(X, steps=5)
-    whole = trainer(None, **optimizer)
+        assert lacked not in values(old)
+    later = trainer(run, **options) if resumes else trainer(None, fork_from=str(run), **options)
+    later.fit(X, steps=5)
+    whole = trainer(None, **options)
     whole.fit(X, steps=5)
     for name, array in values(whole).items():
-        np.testing.assert_array_equal(values(fork)[name], array, err_msg=name)
-    assert "averaged/w" in values(fork)
+        np.testing.assert_array_equal(values(later)[name], array, err_msg=name)
+    assert lacked in values(later)
 
 
 @pytest.mark.parametrize(
