@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.data.indexable import IndexableDataset, holds_numbers, stack
+from spmdtrain.data.examples import ExampleReader, holds_numbers, is_random_key
+from spmdtrain.data.indexable import IndexableDataset
 from spmdtrain.data.libraries import NO_STREAM, from_library, known_as
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.tree import named_leaves
@@ -61,7 +61,7 @@ class ArrayDataset:
                     f"array {name!r} of a dataset is a masked array, and JAX has no masks: fill it "
                     "(x.filled(0)), and give weights of 0 for the values that are missing"
                 )
-            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if is_random_key(leaf):
                 raise UserError(
                     f"array {name!r} of a dataset holds random keys: give "
                     "jax.random.key_data(keys), and call jax.random.wrap_key_data in the objective"
@@ -224,7 +224,9 @@ def _of_list(records: list[Any]) -> ArrayDataset:
             "arrays: give np.stack(data) if each is an example, tuple(data) if each holds all "
             "examples of a field"
         )
-    return ArrayDataset(stack(records, range(len(records)), "list"))
+    reader = ExampleReader("list")
+    dtypes = reader.dtypes(records[0], 0)
+    return ArrayDataset(reader.stack(records, range(len(records)), dtypes))
 
 
 def blocks_of(data: Any) -> np.ndarray | None:

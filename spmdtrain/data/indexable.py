@@ -6,26 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
 
+from spmdtrain.data.examples import ExampleReader
 from spmdtrain.errors import BadRecordError, StorageError, UserError, foreign
-from spmdtrain.tree import path_name
 from spmdtrain.xla.source_files import is_library
 
 PyTree = Any
-
-_VALUES = (int, float, complex, str, bytes, np.generic)
-
-
-def holds_numbers(dtype: np.dtype) -> bool:
-    """Returns whether JAX has arrays of a dtype: not of objects, text, structures, long doubles.
-
-    Args:
-      dtype: The dtype; one that JAX adds, such as bfloat16, is of kind V.
-    """
-    longest = 16 if dtype.kind == "c" else 8  # bytes
-    return dtype.kind in "biufcV" and dtype.names is None and dtype.itemsize <= longest
 
 
 @dataclass(frozen=True)
@@ -44,18 +31,18 @@ class IndexableDataset:
         return len(self.source)
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        numbers, name = indices.tolist(), describe(self.source)
-        examples = read_examples(self.source, numbers)
-        rows = stack(examples, numbers, name)
-        if self._dtypes is None or _dtypes(rows) == self._dtypes:
-            return rows
-        return _converted(rows, self._dtypes, examples, numbers, name)
+        numbers = indices.tolist()
+        return self._reader.stack(read_examples(self.source, numbers), numbers, self._dtypes)
+
+    @property
+    def _reader(self) -> ExampleReader:
+        return ExampleReader(describe(self.source))
 
     @functools.cached_property
     def _dtypes(self) -> Any:
         """The dtypes of the fields of example 0; None if it cannot be read, or is not there."""
         try:
-            return _dtypes(stack(read_examples(self.source, [0]), [0], describe(self.source)))
+            return self._reader.dtypes(read_examples(self.source, [0])[0], 0)
         except UserError:  # a `Subset` may leave it out
             return None
 
@@ -85,44 +72,6 @@ def _untransformed(source: Any) -> Any:
         else:
             break
     return source
-
-
-def _dtypes(rows: PyTree) -> list[np.dtype]:
-    return [leaf.dtype for leaf in jax.tree.leaves(rows)]
-
-
-def _converted(
-    rows: PyTree,
-    dtypes: Sequence[np.dtype],
-    examples: Sequence[Any],
-    numbers: Sequence[int],
-    name: str,
-) -> PyTree:
-    """Returns rows in the dtypes of example 0.
-
-    Without them the dtype of a batch would depend on which examples it has, and with several
-    processes that of one part of a batch on the number of processes: 1 and 2.5 are of one field.
-
-    Raises:
-      UserError: If that would change a value.
-    """
-    structure: Any
-    named, structure = jax.tree_util.tree_flatten_with_path(rows)
-    if len(named) != len(dtypes):
-        return rows  # other fields than example 0, which the check of batches refuses
-    for place, ((path, leaf), dtype) in enumerate(zip(named, dtypes, strict=True)):
-        if np.can_cast(leaf.dtype, dtype):
-            continue
-        for number, example in zip(numbers, examples, strict=True):
-            own = _dtypes(stack([example], [number], name))[place]
-            if not np.can_cast(own, dtype):
-                raise UserError(
-                    f"field {path_name(path)!r} of example {number} of a {name} holds {own}, but "
-                    f"{dtype} in example 0: a field needs one dtype. Write 1.0 instead of 1, or "
-                    "convert it by a map function: grain.MapDataset.source(source).map(function)"
-                )
-    leaves = [leaf.astype(dtype) for (_, leaf), dtype in zip(named, dtypes, strict=True)]
-    return structure.unflatten(leaves)
 
 
 def describe(source: Any) -> str:
@@ -217,136 +166,3 @@ def cause_of(error: Exception) -> str:
     where = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
     text = f": {foreign(' '.join(str(error).split()), 500)}" if str(error) else ""
     return f"{type(error).__name__}{text}{where}"
-
-
-# -- stacking --------------------------------------------------------------------------------------
-
-
-def stack(examples: Sequence[Any], indices: Sequence[int], name: str) -> PyTree:
-    """Stacks examples to rows.
-
-    Args:
-      examples: At least one pytree of numbers and arrays.
-      indices: Their indices, for messages.
-      name: The class of the source, for messages.
-
-    Returns:
-      A pytree of arrays, of leading dim n.
-
-    Raises:
-      UserError: If an example is None or has other fields than the first one, or a field holds text
-        or bytes, or has different shapes.
-    """
-    first = examples[0]
-    if (
-        type(first) is dict
-        and first
-        and all(isinstance(x, (np.ndarray, *_VALUES)) for x in first.values())
-    ):
-        keys = first.keys()  # the common case, without a call of Python for each field
-        if all(type(example) is dict and example.keys() == keys for example in examples):
-            return {
-                key: _column([example[key] for example in examples], str(key), indices, name)
-                for key in keys
-            }
-    for index, example in zip(indices, examples, strict=True):
-        if example is None:
-            raise UserError(
-                f"example {index} of a {name} is None, as .filter() and .flat_map() of Grain mark "
-                "a removed one: select those that are left, Subset(data, np.array([i for i in "
-                "range(len(data)) if data[i] is not None]))"
-            )
-    structure: Any
-    paths, structure = jax.tree_util.tree_flatten_with_path(first, is_leaf=_is_leaf)
-    fields = [path_name(path) for path, _ in paths]
-    columns: list[list[Any]] = [[] for _ in fields]
-    for index, example in zip(indices, examples, strict=True):
-        leaves, other = jax.tree.flatten(example, is_leaf=_is_leaf)
-        if other != structure:
-            raise UserError(
-                f"example {index} of a {name} has {_fields_of(example)}; example {indices[0]} has "
-                f"{_fields_of(first)}: all examples must have the same fields"
-            )
-        for column, leaf in zip(columns, leaves, strict=True):
-            column.append(leaf)
-    if not fields:
-        raise UserError(f"example {indices[0]} of a {name} holds no numbers: {first!r}")
-    pairs = zip(columns, fields, strict=True)
-    return structure.unflatten([_column(column, field, indices, name) for column, field in pairs])
-
-
-def _is_leaf(x: Any) -> bool:
-    """Returns whether a value is one field: None, or a list of numbers, which is an array."""
-    while isinstance(x, list) and x:
-        x = x[0]
-    return x is None or isinstance(x, (list, *_VALUES))
-
-
-def _fields_of(example: Any) -> str:
-    named = jax.tree_util.tree_leaves_with_path(example, is_leaf=_is_leaf)
-    names = [path_name(path) for path, _ in named]
-    return f"the fields {', '.join(names)}" if any(names) else f"no fields ({type(example)})"
-
-
-def _column(values: list[Any], field: str, indices: Sequence[int], name: str) -> np.ndarray:
-    """Returns the values of a field as one array (n, ...)."""
-    try:
-        if any(isinstance(value, np.ma.MaskedArray) for value in values):
-            _reject(values, field, indices, name)
-        if isinstance(values[0], (list, *_VALUES)):
-            column = np.asarray(values)
-        else:
-            column = np.stack([np.asarray(value) for value in values])
-    except (ValueError, OverflowError):  # shapes that differ
-        _reject(values, field, indices, name)
-    if not holds_numbers(column.dtype):
-        _reject(values, field, indices, name)
-    return column
-
-
-def _reject(values: list[Any], field: str, indices: Sequence[int], name: str) -> NoReturn:
-    """Raises the error for values that cannot be stacked to an array of numbers."""
-    what = f"field {field!r} of " if field else ""
-    shapes: dict[int, tuple[int, ...]] = {}
-    for index, value in zip(indices, values, strict=True):
-        which = f"{what}example {index} of a {name}"
-        if value is None:
-            raise UserError(f"{which} is None: examples must be numbers")
-        if isinstance(value, np.ma.MaskedArray):
-            raise UserError(
-                f"{which} is a masked array, and JAX has no masks: fill it by a map function, and "
-                "give weights of 0 for the values that are missing"
-            )
-        leaf: Any = value
-        while isinstance(leaf, list) and leaf:
-            leaf = leaf[0]
-        if isinstance(leaf, str):
-            raise UserError(
-                f"{which} is text: a batch holds numbers. Give Packed(Tokenized(source, tokenizer"
-                f"{f', field={field!r}' if field else ''}), length), or leave it out by a map "
-                "function: grain.MapDataset.source(source).map(function)"
-            )
-        if isinstance(leaf, bytes):
-            raise UserError(
-                f"{which} is bytes: a batch holds numbers. Decode it: "
-                "grain.MapDataset.source(source).map(decode)"
-            )
-        try:
-            array = np.asarray(value)
-        except ValueError:  # lists of different lengths
-            raise UserError(f"{which} holds lists of different lengths: {_SHAPES}") from None
-        if not holds_numbers(array.dtype):
-            raise UserError(f"{which} holds {array.dtype}, not numbers: {foreign(value, 100)}")
-        shapes[index] = array.shape
-    first = indices[0]
-    other = next((index for index, shape in shapes.items() if shape != shapes[first]), first)
-    raise UserError(
-        f"{what or 'the value of '}a {name} has the shape {shapes[first]} in example {first} and "
-        f"{shapes[other]} in example {other}: {_SHAPES}"
-    )
-
-
-_SHAPES = (
-    "the examples of a batch need one shape. Pack documents with Packed(source, length), or pad "
-    "them by a map function"
-)

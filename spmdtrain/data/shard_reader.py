@@ -6,10 +6,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import jax
-import numpy as np
+from typing import Any, NamedTuple
 
 from spmdtrain.data import grain_shards
 from spmdtrain.data.indexable import raise_with_place
@@ -18,12 +15,21 @@ from spmdtrain.data.stream_state import UnsupportedStateError, as_text, from_tex
 from spmdtrain.data.streams import Stream
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.tree import path_name
 
 PyTree = Any
-Record = tuple[list[np.ndarray], Any]
-"""The leaves of an example and its tree structure."""
 _END = object()
+
+
+class Place(NamedTuple):
+    """The place of an example in a stream; its text is how messages name it."""
+
+    number: int
+    epoch: int
+    shard: int
+    shards: int
+
+    def __str__(self) -> str:
+        return f"{self.number} of epoch {self.epoch} of shard {self.shard} of {self.shards}"
 
 
 @dataclass(frozen=True)
@@ -90,12 +96,11 @@ class ShardReader:
         """The shard as named in messages."""
         return f"shard {self.index} of {self._count} of the stream"
 
-    def read(self) -> Record:
+    def read(self) -> PyTree:
         """Returns the next example; begins the next epoch at the end of the shard.
 
         Raises:
-          UserError: If it cannot be read, is not a pytree of numbers, or the shard is empty or has
-            become shorter.
+          UserError: If it cannot be read, or the shard is empty or has become shorter.
           StorageError: If storage, a connection or a worker process fails.
         """
         while (example := self._next(self._iterator)) is _END:
@@ -103,10 +108,14 @@ class ShardReader:
             self.close()
             self.epoch, self.number = self.epoch + 1, 0
             self._iterator = self._open()
-        record = self._record(example)
         self.number += 1
         self._restored = None
-        return record
+        return example
+
+    @property
+    def last(self) -> "Place":
+        """The place of the example that was read last."""
+        return Place(self.number - 1, self.epoch, self.index, self._count)
 
     def _next(self, iterator: Any) -> Any:
         with self._named_errors("failed"):
@@ -182,21 +191,6 @@ class ShardReader:
                 "have both"
             )
         return iterator
-
-    def _record(self, example: PyTree) -> Record:
-        leaves, structure = jax.tree.flatten(example)
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        for position, array in enumerate(arrays):
-            if array.dtype.kind not in "biufcV":
-                path = jax.tree_util.tree_leaves_with_path(example)[position][0]
-                field = f"field {path_name(path)!r}" if path else "an example"
-                raise UserError(
-                    f"{self.name}, {self.place()}: {field} holds {array.dtype}, not numbers: "
-                    "tokenize or encode it in the pipeline, and remove fields that are not needed"
-                )
-        if not arrays:
-            raise UserError(f"{self.name}, {self.place()}: the example holds no arrays")
-        return arrays, structure
 
     def place(self) -> str:
         """Returns the example that is read next, or has just been read, as named in messages."""

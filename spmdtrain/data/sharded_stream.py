@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.examples import ExampleReader
 from spmdtrain.data.read_ahead import in_thread
 from spmdtrain.data.sampling import Augment, augmented
-from spmdtrain.data.shard_reader import Position, Record, ShardReader
+from spmdtrain.data.shard_reader import Place, Position, ShardReader
 from spmdtrain.data.streams import Stream
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
@@ -25,6 +26,7 @@ from spmdtrain.tree import named_leaves
 PyTree = Any
 Positions = Mapping[str, Position]
 """The position of each shard, by its index."""
+_READER = ExampleReader("stream", in_stream=True)
 
 
 @dataclass
@@ -74,19 +76,23 @@ class ShardedStream:
         self._reading: Callable[[], Generator[Any, None, None] | None] = lambda: None
 
     @functools.cached_property
-    def first(self) -> Record:
-        """The first example of the first shard of this process, whose structure all others have."""
+    def first(self) -> tuple[PyTree, Place]:
+        """The first example of the first shard of this process, and its place.
+
+        All others have its structure, shapes and dtypes.
+        """
         index = process_group.rank() * self.shards // process_group.count()
         with _closing() as readers:
             readers.append(ShardReader(self.stream, min(index, self.shards - 1), self.shards))
             first = readers[0].read()
             readers[0].position().text()  # a state that cannot be stored is an error at the start
-            return first
+            _READER.dtypes(first, readers[0].last)  # ... and so are text and the like
+            return first, readers[0].last
 
     def first_row(self, augment: Augment | None) -> PyTree:
         """Returns the first example as arrays of leading dim 1, after `augment`."""
-        leaves, structure = self.first
-        row = structure.unflatten([leaf[np.newaxis] for leaf in leaves])
+        example, place = self.first
+        row = _READER.stack([example], [place])
         return row if augment is None else augmented(augment, row, np.zeros((1, 4), np.int64), 0)
 
     @functools.cached_property
@@ -95,12 +101,11 @@ class ShardedStream:
 
         All processes read it together.
         """
-        leaves, structure = self.first
-        crc = functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves, 0)
-        named = named_leaves(structure.unflatten([f"{x.dtype}{list(x.shape)}" for x in leaves]))
+        leaves = named_leaves(self.first_row(None))
+        crc = functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves.values(), 0)
         return {
             "stream_shards": self.shards,
-            "arrays": named,
+            "arrays": {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in leaves.items()},
             # Process 0 has read shard 0; the others, perhaps, first examples of other shards.
             "crc32": process_group.broadcast(crc),
         }
@@ -172,34 +177,25 @@ class ShardedStream:
         size = per_shard * len(positions)
         in_order = np.array_equal(rows, np.arange(size))
         draws = np.empty((size, 4), np.int64)
-        first, structure = self.first
-        expected = structure, [(x.shape, x.dtype) for x in first]
+        first, place = self.first
+        dtypes = _READER.dtypes(first, place)
         with _closing() as readers:
             for index, position in positions.items():
                 readers.append(ShardReader(self.stream, index, self.shards, position))
             in_rows = [reader for reader in readers for _ in range(per_shard)]
             for _ in steps:
-                columns: list[list[np.ndarray]] = [[] for _ in first]
+                examples, places = [first], [place]  # with which all others must agree
                 for number, shard in enumerate(in_rows):
-                    leaves, found = shard.read()
-                    if (found, [(x.shape, x.dtype) for x in leaves]) != expected:
-                        self._refuse(shard, leaves, found)
-                    for column, leaf in zip(columns, leaves, strict=True):
-                        column.append(leaf)
+                    examples.append(shard.read())
+                    places.append(shard.last)
                     draws[number] = 0, shard.index, shard.number - 1, shard.epoch
-                batch = structure.unflatten([np.stack(column) for column in columns])
+                found = _READER.stack(examples, places, dtypes)
+                batch = jax.tree.map(lambda x: x[1:], found)
                 if augment is not None:
                     batch = augmented(augment, batch, draws, seed)
                 if not in_order:
                     batch = jax.tree.map(lambda x: x[rows], batch)
                 yield batch, {str(shard.index): shard.position() for shard in readers}
-
-    def _refuse(self, shard: ShardReader, leaves: Sequence[np.ndarray], structure: Any) -> None:
-        raise UserError(
-            f"{shard.name}, example {shard.number - 1} of epoch {shard.epoch} is "
-            f"{_describe(leaves, structure)}, and the first example is {_describe(*self.first)}: "
-            "all examples must have the same structure, shapes and dtypes"
-        )
 
     def close(self) -> None:
         """Ends the threads and processes of the iterators."""
@@ -240,8 +236,3 @@ def shards_of(config: RunConfig) -> int:
             "because each shard gives the same number of rows"
         )
     return shards
-
-
-def _describe(leaves: Sequence[np.ndarray], structure: Any) -> str:
-    named = named_leaves(structure.unflatten([f"{x.dtype}{list(x.shape)}" for x in leaves]))
-    return ", ".join(f"{name} {array}".strip() for name, array in named.items())

@@ -6,6 +6,7 @@ from typing import Any
 
 from spmdtrain.data import grain_shards
 from spmdtrain.data.libraries import check_unbatched, known_as, stream_advice
+from spmdtrain.data.tables import HuggingFaceStream
 from spmdtrain.errors import UserError
 
 _NEEDED = (
@@ -109,7 +110,7 @@ def _shard_of_hugging_face(dataset: Any, index: int, count: int) -> Iterable[Any
             f"the Hugging Face IterableDataset has num_shards={dataset.num_shards} (its files), "
             f"fewer than stream_shards={count}: give --stream-shards {fewer}, or dataset.reshard()"
         )
-    return dataset.shard(num_shards=count, index=index)
+    return HuggingFaceStream.from_data(dataset.shard(num_shards=count, index=index))
 
 
 def _stages(iterable: Any) -> set[str]:

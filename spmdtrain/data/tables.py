@@ -1,13 +1,17 @@
 """Tables of pandas, Polars, Arrow and Hugging Face as arrays."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from spmdtrain.errors import UserError
 from spmdtrain.optional import import_extra
+
+PyTree = Any
 
 _REMOVE = {
     "pandas": "data.drop(columns={})",
@@ -61,11 +65,12 @@ def _cells(values: Sequence[Any]) -> np.ndarray | str:
 
 def arrow_columns(
     table: Any, library: str = "pyarrow", name: str = "pyarrow.Table"
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Returns the columns of an Arrow table as arrays of numbers, without a copy if possible.
 
     Args:
-      table: A table or record batch. Lists of numbers are arrays; all have one length.
+      table: A table or record batch. Lists of numbers are arrays; all have one length. Structs are
+        dictionaries.
       library: The library of the data, for messages.
       name: The class of the data, for messages.
 
@@ -80,12 +85,15 @@ def arrow_columns(
     return _checked(columns, library, name)
 
 
-def _arrow_values(pa: Any, column: Any) -> np.ndarray | str:
-    """Returns the values of an Arrow column (n, ...), or why they are not numbers."""
+def _arrow_values(pa: Any, column: Any) -> PyTree:
+    """Returns the values of an Arrow column: an array (n, ...), a pytree of them, or a text.
+
+    The text says why they are not numbers of one shape.
+    """
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if isinstance(column.type, pa.BaseExtensionType):
-        values = _arrow_values(pa, column.storage)
+        values: Any = _arrow_values(pa, column.storage)
         is_tensor = isinstance(column.type, pa.FixedShapeTensorType)
         if is_tensor and not isinstance(values, str):
             values = np.asarray(column.to_numpy_ndarray())
@@ -95,6 +103,10 @@ def _arrow_values(pa: Any, column: Any) -> np.ndarray | str:
         return f"{kind}, {column.null_count} null"
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
+    if types.is_struct(kind) and len(kind):
+        parts = [_arrow_values(pa, part) for part in column.flatten()]
+        named = {field.name: part for field, part in zip(kind, parts, strict=True)}
+        return next((f"{n}: {x}" for n, x in named.items() if isinstance(x, str)), named)
     if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
         inner = _arrow_values(pa, column.flatten())
         if isinstance(inner, str):
@@ -106,7 +118,10 @@ def _arrow_values(pa: Any, column: Any) -> np.ndarray | str:
             length = int(lengths[0]) if len(lengths) else 0
             if (lengths != length).any():
                 return f"lists of {lengths.min()} to {lengths.max()} values"
-        return inner.reshape(len(column), length, *inner.shape[1:])
+        split = jax.tree.map(lambda x: x.reshape(len(column), length, *x.shape[1:]), inner)
+        if isinstance(inner, np.ndarray):
+            return split
+        return [jax.tree.map(lambda x, n=n: x[:, n], split) for n in range(length)]
     return str(kind)
 
 
@@ -114,9 +129,7 @@ def _kind(dtype: np.dtype) -> str:
     return {"U": "text", "S": "bytes"}.get(dtype.kind, str(dtype))
 
 
-def _checked(
-    columns: Mapping[str, np.ndarray | str], library: str, name: str
-) -> dict[str, np.ndarray]:
+def _checked(columns: Mapping[str, Any], library: str, name: str) -> dict[str, Any]:
     """Returns the columns, if all are arrays; raises `UserError` that names all that are not."""
     reasons = {key: values for key, values in columns.items() if isinstance(values, str)}
     if reasons:
@@ -129,12 +142,16 @@ def _checked(
     return {key: values for key, values in columns.items() if not isinstance(values, str)}
 
 
+_TABLES = (None, "arrow", "pandas", "polars")
+"""Formats of Hugging Face in which columns of numbers keep the dtypes of the features."""
+
+
 @dataclass(frozen=True)
 class HuggingFaceDataset:
     """A map-style dataset of Hugging Face, with the columns of its format.
 
-    Without a format, or with one of a table, columns of numbers keep their dtype. If there are
-    others, such as images, Hugging Face decodes them as its format "numpy" does.
+    Without a format, or with one of a table, columns of numbers keep their dtypes. Others, such as
+    images, are decoded as Hugging Face's format "numpy" does.
 
     Attributes:
       data: The `datasets.Dataset`.
@@ -142,30 +159,37 @@ class HuggingFaceDataset:
 
     data: Any
 
-    def __post_init__(self) -> None:
-        form = self.data.format
-        if form["type"] not in (None, "arrow", "pandas", "polars"):
-            return
-        names, schema = form["columns"], self.data.features.arrow_schema
-        plain = all(_is_numeric(schema.field(name).type) for name in names)
-        chosen = self.data.with_format("arrow" if plain else "numpy", columns=names)
-        object.__setattr__(self, "data", chosen)
-
     def __len__(self) -> int:
         return len(self.data)
 
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        found = self.data[indices.tolist()]
-        if self.data.format["type"] == "arrow":
-            return arrow_columns(found, "datasets", "datasets.Dataset")
-        columns: dict[str, np.ndarray | str] = {}
-        for name, values in found.items():
-            array = np.asarray(values) if not isinstance(values, list) else None
-            if array is None or array.dtype.kind == "O":
-                columns[name] = _cells(values)
-            else:
-                columns[name] = array if array.dtype.kind in "biufcV" else _kind(array.dtype)
-        return _checked(columns, "datasets", "datasets.Dataset")
+    @functools.cached_property
+    def _parts(self) -> Sequence[Any]:
+        """The dataset for columns of numbers, and the one for others, if both exist."""
+        form = self.data.format
+        if form["type"] not in _TABLES:
+            return [self.data]
+        schema = self.data.features.arrow_schema
+        plain = [name for name in form["columns"] if _is_numeric(schema.field(name).type)]
+        others = [name for name in form["columns"] if name not in plain]
+        formats = {"arrow": plain, "numpy": others}
+        return [self.data.with_format(kind, columns=x) for kind, x in formats.items() if x]
+
+    def rows(self, indices: np.ndarray) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for part in self._parts:
+            found = part[indices.tolist()]
+            if part.format["type"] == "arrow":
+                columns |= arrow_columns(found, "datasets", "datasets.Dataset")
+                continue
+            for name, values in found.items():
+                array = np.asarray(values) if not isinstance(values, list) else None
+                if array is None or array.dtype.kind == "O":
+                    columns[name] = _cells(values)
+                else:
+                    columns[name] = array if array.dtype.kind in "biufcV" else _kind(array.dtype)
+        names = [name for name in self.data.format["columns"] if name in columns]
+        ordered = {name: columns[name] for name in names or columns}
+        return _checked(ordered, "datasets", "datasets.Dataset")
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -174,12 +198,84 @@ class HuggingFaceDataset:
         return tuple(labels[0].names) if len(labels) == 1 else ()
 
 
+@dataclass(frozen=True)
+class HuggingFaceStream:
+    """An `IterableDataset` of Hugging Face, with the values of `HuggingFaceDataset`.
+
+    Attributes:
+      data: The `datasets.IterableDataset`, without a format instead of one of a table.
+      is_formatted: Whether it has a format.
+    """
+
+    data: Any
+    is_formatted: bool
+
+    @classmethod
+    def from_data(cls, data: Any) -> "HuggingFaceStream":
+        """Returns the stream of an `IterableDataset`.
+
+        Args:
+          data: The `IterableDataset`.
+        """
+        formatting = getattr(data, "_formatting", None)
+        is_formatted = formatting is not None and formatting.format_type not in _TABLES
+        is_table = formatting is not None and not is_formatted
+        return cls(data.with_format(None) if is_table else data, is_formatted)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_formatted:
+            # By batches of one, because the formats give single numbers other dtypes.
+            for batch in self.data.iter(batch_size=1):
+                yield {name: values[0] for name, values in batch.items()}
+            return
+        schema = self.data.features and self.data.features.arrow_schema
+        for example in self.data:
+            if schema is None:
+                yield example
+            else:
+                kinds = {name: schema.field(name).type for name in example}
+                yield {name: _typed(kinds[name], value) for name, value in example.items()}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.data.set_epoch(epoch)
+
+    def state_dict(self) -> Any:
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.data.load_state_dict(state)
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """Returns a value of Hugging Face with the dtypes of its Arrow type; others as they are."""
+    pa = import_extra("pyarrow", "huggingface", "Hugging Face datasets")
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    if pa.types.is_struct(kind) and isinstance(value, dict):
+        kinds = {field.name: field.type for field in kind}
+        return {n: _typed(kinds[n], x) if n in kinds else x for n, x in value.items()}
+    inner = kind
+    while hasattr(inner, "value_type"):
+        inner = inner.value_type
+    if pa.types.is_struct(inner) and isinstance(value, list):
+        return [_typed(kind.value_type, x) for x in value]
+    if not _is_numeric(inner):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths, which the reader of examples refuses
+        return value
+    is_number = array.dtype.kind in "biuf"  # not of objects, such as None
+    return array.astype(inner.to_pandas_dtype())[()] if is_number else value
+
+
 def _is_numeric(kind: Any) -> bool:
-    """Returns whether values of an Arrow type are numbers or lists of numbers."""
+    """Returns whether values of an Arrow type are numbers, or lists or structs of numbers."""
     pa = import_extra("pyarrow", "huggingface", "Hugging Face datasets")
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     types = pa.types
+    if types.is_struct(kind):
+        return all(_is_numeric(field.type) for field in kind)
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

@@ -57,7 +57,8 @@ def python_values(pa: PyArrow, array: Any) -> Values:
 
     Returns:
       Its n values: numbers and times as NumPy's, lists of numbers as arrays, text as `str`, binary
-      values as `bytes`, other lists as lists, structs as dictionaries.
+      values as `bytes`, other lists as lists, structs as dictionaries. Lists of lists of numbers
+      are arrays if they have one shape, else lists, which no batch can hold.
 
     Raises:
       UnicodeDecodeError: If text is not UTF-8.
@@ -98,10 +99,12 @@ def python_values(pa: PyArrow, array: Any) -> Values:
 
 
 def _stacked(values: Any) -> Any:
-    """Returns arrays of numbers of one shape as one array, and any other list as it is."""
+    """Returns arrays of numbers of one shape as one array, others as lists."""
     if not values or not all(isinstance(x, np.ndarray) and x.dtype != object for x in values):
         return values
-    return np.stack(values) if len({x.shape for x in values}) == 1 else values
+    if len({x.shape for x in values}) == 1:
+        return np.stack(values)
+    return [x.tolist() for x in values]  # a list of arrays would be several fields
 
 
 def has_null(pa: PyArrow, array: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from spmdtrain.data.indexable import stack
+from spmdtrain.data.examples import ExampleReader
 from spmdtrain.data.progress import delayed_progress
 from spmdtrain.data.sources.arrow_values import Values, has_null, python_values
 from spmdtrain.data.sources.block_cache import CACHED_BLOCKS, BlockCache
@@ -153,10 +153,8 @@ class ParquetSource:
                 if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
                     # Lists of numbers; anything else is refused with what to write.
                     examples = self.__getitems__(numbers.tolist())
-                    return cast(
-                        "dict[str, np.ndarray]",
-                        stack(examples, numbers.tolist(), type(self).__name__),
-                    )
+                    stack = ExampleReader(type(self).__name__).stack
+                    return cast("dict[str, np.ndarray]", stack(examples, numbers.tolist()))
                 if name not in batch:
                     batch[name] = np.empty((len(numbers), *values.shape[1:]), values.dtype)
                 batch[name][places] = values

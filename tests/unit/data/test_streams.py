@@ -148,7 +148,7 @@ def test_the_shards_are_a_partition_of_the_examples(name: str, count: int, tmp_p
     def epoch(index: int, count: int) -> Iterator[int]:
         reader = ShardReader(stream, index, count)
         for _ in range(10_000):
-            ((leaf,), _) = reader.read()
+            (leaf,) = reader.read().values()
             if reader.epoch:
                 return
             yield int(leaf)
@@ -184,7 +184,7 @@ def changing(*lengths: int, **options: Any) -> Stream:
 
 
 def read(reader: ShardReader, count: int) -> list[int]:
-    return [reader.read()[0][0].item() for _ in range(count)]
+    return [reader.read()["x"].item() for _ in range(count)]
 
 
 def test_an_epoch_that_is_shorter_than_the_first_is_an_error() -> None:
