@@ -1,6 +1,7 @@
 """Datasets: random access to examples by index."""
 
 import functools
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from spmdtrain.data.examples import ExampleReader, holds_numbers, is_random_key
 from spmdtrain.data.indexable import IndexableDataset
 from spmdtrain.data.libraries import NO_STREAM, from_library, known_as
+from spmdtrain.data.sources.files import SourceFile, find_files
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.tree import named_leaves
 
@@ -45,7 +47,7 @@ class Dataset(Protocol):
 
 
 class ArrayDataset:
-    """A pytree of arrays in memory.
+    """A pytree of arrays in memory, or of files that are mapped into it.
 
     Args:
       arrays: Arrays of numbers, all with the examples along the leading dim.
@@ -66,6 +68,7 @@ class ArrayDataset:
                     f"array {name!r} of a dataset holds random keys: give "
                     "jax.random.key_data(keys), and call jax.random.wrap_key_data in the objective"
                 )
+        self._files = [file for leaf in jax.tree.leaves(arrays) for file in _mapped_file(leaf)]
         self.arrays = jax.tree.map(np.asarray, arrays)
         for name, leaf in named_leaves(self.arrays).items():
             if not holds_numbers(leaf.dtype):
@@ -88,11 +91,25 @@ class ArrayDataset:
         return self._length
 
     def rows(self, indices: np.ndarray) -> PyTree:
+        self._check_files()  # to read what a file has lost would end the process
         # NumPy indexes arrays of scalars faster; for longer rows `take` is faster.
         rows = [x[indices] if x.ndim == 1 else x.take(indices, axis=0) for x in self._leaves]
         # JAX refuses the other byte order, of a file mapped into memory for example.
         native = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in rows]
+        self._check_files()
         return self._structure.unflatten(native)
+
+    def _check_files(self) -> None:
+        for file in self._files:
+            file.check_unchanged()
+
+
+def _mapped_file(array: Any) -> tuple[SourceFile, ...]:
+    """Returns the file of an array that is mapped into memory, unless this process writes to it."""
+    if not isinstance(array, np.memmap) or array.mode not in ("r", "c"):
+        return ()
+    name = array.filename
+    return find_files(name, (), "arrays") if name and os.path.exists(name) else ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 The order of the files and their splits are functions of their names alone (see `image_files`).
 """
 
+import bisect
 import collections
 import contextlib
 import functools
@@ -118,6 +119,7 @@ class ImageFolder:
         paths = [f"{name}/{file}" for name, files in images.items() for file in files]
         self.files = tuple(files_of_split(self.folder, paths, split, splits))
         self.skipped = {}
+        self._versions = np.zeros(len(self.files), np.int64)  # 0 for files that were not read yet
         if broken == "skip":
             self._skip_broken(split)
         label_of = {name: label for label, name in enumerate(self.classes)}
@@ -138,6 +140,7 @@ class ImageFolder:
 
         Raises:
           BrokenImageError: If a file cannot be decoded.
+          UserError: If a file has changed since it was read before.
           StorageError: If a file cannot be read.
         """
         files = [self.files[index] for index in indices]
@@ -191,13 +194,14 @@ class ImageFolder:
         path = self.folder / file
         advice = _CHANGED if self._checked_files else _SKIP
         try:
-            if not is_url(path):
-                status = os.stat(path)
+            found = () if is_url(path) else (os.stat(path),)
+            for status in found:
                 # Opening a pipe would block until another process opens it for writing.
                 if not stat.S_ISREG(status.st_mode):
                     raise BrokenImageError(path, "it is not a regular file", advice)
                 check_file_size(status.st_size)
             content = path.read_bytes()
+            found += tuple(os.stat(path) for _ in found)
         except BrokenImageError:
             raise
         except UndecodableError as error:
@@ -205,19 +209,38 @@ class ImageFolder:
         except failures(path) as error:  # never skipped: a failed disk must not reduce the dataset
             raise StorageError(f"{printable(path)}: cannot be read: {one_line(error)}") from error
         try:
-            if self._disk is None:
-                return decode(content, self.size)
-            key = self._disk.key(content)
-            if (image := self._disk.get(key)) is None:
-                image = decode(content, self.size)
-                self._disk.put(key, image)
-            return image
+            image = self._image(content)
         except UndecodableError as error:
             raise BrokenImageError(path, printable(error), advice) from error
         except MemoryError as error:
             raise UserError(
                 f"{printable(path)}: not enough memory to decode it to {_pixels(self.size)}"
             ) from error
+        if found:
+            self._check_unchanged(file, found)
+        return image
+
+    def _image(self, content: bytes) -> np.ndarray:
+        if self._disk is None:
+            return decode(content, self.size)
+        key = self._disk.key(content)
+        if (image := self._disk.get(key)) is None:
+            image = decode(content, self.size)
+            self._disk.put(key, image)
+        return image
+
+    def _check_unchanged(self, file: str, found: Iterable[os.stat_result]) -> None:
+        """Checks that a file is the one that was read before, if it was."""
+        place = bisect.bisect_left(self.files, _class_and_name(file), key=_class_and_name)
+        first, *others = [hash((x.st_size, x.st_mtime_ns)) or 1 for x in found]
+        known = int(self._versions[place]) or first
+        if {first, *others} == {known}:
+            self._versions[place] = known
+        else:
+            raise UserError(
+                f"{printable(self.folder / file)}: the image has changed since the run read it "
+                "before: start again. Files must not change while a run reads them"
+            )
 
     def _skip_broken(self, split: str | None) -> None:
         """Decodes every file once, and leaves out the broken ones."""
@@ -244,6 +267,7 @@ class ImageFolder:
             message += f". No example is left of {printable(', '.join(lost))}"
         if process_group.is_chief():
             print(f"{message}. They are left out", file=sys.stderr, flush=True)
+        self._versions = self._versions[[file not in skipped for file in self.files]]
         self.files, self.skipped = tuple(intact), skipped
 
     def _decode_all(self) -> Iterator[tuple[str, Future[np.ndarray]]]:
@@ -260,6 +284,11 @@ class ImageFolder:
                 advance(done)
             while pending:
                 yield pending.popleft()
+
+
+def _class_and_name(file: str) -> list[str]:
+    """Returns what files are sorted by."""
+    return file.split("/", 1)
 
 
 # -- options ---------------------------------------------------------------------------------------

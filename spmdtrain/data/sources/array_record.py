@@ -122,9 +122,8 @@ class ArrayRecordSource:
         # One by one: `__getitems__` of array_record starts threads in every call, which takes
         # longer than to read a batch from the system's file cache.
         contents = [self._read_one(index) for index in indices]
-        for index, content in zip(indices, contents, strict=True):
-            if not content:  # an empty record, or one that the file has lost
-                self._file_of(index)[0].check_unchanged()
+        for file in np.unique(np.searchsorted(self._ends, indices, side="right")).tolist():
+            self.files[file].check_unchanged()
         return contents
 
     def _read_one(self, index: int) -> bytes:

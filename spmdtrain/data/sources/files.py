@@ -28,11 +28,15 @@ class SourceFile:
       path: A local path, or a `gs://` URL.
       size: Its size in bytes.
       version: The time of modification of a local file in ns; the generation of an object.
+      changed: The time at which content or attributes of a local file changed, in ns.
+      attributes: The attributes of a local file that a run does not depend on.
     """
 
     path: str
     size: int
     version: int
+    changed: int = 0
+    attributes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -44,8 +48,11 @@ class SourceFile:
           StorageError: If it does not exist, or cannot be read.
           UserError: If it has changed.
         """
-        with self._failures():
-            found = _size_and_version(self.path)
+        try:
+            found = _status(self.path)
+        except Exception:  # this is called with each read, and a context manager costs as much
+            with self._failures():
+                raise
         self._compare(*found)
 
     def open(self, *, whole: bool = False) -> IO[bytes]:
@@ -85,9 +92,16 @@ class SourceFile:
         except failures(self.path) as error:
             self.fail(error)
 
-    def _compare(self, size: int, version: int) -> None:
-        if (size, version) != (self.size, self.version):
+    def _compare(
+        self, size: int, version: int, changed: int = 0, attributes: tuple[int, ...] = ()
+    ) -> None:
+        # A writer can set the time of modification, as `cp -p` does, but not that of a change,
+        # which is also that of a change of attributes, such as a further link of a backup.
+        written = changed != self.changed and attributes == self.attributes
+        if (size, version) != (self.size, self.version) or written:
             how = "the same size, but another version"
+            if size == self.size and version == self.version:
+                how = "the same size and time of modification, but another time of change (ctime)"
             if size != self.size:
                 how = f"{self.size:,} bytes at the start, {size:,} now"
             raise UserError(
@@ -243,15 +257,17 @@ def _of_object(status: dict[str, Any]) -> tuple[int, int]:
 
 def _source_file(path: str) -> SourceFile:
     try:
-        return SourceFile(path, *_size_and_version(path))
+        return SourceFile(path, *_status(path))
     except FileNotFoundError:
         raise UserError(f"{printable(path)}: no such file") from None
 
 
-def _size_and_version(path: str) -> tuple[int, int]:
+def _status(path: str) -> tuple[int, int, int, tuple[int, ...]]:
+    """Returns the attributes of a `SourceFile`."""
     if is_url(path):
-        return _of_object(file_system(path).info(path))
+        return *_of_object(file_system(path).info(path)), 0, ()
     local = os.stat(path)
     if not stat.S_ISREG(local.st_mode):  # opening a pipe would block
         raise UserError(f"{printable(path)}: not a regular file")
-    return local.st_size, local.st_mtime_ns
+    attributes = (local.st_mode, local.st_uid, local.st_gid, local.st_nlink)
+    return local.st_size, local.st_mtime_ns, local.st_ctime_ns, attributes

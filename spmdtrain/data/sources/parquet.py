@@ -119,7 +119,7 @@ class ParquetSource:
         pa = _pyarrow()
         examples: list[Any] = [None] * len(indices)
         for group, places, rows in self._by_group(np.asarray(indices, np.int64)):
-            columns = self._cache.get(group, self._decode)
+            columns = self._columns(group)
             values = [self._values(pa, group, name, columns[name], rows) for name in self.columns]
             for place, row in zip(places.tolist(), zip(*values, strict=True), strict=True):
                 examples[place] = dict(zip(self.columns, row, strict=True))
@@ -147,7 +147,7 @@ class ParquetSource:
         numbers = np.asarray(indices, np.int64)
         batch: dict[str, np.ndarray] = {}
         for group, places, rows in self._by_group(numbers):
-            columns = self._cache.get(group, self._decode)
+            columns = self._columns(group)
             for name in self.columns:
                 values = self._values(pa, group, name, columns[name], rows)
                 if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
@@ -199,6 +199,13 @@ class ParquetSource:
             group = int(groups[part[0]])
             yield group, part, indices[part] - self.blocks[group]
 
+    def _columns(self, group: int) -> dict[str, Column]:
+        """Returns the columns of a row group of a file that has not changed."""
+        columns = self._cache.get(group, self._decode)
+        if not is_url(self._file(group).path):  # an object was compared after it was read
+            self._file(group).check_unchanged()
+        return columns
+
     def _decode(self, group: int) -> dict[str, Column]:
         """Reads the columns of a row group."""
         pa = _pyarrow()
@@ -217,7 +224,10 @@ class ParquetSource:
                 if table.num_rows != expected:
                     raise pa.ArrowInvalid(f"{table.num_rows} rows instead of {expected}")
             except (*_DECODING_ERRORS, MemoryError, failures(file.path)) as error:
+                file.check_unchanged()
                 _raise_unreadable(file, error, f": row group {number}")
+        if is_url(file.path):
+            file.check_unchanged()
         return {name: _values_or_array(pa, column) for name, column in columns.items()}
 
     def _file(self, group: int) -> SourceFile:

@@ -17,6 +17,7 @@ from spmdtrain.data.sources.local_reader import LocalReader
 from spmdtrain.data.sources.text_cuts import LineScanner, Scanner, SeparatorScanner
 from spmdtrain.data.sources.text_index import index_files
 from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
+from spmdtrain.files.storage import is_url
 
 LARGE = 2**30
 """Bytes of text from which on a source has blocks."""
@@ -49,7 +50,8 @@ class _TextParts:
         found = find_files(files, [s + c for s in suffixes for c in ("", ".gz", ".zst")], kind)
         self._separator = separator
         self._indexed = index_files(found, partial(_scanner, separator), separator, cache_dir)
-        self._text = LocalReader([each.text for each in self._indexed])
+        texts = [each.text for each in self._indexed]
+        self._text = LocalReader(texts, [each.sums() for each in self._indexed])
         self._offsets = LocalReader([each.offsets for each in self._indexed])
         self._ends = np.cumsum([each.count for each in self._indexed])
         if not self._ends[-1]:
@@ -104,8 +106,8 @@ class _TextParts:
 
     def _consecutive(self, first: int, count: int) -> list[str]:
         """Returns consecutive parts of one file, or of one block."""
+        file, number = self._place(first)
         if self.blocks is None:
-            file, number = self._place(first)
             positions = self._positions(file, number, number + count)
             begin = int(positions[0])
             content = self._text.read(file, begin, int(positions[-1]) - begin)
@@ -114,6 +116,10 @@ class _TextParts:
             positions, content = self._cache.get(block, self._read_block)
             begin = int(positions[0])
             positions = positions[first - self.blocks[block] :][: count + 1]
+            self._text.check(file)
+        indexed = self._indexed[file]
+        if indexed.is_copy and not is_url(indexed.source.path):
+            indexed.source.check_unchanged()
         cuts = itertools.pairwise(positions.tolist())
         return [
             self._decoded(content[start - begin : stop - begin], first + number, start == 0)

@@ -19,6 +19,7 @@ import numpy as np
 
 from spmdtrain.data.progress import delayed_progress
 from spmdtrain.data.sources.files import SourceFile, find_files
+from spmdtrain.data.sources.local_reader import SUMMED
 from spmdtrain.data.sources.text_cuts import Scanner
 from spmdtrain.errors import StorageError, UserError, printable
 from spmdtrain.files.cache_files import locked, replaced
@@ -31,7 +32,7 @@ _PIECE = 2**20  # bytes that are scanned at once
 # block has at least 4 bytes, and at most 128 KiB of content.
 _FED = 2**12
 _MB = 10**6
-_VERSION = 2  # of the cached files: increased if their content changes
+_VERSION = 3  # of the cached files: increased if their content changes
 _SECONDS = 2 * 10**9  # ns: the coarsest time of modification of a file system
 
 
@@ -42,8 +43,8 @@ class IndexedText:
     Attributes:
       source: The file that was given.
       text: The same file, or its decompressed copy.
-      offsets: A file of int64: the positions in `text` at which the examples begin, its size, and
-        a CRC-32 of all these.
+      offsets: A file of int64: the positions in `text` at which the examples begin, its size, the
+        CRC-32 of each `SUMMED` bytes of a copy, the size again, and a CRC-32 of all these.
     """
 
     source: SourceFile
@@ -53,7 +54,22 @@ class IndexedText:
     @property
     def count(self) -> int:
         """Number of examples."""
-        return self.offsets.size // 8 - 2
+        return self.offsets.size // 8 - 3 - self._parts
+
+    def sums(self) -> np.ndarray:
+        """Returns the CRC-32 of each `SUMMED` bytes of a copy, int64; none for other files."""
+        with self.offsets.open() as content:
+            content.seek(8 * (self.count + 1))
+            return np.frombuffer(content.read(8 * self._parts), "<i8")
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether `text` is a copy."""
+        return self.text.path != self.source.path
+
+    @property
+    def _parts(self) -> int:
+        return -(-self.text.size // SUMMED) if self.is_copy else 0
 
 
 def index_files(
@@ -177,7 +193,7 @@ class _Index:
         """Reads the file once, and writes the positions of its examples and, if needed, a copy."""
         # Another kind of examples may have made the copy, with which other runs may be training.
         copied = self._codec is not None and not self._copy_is_intact()
-        crc, total = self._initial_crc(), 0
+        crc, total, sums = self._initial_crc(), 0, list[int]()
         with (
             contextlib.closing(self._file.open(whole=True)) as content,
             replaced(self._offsets) as offsets,
@@ -186,12 +202,15 @@ class _Index:
             for piece in self._pieces(content):
                 if text is not None:
                     text.write(piece)
+                if self._codec is not None:
+                    _add_to_sums(sums, total, piece)
                 found = scanner.feed(piece).astype("<i8").tobytes()
                 offsets.write(found)
                 crc, total = zlib.crc32(found, crc), total + len(piece)
                 advance(content.tell())
-            found = np.append(scanner.finish(), total).astype("<i8").tobytes()
+            found = np.array([*scanner.finish(), total, *sums, total], "<i8").tobytes()
             offsets.write(found + zlib.crc32(found, crc).to_bytes(8, "little"))
+            self._file.check_unchanged()
 
     def _pieces(self, content: IO[bytes]) -> Iterator[bytes]:
         """Yields the decompressed content of the file."""
@@ -206,6 +225,15 @@ class _Index:
             if isinstance(error, UserError):
                 raise
             self._file.fail(error)
+
+
+def _add_to_sums(sums: list[int], position: int, piece: bytes) -> None:
+    """Adds the bytes of a copy from a position on to the CRC-32 of its parts."""
+    for start in range(position - position % SUMMED, position + len(piece), SUMMED):
+        if start >= position:
+            sums.append(0)
+        part = memoryview(piece)[max(start - position, 0) : start - position + SUMMED]
+        sums[-1] = zlib.crc32(part, sums[-1])
 
 
 # -- compression -----------------------------------------------------------------------------------

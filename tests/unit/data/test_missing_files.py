@@ -1,12 +1,15 @@
 """Data files that vanish in mid-epoch: the file is named, and the run resumes once it is back."""
 
+import gzip
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -21,8 +24,14 @@ from spmdtrain import (
     ArrayRecordSource,
     ImageFolder,
     JsonLinesSource,
+    Mixture,
+    Packed,
     ParquetSource,
     StorageError,
+    Subset,
+    TextSource,
+    TokenDocuments,
+    TokenFile,
     Trainer,
     UserError,
 )
@@ -60,7 +69,12 @@ def fit(folder: Path, workdir: Path, **callbacks: Any) -> dict[str, np.ndarray]:
 
 
 def train(
-    data: Any, workdir: Path, model: Any, objective: Any, **callbacks: Any
+    data: Any,
+    workdir: Path,
+    model: Any,
+    objective: Any,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **callbacks: Any,
 ) -> dict[str, np.ndarray]:
     trainer = Trainer(
         model=model,
@@ -71,6 +85,7 @@ def train(
         checkpoint_every_steps=2,
         terminal=Terminal(quiet=True),
         callbacks=callbacks,
+        **options,
     )
     trainer.fit(data, steps=30)
     assert trainer.state is not None
@@ -110,9 +125,9 @@ def test_files_that_vanish_in_mid_epoch_are_named_and_the_run_resumes(
         assert resumed[name].tobytes() == value.tobytes(), name
 
 
-def parquet(path: Path) -> Any:
+def parquet(path: Path, cached: int = 1) -> Any:
     pq.write_table(pa.table({"x": np.arange(160)}), path, row_group_size=4)
-    return ParquetSource(path, cached_row_groups=1)
+    return ParquetSource(path, cached_row_groups=cached)
 
 
 def json_lines(path: Path) -> Any:
@@ -166,3 +181,174 @@ def test_a_shard_that_fails_in_mid_epoch_is_named_and_the_run_resumes(
     resumed = train(read(path), tmp_path / "run", Line, line)
     for name, value in whole.items():
         assert resumed[name].tobytes() == value.tobytes(), name
+
+
+# -- files that change while they are read ---------------------------------------------------------
+
+
+def text(path: Path) -> Any:
+    return JsonLinesSource(path, cache_dir=path.parent / "cache")
+
+
+def copied(path: Path) -> Any:
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    return text(path)
+
+
+def in_blocks(path: Path) -> Any:
+    source = text(path)
+    source.blocks = source._make_blocks()  # as from 1 GiB on
+    return source
+
+
+def tokens(path: Path) -> Any:
+    return TokenFile(path, 8)
+
+
+def documents(path: Path) -> Any:
+    return Packed(TokenDocuments(path, int.from_bytes(b'{"', "little")), 16)
+
+
+def row_groups(path: Path) -> Any:
+    return parquet(path, 16)
+
+
+def mapped(path: Path) -> Any:
+    np.save(path, np.arange(160))
+    os.rename(f"{path}.npy", path)
+    return (np.load(path, mmap_mode="r"),)
+
+
+def rewrite(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20:-10] = content[-10:]
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def rewrite_and_set_the_time(path: Path) -> None:
+    before = path.stat()
+    rewrite(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"{}")
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    shutil.copy2(path, other)
+    other.replace(path)
+
+
+CHANGED = "changed since"
+_READERS = (text, copied, in_blocks, tokens, documents, row_groups, array_record, mapped)
+
+
+@pytest.mark.parametrize("read", _READERS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize(
+    ("change", "error", "expected"),
+    [
+        (rewrite, UserError, CHANGED),
+        (rewrite_and_set_the_time, UserError, CHANGED),
+        (append, UserError, CHANGED),
+        (replace, UserError, CHANGED),
+        (os.unlink, StorageError, "removed since"),
+    ],
+)
+def test_a_file_is_compared_whenever_it_is_read(
+    read: Callable[[Path], Any],
+    change: Callable[[Path], Any],
+    error: type[Exception],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    path = tmp_path / "data"
+    path.write_bytes(b"".join(b'{"x": %3d}\n' % x for x in range(160)))
+    dataset = Subset(read(path), np.arange(1))  # also of a dataset in another one
+    dataset.rows(np.array([0]))
+    change(path)
+    with pytest.raises(error, match=f"{path}: the file has (been )?{expected}"):
+        dataset.rows(np.array([0]))
+
+
+def test_attributes_of_a_file_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text('{"x": 1}\n')
+    source = text(path)
+    os.link(path, tmp_path / "backup")
+    path.chmod(0o600)
+    assert source[0] == {"x": 1}
+
+
+def test_an_image_is_compared_with_what_was_read_before(tmp_path: Path) -> None:
+    for name in ("a", "a-b"):  # whose paths are in another order than the classes
+        for number in range(3):
+            path = tmp_path / name / f"{number}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(np.full((2, 2, 3), number, np.uint8)).save(path)
+    (tmp_path / "a" / "broken.png").write_bytes(b"")
+    dataset = ImageFolder(tmp_path, 2, broken="skip")
+    Image.fromarray(np.full((2, 2, 3), 9, np.uint8)).save(path)
+    assert dataset.rows(np.arange(5))["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 0, 1]
+    with pytest.raises(UserError, match=f"{path}: the image has {CHANGED}"):
+        dataset.rows(np.arange(6))
+
+
+def as_mixture(path: Path) -> Any:
+    return Mixture({"a": (text(path), 0.5), "b": ({"x": np.arange(160)}, 0.5)})
+
+
+def as_stream(path: Path) -> Any:
+    return grain.MapDataset.source(text(path)).to_iter_dataset(grain.ReadOptions(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("read", "options"),
+    [(text, {}), (text, {"data_workers": 1}), (as_mixture, {}), (as_stream, {})],
+    ids=["records", "worker", "mixture", "stream"],
+)
+@pytest.mark.slow
+def test_a_run_ends_when_a_file_is_rewritten_in_place(
+    read: Callable[[Path], Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"".join(b'{"x": %3d}\n' % x for x in range(160)))
+
+    def change(event: CallbackContext) -> None:
+        if event.step == 6:
+            with path.open("r+b") as file:
+                file.write(b'{"x": 999}')
+
+    with pytest.raises(UserError, match=f"{path}: the file has {CHANGED}"):
+        train(read(path), tmp_path / "run", Line, line, options, step=change)
+
+
+@pytest.mark.parametrize("separator", ["\n", "x"])
+def test_a_corrupted_copy_is_removed_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "a.txt.gz"
+    lines = [f"{number:07}" for number in range(40_000)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert TextSource(path)[39_000] == {"text": lines[39_000]}
+    source = TextSource(path, separator)  # the same copy
+    expected = [row["text"] for row in source.__getitems__(range(len(source)))]
+    (copy,) = (tmp_path / "spmdtrain" / "data").glob("text-*")
+    before = copy.stat()
+    with copy.open("r+b") as file:
+        file.seek(8 * 39_000)
+        file.write(b"1")
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    corrupted = TextSource(path, separator)
+    if separator == "\n":
+        assert corrupted[0] == {"text": lines[0]}  # of another part
+    with pytest.raises(StorageError, match=f"{copy}: this copy in the cache was corrupted"):
+        corrupted.__getitems__(range(len(corrupted)))
+    again = TextSource(path, separator)
+    assert [row["text"] for row in again.__getitems__(range(len(again)))] == expected
