@@ -11,6 +11,24 @@ from spmdtrain.errors import UserError, did_you_mean
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
 _MASTER = "master"  # TensorFlow 1's name of the chief
+_CLUSTER = '{"worker": ["host:port"]}'
+_KEYS = ("cluster", "task")
+_TASK_KEYS = ("type", "index")
+_OTHERS = {
+    "environment": "TFJob and Google Cloud write it for Estimators before TensorFlow 1.4",
+    "job": "Google Cloud: the specification of the job",
+    "rpc_layer": "TFConfigClusterResolver: how TensorFlow's servers communicate",
+    "session_master": "Estimators: the server of a TensorFlow session",
+    "eval_session_master": "Estimators: that of an evaluation",
+    "service": "Estimators: options of Google's own services",
+    "model_dir": "Estimators: the folder of checkpoints, here the option --workdir",
+}
+"""Keys that schedulers and TensorFlow's users write, and that name no task of the cluster."""
+_TASK_OTHERS = {
+    "cloud": "Google Cloud: an identifier of the machine",
+    "trial": "Google Cloud: the number of the trial of a search",
+}
+_SPARSE = "sparseCluster"
 _EXAMPLE = '"task": {"type": "worker", "index": 0}'
 
 
@@ -77,9 +95,19 @@ def parse(text: str) -> tuple[dict[str, tuple[Address, ...]], str | None, int | 
     try:
         config = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant)
         config = _object(config, "the value", '{"cluster": ..., "task": ...}')
-        jobs = _jobs(_object(config.get("cluster", {}), "cluster", '{"worker": ["host:port"]}'))
+        _check_keys(config)
+        jobs = _jobs(_object(config.get("cluster", {}), "cluster", _CLUSTER))
         task = _object(config.get("task", {}), "task", '{"type": "worker", "index": 0}')
-        return jobs, *_task(task, jobs)
+        for key in task.keys() - {*_TASK_KEYS, *_TASK_OTHERS}:
+            raise UserError(f"task has an unknown key {_shown(key)}.{_near(key, _TASK_KEYS)}")
+        kind, index = _task(task, jobs)
+        if not jobs and (kind in ("chief", "worker") or (kind is None and "cluster" in config)):
+            how = "empty" if "cluster" in config else "missing"
+            raise UserError(
+                f'cluster is {how}: list the addresses of all tasks, "cluster": {_CLUSTER}, or '
+                "unset TF_CONFIG for a run of one process"
+            )
+        return jobs, kind, index
     except json.JSONDecodeError as error:
         near = _shown(error.doc[max(0, error.pos - 15) : error.pos + 15])
         fault = f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}, near {near}"
@@ -88,6 +116,23 @@ def parse(text: str) -> tuple[dict[str, tuple[Address, ...]], str | None, int | 
     except ValueError as error:  # a UserError from below, or an integer with thousands of digits
         fault = str(error)
     raise UserError(f"TF_CONFIG: {fault}")
+
+
+def _check_keys(config: Mapping[str, Any]) -> None:
+    if _SPARSE in config:
+        raise UserError(
+            f"{_SPARSE} is {_shown(config[_SPARSE])}: a TFJob with enableDynamicWorker writes it, "
+            "which names no other worker, and processes that train together must know all tasks: "
+            "set enableDynamicWorker: false"
+        )
+    for key in config:
+        if key not in _KEYS and key not in _OTHERS:
+            raise UserError(f"there is no key {_shown(key)}.{_near(key, _KEYS)}")
+
+
+def _near(key: str, known: Sequence[str]) -> str:
+    """Returns the nearest known key, also if only its case differs."""
+    return did_you_mean(key.lower(), known)
 
 
 def _jobs(cluster: dict[str, Any]) -> dict[str, tuple[Address, ...]]:

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar, get_type_hints
 
 from etils import epath
 
-from spmdtrain.errors import LARGEST_INTEGER, UserError, foreign
+from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean, foreign
 from spmdtrain.files.storage import is_url
 
 T = TypeVar("T")
@@ -196,7 +196,8 @@ def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
     prefix = f"{name}." if name else ""
     for unknown in [*content.keys() - types.keys(), *required - content.keys()]:
         state = "missing" if unknown in required else "unknown"
-        raise OtherFields(f"{prefix}{unknown[:60]} is {state}")
+        near = f".{did_you_mean(unknown[:60], types)}" if state == "unknown" else ""
+        raise OtherFields(f"{prefix}{unknown[:60]} is {state}{near}")
     values: dict[str, Any] = {}
     for field, value in content.items():
         if dataclasses.is_dataclass(types[field]):

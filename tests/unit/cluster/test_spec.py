@@ -134,7 +134,7 @@ def facts(spec: ClusterSpec) -> tuple[str, int | None, int, bool, str | None]:
     return spec.role.value, spec.rank, spec.num_processes, spec.is_chief, coordinator
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", '{"cluster": {}}', '{"cluster": {}, "task": {}}'])
+@pytest.mark.parametrize("text", [None, "", "{}", '{"task": {}}', '{"environment": "cloud"}'])
 def test_without_a_cluster_a_run_is_local(text: str | None) -> None:
     spec = from_tf_config(text)
     assert facts(spec) == ("local", 0, 1, True, None)
@@ -162,7 +162,6 @@ def test_a_single_task_which_is_this_one_is_local_and_knows_its_address(kind: st
     without_task = read(**{kind: ["a:1"]})
     assert facts(without_task) == facts(spec)
     assert (without_task.task_type, without_task.task_index) == (None, None)
-    assert facts(read(kind, 0)) == ("local", 0, 1, True, None)
 
 
 TASKS: list[tuple[str, int, tuple[str, int | None, int, bool, str | None], str]] = [
@@ -249,6 +248,7 @@ def test_what_others_put_into_it_is_left_alone() -> None:
     more: Config = {**config("worker", 1, worker=["a:1", "b:1"])}
     more["task"] |= {"cloud": True, "trial": "3"}
     more |= {"environment": "cloud", "job": {"x": [None]}, "rpc_layer": "grpc"}
+    more |= {"session_master": "", "eval_session_master": "", "service": {}, "model_dir": "/m"}
     assert from_tf_config(json.dumps(more)) == read("worker", 1, worker=["a:1", "b:1"])
 
 
@@ -431,6 +431,24 @@ BROKEN: list[tuple[object, str]] = [
     ({"cluster": None}, "cluster is null: it must be an object"),
     ({"task": "worker 0"}, "task is 'worker 0': it must be an object"),
     ({"task": None}, "task is null: it must be an object"),
+    # Keys
+    ({"clusters": {"worker": WORKERS}}, "there is no key 'clusters'. Did you mean 'cluster'?"),
+    ({"Cluster": {"worker": WORKERS}}, "there is no key 'Cluster'. Did you mean 'cluster'?"),
+    ({**config("chief", 0, chief=["a:1"]), "taks": {}}, "there is no key 'taks'. Did you mean 't"),
+    ({"worker": WORKERS}, "there is no key 'worker'. There are: cluster, task."),
+    (
+        {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "idx": 1}},
+        "task has an unknown key 'idx'. Did you mean 'index'?",
+    ),
+    (
+        {"sparseCluster": {"worker": {"1": "a:1"}, "ps": []}, "task": {"type": "worker"}},
+        'sparseCluster is {"worker": {"1": "a:1"}, "ps": []}: a TFJob with enableDynamicWorker',
+    ),
+    ({"cluster": {}}, 'cluster is empty: list the addresses of all tasks, "cluster": {"worker":'),
+    ({"cluster": {}, "task": {"cloud": "x"}}, "cluster is empty: list the addresses"),
+    (config("chief", 0), "cluster is empty: list the addresses"),
+    (config("worker", 0), "cluster is empty: list the addresses"),
+    ({"task": {"type": "chief", "index": 0}}, "cluster is missing: list the addresses"),
     # Jobs
     (config(wroker=WORKERS), "cluster has an unknown job 'wroker'. Did you mean 'worker'?"),
     (config(gpu=WORKERS), "cluster has an unknown job 'gpu'. There are: master, chief, worker, "),

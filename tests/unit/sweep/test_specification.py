@@ -123,6 +123,9 @@ def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"config": 3}')
     with pytest.raises(UserError, match="not the file of a sweep"):
         store_specification(folder, sweep)
+    (tmp_path / "sweep.json").write_text('{"metrics": "loss"}')
+    with pytest.raises(UserError, match=r"metrics is unknown\. Did you mean 'metric'\?"):
+        store_specification(folder, sweep)
 
 
 # -- docs/sweeps.md --------------------------------------------------------------------------------
