@@ -8,6 +8,8 @@ options of a new version of JAX are included.
 import enum
 import importlib.metadata
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,29 @@ _FLAGS_OF_ONE_HOST = {
     "--xla_gpu_kernel_cache_file",
 }
 _DUMPS = ("--xla_dump_", "--xla_gpu_dump_")
+# Settings whose values stand for other draws, another precision or other dtypes. Other settings
+# change the rounding, or what is checked.
+_MEANINGS = (
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_random_seed_offset",
+    "jax_high_dynamic_range_gumbel",
+    "jax_enable_x64",
+    "jax_default_dtype_bits",
+    "jax_numpy_dtype_promotion",
+    "jax_default_matmul_precision",
+    "NVIDIA_TF32_OVERRIDE",
+)
+# Settings of a job's processes, which may change from one start to the next.
+_OF_ONE_JOB = (
+    "jax_platforms",
+    "jax_cpu_collectives_implementation",
+    "jax_share_binary_between_hosts",
+    "jax_sort_devices_by_process_index",
+    "KERAS_BACKEND",
+)
+_FLAGS = ("XLA_FLAGS ", "LIBTPU_INIT_ARGS ")
+_AS_VARIABLE = {"True": "1", "False": "0"}
 
 
 def versions() -> dict[str, str]:
@@ -79,6 +104,54 @@ def settings() -> dict[str, str]:
         flags = xla_flags(os.environ.get(variable, ""), may_name_file=variable == "XLA_FLAGS")
         options |= {f"{variable} {name}": value for name, value in flags.items()}
     return options | {name: os.environ.get(name, NOT_SET) for name in _VARIABLES}
+
+
+def of_run() -> dict[str, str]:
+    """Returns the settings that a later start of a run compares with its own.
+
+    Raises:
+      UserError: If XLA_FLAGS names a file that cannot be read.
+    """
+    return {name: value for name, value in settings().items() if name not in _OF_ONE_JOB}
+
+
+def versions_of_run() -> dict[str, str]:
+    """Returns package name to version for the libraries of a run, and that of Python."""
+    found = versions() | {"python": ".".join(map(str, sys.version_info[:2]))}
+    return {name: x for name, x in found.items() if name != "keras" or name in sys.modules}
+
+
+def differences(
+    saved: Mapping[str, str], now: Mapping[str, str]
+) -> dict[str, tuple[str, str, bool]]:
+    """Returns the settings that differ: both values, and whether results get another meaning.
+
+    A setting that one of the two does not know is one of another version of JAX, and left out.
+
+    Args:
+      saved: The settings of an earlier start; empty if they are not known.
+      now: Those of this one.
+    """
+    found = {}
+    for name in {**now, **saved} if saved else ():
+        absent = NOT_SET if name.startswith(_FLAGS) else None
+        before, here = saved.get(name, absent), now.get(name, absent)
+        if before is not None and here is not None and before != here:
+            found[name] = before, here, name in _MEANINGS
+    return found
+
+
+def way_back(name: str, value: str) -> str:
+    """Returns what the user does to give a setting its earlier value.
+
+    Args:
+      name: The name of the setting.
+      value: The value.
+    """
+    variable = name.upper() if name.startswith("jax_") else name
+    if value == NOT_SET:
+        return f"unset {variable}"
+    return f"set {variable}={_AS_VARIABLE.get(value, value)}"
 
 
 def _text(value: Any) -> str:

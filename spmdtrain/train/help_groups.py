@@ -76,6 +76,7 @@ HELP_GROUPS = (
             "keep_best",
         ),
         (
+            "resume_anyway",
             "init_from_strict",
             "fork_from",
             "checkpoint_every_seconds",

@@ -28,7 +28,13 @@ def check_continues(run: RunSession, earlier: Identity, step: int) -> None:
       UserError: If this is another run, or the workdir has a checkpoint of a later step.
     """
     try:
-        check_same_run(earlier, run.identity, f"this trainer at step {step}", step)
+        check_same_run(
+            earlier,
+            run.identity,
+            f"this trainer at step {step}",
+            step,
+            same_program=not run.config.resume_anyway,
+        )
     except UserError as error:
         raise UserError(
             f"{error}. To keep the model and the optimizer's state and count steps from 0, "

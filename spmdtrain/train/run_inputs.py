@@ -123,6 +123,8 @@ def identity_of(config: RunConfig, train: TrainingData | None, trained: Trainabl
         optimizer=describe_optimizer(trained.abstract_state.opt_state),
         hyperparameters=trained.initial_hyperparameters,
         lora=LoraRecord() if base is None else LoraRecord(alpha=base.alpha),
+        settings=numeric_settings.of_run(),
+        versions=numeric_settings.versions_of_run(),
     )
 
 
@@ -143,6 +145,7 @@ def check_same_inputs(
         return
     inputs = source_digests() | dataclasses.asdict(identity)
     inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
+    del inputs["versions"]  # compared at the rendezvous; Keras may be imported in one alone
     inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
     inputs["data"] = {split: data_fingerprint(dataset) for split, dataset in data.items()}
     inputs["data"] |= {} if train is None else {"train": data_fingerprint(train)}

@@ -159,7 +159,13 @@ def _resume(
     assert run.checkpoints is not None
     log, warn = run.logger.terminal.line, run.logger.terminal.warning
     try:
-        loaded = _load(run, trained, source, "another workdir")
+        loaded = _load(
+            run,
+            trained,
+            source,
+            "another workdir",
+            same_program=not run.config.resume_anyway,
+        )
     except CheckpointCorruptedError as error:
         raise UserError(
             f"{error}; nothing was changed: use another workdir to start from step 0"
@@ -182,7 +188,7 @@ def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | 
     path, which = parse_fork(text)
     source = process_group.run_on_all(lambda: find(path, which), UserError)
     instead = f"take its parameters alone: --init-from {path}"
-    loaded = _load(run, trained, source, instead)
+    loaded = _load(run, trained, source, instead, same_program=False)
     if (step := loaded.manifest.step) >= run.schedule.total:
         raise UserError(
             f"{source.path(step)} is of step {step}, and this run ends at step "
@@ -196,7 +202,7 @@ def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | 
 
 
 def _load(
-    run: RunSession, trained: Trainable, source: Source, instead: str
+    run: RunSession, trained: Trainable, source: Source, instead: str, *, same_program: bool
 ) -> LoadedCheckpoint[StateAndPositions]:
     """Loads the newest valid checkpoint of a source, if it is of a run like this one."""
 
@@ -215,7 +221,14 @@ def _load(
             abstract, shardings = (replace(x, **absent) for x in (abstract, shardings))
             leaves = {n: x for n, x in identity.leaves.items() if n.split("/")[0] not in lacked}
             identity = replace(identity, leaves=leaves)
-        check_same_run(manifest.identity, identity, str(folder), manifest.step, instead=instead)
+        check_same_run(
+            manifest.identity,
+            identity,
+            str(folder),
+            manifest.step,
+            instead=instead,
+            same_program=same_program,
+        )
         state = load_state(folder, manifest, abstract, shardings)
         if lacks_average:
             average = jax.jit(average_in, out_shardings=places.averaged)
