@@ -1,12 +1,14 @@
 """Checks of a batch before its program is compiled: padding, precision."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.adapters.base import Variables
+from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.uneven_batch import why_not_in_training
 from spmdtrain.errors import UserError
@@ -16,6 +18,7 @@ from spmdtrain.step.exact_checks import check_exact_batch
 from spmdtrain.step.forward import INPUTS, Forward
 from spmdtrain.step.gradients import ON_ONE_DEVICE
 from spmdtrain.step.optimizer import Update
+from spmdtrain.step.outputs import Combination, Scalar, outputs_of_training
 from spmdtrain.step.state import TrainState
 from spmdtrain.xla.jaxpr import equations
 from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
@@ -59,51 +62,18 @@ class BatchChecks:
 
         Raises:
           UserError: If the batch does not divide over the virtual shards of `exact`, if padding
-            rows could change the gradients, if microbatches would change the values of the
+            rows could change the gradients, if microbatches could change the values of the
             objective, or if the model computes nothing in the compute dtype.
         """
         microbatches = self._config.microbatches
         if (shards := self._config.exact) is not None:
             check_exact_batch(shards, microbatches, jax.tree.leaves(batch)[0].shape[0])
-        if self._forward.objective.batch_coupled and microbatches > 1:
-            raise UserError(
-                f"microbatches is {microbatches}, and the objective is declared as batch_coupled: "
-                f"it would combine only the {jax.tree.leaves(batch)[0].shape[0] // microbatches} "
-                "examples of a microbatch, which is another loss. Set microbatches to 1; to save "
-                "memory, use more devices or remat"
-            )
+        if microbatches > 1:
+            self._check_microbatches(batch, microbatches)
         if mask is not None:
             self._check_padded(batch, mask.shape[0])
         if self._forward.compute_dtype != jnp.float32:
             self._check_compute_dtype(batch)
-
-    def note_of_microbatches(self, batch: PyTree) -> str:
-        """Returns a note for the log if microbatches may change the objective's values, else "".
-
-        A model with batch statistics has those of each microbatch; that is documented, not noted.
-
-        Args:
-          batch: Abstract rows of a global batch.
-        """
-        microbatches, state = self._config.microbatches, self._state
-        if microbatches == 1 or jax.tree.leaves(state.model_state):
-            return ""
-        params, frozen = self._update.partition(state.params)
-        why = why_parts_differ(
-            lambda given, rows: self._forward.values(given[0], given[1], state.model_state, rows),
-            (params, frozen),
-            batch,
-            microbatches,
-            own_draws=True,
-            gradients=True,
-        )
-        if why is None:
-            return ""
-        return (
-            f"; the objective's values may depend on other examples of the batch ({why}), but it "
-            f"receives one of {microbatches} microbatches at a time: declare it as batch_coupled "
-            "if they do"
-        )
 
     def check_evaluation(self, rows: PyTree, size: int) -> None:
         """Checks that virtual shards do not change an evaluation with `exact`.
@@ -168,6 +138,56 @@ class BatchChecks:
             with reference_kernels():  # kernels cannot be analyzed
                 self._why_not_padded[key] = why_padding_matters(run, self._state.variables, batch)
         return self._why_not_padded[key]
+
+    def _check_microbatches(self, batch: PyTree, microbatches: int) -> None:
+        """Checks that the objective's values are those of the whole batch.
+
+        Those of a `Scalar` are averaged over microbatches by its definition. The batch statistics
+        of a model are those of each microbatch: a model with state is analyzed in evaluation mode.
+
+        Raises:
+          UserError: If this cannot be proven, and the objective does not declare it.
+        """
+        objective, state = self._forward.objective, self._state
+        if objective.by_example:
+            return
+        params, frozen = self._update.partition(state.params)
+        mode = Mode.EVAL if jax.tree.leaves(state.model_state) else Mode.TRAIN
+
+        def values(given: PyTree, rows: PyTree, is_weighted: bool) -> PyTree:
+            key = jax.random.key(0)
+            params, frozen, model_state = given
+            found = self._forward.outputs(params, frozen, rows, model_state, key, mode)[0]
+            found = outputs_of_training(found)
+            known = found.values() if isinstance(found, Mapping) else []
+            return [
+                x
+                for x in known
+                if isinstance(x, tuple) == is_weighted and not isinstance(x, (Scalar, Combination))
+            ]
+
+        why = COUPLED if objective.batch_coupled else None
+        for is_weighted in () if why else (True, False):
+            why = why or why_parts_differ(
+                partial(values, is_weighted=is_weighted),
+                (params, frozen, state.model_state),
+                batch,
+                microbatches,
+                own_draws=True,
+                gradients=True,
+                backward=False,
+                averages=not is_weighted,
+            )
+        if why:
+            size = jax.tree.leaves(batch)[0].shape[0]
+            raise UserError(
+                f"microbatches is {microbatches}, and the objective's values may depend on other "
+                f"examples of the batch ({why}): it would combine only the {size // microbatches} "
+                "examples of a microbatch, which is another loss. Set microbatches to 1; to save "
+                "memory, use more devices or remat. A mean whose denominator depends on the batch "
+                "is (values, weights) or a Scalar; batch_coupled(objective, coupled=False) "
+                "declares that the values of an example do not depend on others"
+            )
 
     def _check_padded(self, batch: PyTree, size: int) -> None:
         """Checks that padding rows cannot change what a step computes."""

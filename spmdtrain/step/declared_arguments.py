@@ -25,12 +25,14 @@ class Declared:
         key, for its own draws.
       mask: The same for a parameter `mask`: f32 (B,), 0 for padding rows.
       batch_coupled: Whether it is declared to combine the examples of its batch.
+      by_example: Whether it is declared not to.
     """
 
     function: Callable[..., PyTree]
     key: bool
     mask: bool
     batch_coupled: bool = False
+    by_example: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., PyTree]) -> "Declared":
@@ -49,8 +51,9 @@ class Declared:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
             and (p.default is p.empty or p.default is None)
         }
-        coupled = getattr(function, "is_batch_coupled", False)
-        return cls(function, "key" in open_, "mask" in open_, coupled)
+        coupled = getattr(function, "is_batch_coupled", None)
+        declared = "key" in open_, "mask" in open_
+        return cls(function, *declared, batch_coupled=coupled is True, by_example=coupled is False)
 
     def given(
         self, key: jax.Array, batch: PyTree, mask: jax.Array | None = None

@@ -345,13 +345,12 @@ class StepFunctions:
         # The checks read the operations of the model, and kernels cannot be analyzed.
         with reference_kernels():
             self.checks.check_training(batch, mask)
-            note = self.checks.note_of_microbatches(batch)
         requested = self._requested_reduction is not None
         wanted = self._requested_reduction or default_reduction(
             self._config, self._placement, self.layout
         )
         if wanted is None:
-            return note
+            return ""
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
@@ -373,14 +372,12 @@ class StepFunctions:
                     f"{describe_request(self._config)} reduces the gradients under shard_map, "
                     f"where each device computes on its own part of the batch: {blocker}"
                 )
-            return note + (
-                "; batch statistics of each replica" if self._gradients.per_replica else ""
-            )
+            return "; batch statistics of each replica" if self._gradients.per_replica else ""
         reduction = None if blocker else wanted
         if self._gradients.reduction != reduction:
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
-        return note + (f"; reduced by XLA, because {blocker}" if blocker else "")
+        return f"; reduced by XLA, because {blocker}" if blocker else ""
 
     @property
     def loss_is_of_tokens(self) -> bool:

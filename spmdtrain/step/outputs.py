@@ -246,7 +246,7 @@ def outputs_of_training(outputs: Any) -> Any:
     return {name: x for name, x in outputs.items() if name == "loss" or not is_of_evaluation(x)}
 
 
-def batch_coupled(objective: F) -> F:
+def batch_coupled(objective: F, coupled: bool = True) -> F:
     """Declares that an objective combines the examples of its batch, as a contrastive loss does.
 
     It always receives the whole global batch, without padding rows, on any number of devices.
@@ -255,6 +255,8 @@ def batch_coupled(objective: F) -> F:
 
     Args:
       objective: A function of (model, batch).
+      coupled: False declares the opposite, for microbatches: the values of an example do not depend
+        on the others, although the analysis of the objective cannot prove it.
 
     Returns:
       A function of the same arguments.
@@ -266,11 +268,11 @@ def batch_coupled(objective: F) -> F:
         raise UserError(f"batch_coupled takes an objective, not a {type(objective).__name__}")
 
     @functools.wraps(objective)
-    def coupled(*args: Any, **declared: Any) -> Any:
-        return objective(*args, **declared)
+    def declared(*args: Any, **arguments: Any) -> Any:
+        return objective(*args, **arguments)
 
-    coupled.is_batch_coupled = True  # type: ignore[attr-defined]
-    return coupled  # type: ignore[return-value]
+    declared.is_batch_coupled = coupled  # type: ignore[attr-defined]
+    return declared  # type: ignore[return-value]
 
 
 def _for_numpy(x: Any) -> jax.Array:

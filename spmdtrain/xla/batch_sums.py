@@ -1,6 +1,6 @@
-"""Sums over the rows of a batch, such as batch statistics."""
+"""Sums and means over the rows of a batch, such as batch statistics."""
 
-from spmdtrain.xla.padding_rules import FIXED, Mixed, Op, Rows, Value
+from spmdtrain.xla.padding_rules import FIXED, Mixed, Op, Rows, Value, differing
 
 _NAMES = """
 add add_any broadcast_in_dim concatenate convert_element_type neg reduce_sum reshape squeeze stack
@@ -8,9 +8,27 @@ sub
 """
 _ADDITIVE = frozenset(_NAMES.split())
 """Primitives whose results are sums over the rows if all operands are."""
+NEVER = Rows(0, all_false=True)
+"""A number that is False for every batch size."""
+_LINEAR = _ADDITIVE - {"concatenate", "reduce_sum", "stack"}
 
 
-def batch_sum(op: Op) -> Mixed | None:
+def sum_or_mean(op: Op) -> Value:
+    """Returns the class of a sum or a mean over the rows of a batch; None if it computes none.
+
+    A mean is a sum as well, because the number of rows counts as a constant in sums. A test whether
+    this number is 0 is never true.
+
+    Args:
+      op: The operation.
+    """
+    if op.first.primitive.name == "eq" and isinstance(op.ins[0], Mixed) and op.ins[0].power:
+        return NEVER if getattr(op.first.invars[1], "val", None) == 0 else None
+    total, average = _sum(op), _mean(op)
+    return average if total is None else total._replace(is_mean=average is not None)
+
+
+def _sum(op: Op) -> Mixed | None:
     """Returns the class of a sum over the rows of a batch; None if an operation computes none.
 
     The sum is of values that each depend on one row. Sums of such sums, and their multiples by
@@ -36,6 +54,44 @@ def batch_sum(op: Op) -> Mixed | None:
     return origin._replace(is_sum=True)
 
 
+def _mean(op: Op) -> Mixed | None:
+    """Returns the class of a mean over the rows of a batch; None if an operation computes none.
+
+    It is a sum over the rows divided by a multiple of their number. Multiples of such means by
+    fixed values, and their sums with values that depend on at most one row, are such means as well.
+
+    Args:
+      op: The operation.
+    """
+    name = op.first.primitive.name
+    is_mean = [isinstance(x, Mixed) and x.is_mean for x in op.ins]
+    if name == "div":
+        found = _divides(op.ins[0], op.ins[1], 1) or (is_mean[0] and op.ins[1] is FIXED)
+    elif name == "mul":
+        by_number = (_divides(*pair, -1) for pair in (op.ins, op.ins[::-1]))
+        found = any(by_number) or (any(is_mean) and FIXED in op.ins)
+    elif name == "reduce_sum":  # not of a mean that is repeated for each row
+        found = is_mean[0] and not differing(op.first.invars[0].aval, op.second.invars[0].aval)
+    else:
+        known = all(mean or _is_plain(x) for mean, x in zip(is_mean, op.ins, strict=True))
+        found = name in _LINEAR and any(is_mean) and known
+    if not found:
+        return None
+    origin = next(x for x in op.ins if isinstance(x, Mixed) and (x.is_sum or x.is_mean))
+    return Mixed(origin.why, is_mean=True)
+
+
+def _is_plain(value: Value) -> bool:
+    """Returns whether an array depends on no row, or each of its rows on one."""
+    return value is FIXED or (isinstance(value, Rows) and not value.positional)
+
+
+def _divides(total: Value, number: Value, power: int) -> bool:
+    """Returns whether a number of this power makes a mean of a sum over the rows."""
+    is_sum = isinstance(total, Mixed) and total.is_sum
+    return is_sum and isinstance(number, Mixed) and number.power == power
+
+
 def sum_over_parts(op: Op) -> Value:
     """Returns the class of a sum over all parts of a batch (`jax.lax.psum`).
 
@@ -50,4 +106,4 @@ def sum_over_parts(op: Op) -> Value:
 
 
 def _is_constant(value: Value) -> bool:
-    return value is FIXED or (isinstance(value, Mixed) and value.is_number)
+    return value is FIXED or (isinstance(value, Mixed) and value.power is not None)

@@ -12,6 +12,7 @@ A single trace does not show whether a constant or a dim that equals the batch s
 (`values / len(values)`) or equals it by coincidence. The comparison of the two traces shows it.
 """
 
+import cmath
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.xla.batch_sums import batch_sum, sum_over_parts
+from spmdtrain.xla.batch_sums import NEVER, sum_or_mean, sum_over_parts
 from spmdtrain.xla.derivative_rules import is_inexact, may_combine_more, trace_derivatives
 from spmdtrain.xla.jaxpr import scan_operands
 from spmdtrain.xla.padding_rules import (
@@ -52,7 +53,9 @@ def why_padding_matters(
         The reason, with the source line; None if the results are proven unchanged.
     """
     results = _results(function, fixed, batch, 2 * _size(batch))
-    return results if isinstance(results, str) else None
+    if isinstance(results, str):
+        return results
+    return next((value.why for value in results if isinstance(value, Mixed)), None)
 
 
 def why_parts_differ(
@@ -63,7 +66,9 @@ def why_parts_differ(
     *,
     own_draws: bool = False,
     gradients: bool = False,
+    backward: bool = True,
     axes: Sequence[tuple[str, int]] = (),
+    averages: bool = False,
 ) -> str | None:
     """Returns why a function of a part of a batch could return other values for its rows.
 
@@ -75,7 +80,10 @@ def why_parts_differ(
         own_draws: Whether each part may draw its own random numbers.
         gradients: Whether the function is differentiated. The rule of a `jax.custom_jvp` is
             examined, too. What the backward pass of a `jax.custom_vjp` combines is not known.
+        backward: False to disregard these backward passes.
         axes: Named axes, with their sizes, over which the function may add up sums of its rows.
+        averages: Whether the mean of the results over equal parts is all that counts, so that they
+            may contain means over the rows.
 
     Returns:
         The reason; None if a row's values are proven to depend on this row alone, and on sums over
@@ -91,10 +99,14 @@ def why_parts_differ(
         other,
         positional_draws=not own_draws,
         gradients=gradients,
+        backward=backward,
         axes=axes,
     )
     if isinstance(results, str):
         return results
+    for value in results:
+        if isinstance(value, Mixed) and not (averages and value.is_mean):
+            return value.why
     if any(isinstance(value, Rows) and value.positional for value in results):
         return "the values of an example depend on its position in the batch"
     return None
@@ -113,12 +125,13 @@ def _results(
     *,
     positional_draws: bool = True,
     gradients: bool = False,
+    backward: bool = True,
     axes: Sequence[tuple[str, int]] = (),
 ) -> list[Value] | str:
     """Classifies the results by comparing a trace of the batch with one of `other` rows.
 
     Returns:
-        The results; the reason instead if one of them does not hold the rows in order.
+        The results; the reason instead if they are not known or hold the rows in another dim.
     """
 
     def trace(rows: int) -> Any:
@@ -135,11 +148,11 @@ def _results(
     leaves = len(jax.tree.leaves(fixed))
     arguments: list[Value] = [FIXED] * leaves
     arguments += [Rows(0)] * (len(first.in_avals) - leaves)
-    results = _Classifier(size, positional_draws, gradients).closed(first, second, arguments)
+    results = _Classifier((size, other), positional_draws, gradients, backward).closed(
+        first, second, arguments
+    )
     for value in results:
-        if isinstance(value, Mixed):
-            return value.why
-        if value is not FIXED and (value.dim, value.inner) != (0, 1):
+        if isinstance(value, Rows) and (value.dim, value.inner) != (0, 1):
             return f"dim {value.dim} of its result holds the rows instead of the leading dim"
     return results
 
@@ -147,16 +160,31 @@ def _results(
 class _Classifier:
     """Classifies the values in two traces of the same function."""
 
-    def __init__(self, size: int, positional_draws: bool, gradients: bool) -> None:
-        self._size, self._positional_draws = size, positional_draws
-        self._gradients = gradients
+    def __init__(
+        self, sizes: tuple[int, int], positional_draws: bool, gradients: bool, backward: bool
+    ) -> None:
+        self._sizes, self._size, self._backward = sizes, sizes[0], backward
+        self._positional_draws, self._gradients = positional_draws, gradients
 
     def closed(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
         """Classifies the results of a closed jaxpr, or of an open one without constants."""
-        consts = [_const(a, b) for a, b in zip(first.consts, second.consts, strict=False)]
+        consts = [self._const(a, b) for a, b in zip(first.consts, second.consts, strict=False)]
         return self._jaxpr(
             getattr(first, "jaxpr", first), getattr(second, "jaxpr", second), consts, arguments
         )
+
+    def _const(self, first: Any, second: Any) -> Value:
+        """Classifies a constant: the same array, or one row for each (`np.arange(B)`)."""
+        if _same_array(first, second):
+            return FIXED
+        why = "one of its constants depends on the batch size"
+        if np.ndim(first) == np.ndim(second) == 0 and all(map(is_inexact, (first, second))):
+            return self._number(why, first, second)
+        if np.ndim(first) == np.ndim(second) and differing(first, second) == [0]:
+            shared = min(len(first), len(second))
+            if _same_array(first[:shared], second[:shared]):
+                return Rows(0, positional=True)
+        return Mixed(why)
 
     def _inner(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
         if hasattr(first, "consts"):
@@ -182,13 +210,22 @@ class _Classifier:
                 return known[a]
             if hasattr(b, "val") and _same_array(a.val, b.val):
                 return FIXED
-            return Mixed("it uses the batch size as a number", is_number=not _shape(a))
+            if _shape(a):
+                return Mixed("it uses the batch size as a number")
+            return self._number("it uses the batch size as a number", a.val, getattr(b, "val", 0))
 
         for a, b in zip(first.eqns, second.eqns, strict=True):
             ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
             outs = self._outputs(Op(a, b, ins))
             known |= dict(zip(a.outvars, outs, strict=True))
         return [read(x, y) for x, y in zip(first.outvars, second.outvars, strict=True)]
+
+    def _number(self, why: str, first: Any, second: Any) -> Mixed:
+        """Classifies a number that differs between the two traces."""
+        a, b = complex(first), complex(second)
+        size, other = self._sizes
+        grows, shrinks = a * other == b * size, cmath.isclose(a * size, b * other, rel_tol=1e-6)
+        return Mixed(why, power=1 if grows else -1 if shrinks else 0)
 
     def _outputs(self, op: Op) -> list[Value]:
         name, count = op.first.primitive.name, len(op.first.outvars)
@@ -199,7 +236,7 @@ class _Classifier:
 
     def _checked(self, op: Op, number: int, value: Value) -> Value:
         """Returns the class if the output's shape is consistent with it, else `Mixed`."""
-        if isinstance(value, Mixed):
+        if isinstance(value, Mixed) or value == NEVER:
             return value
         sized = op.sized(number)
         if value is FIXED:
@@ -213,8 +250,8 @@ class _Classifier:
             return op.ins[1]
         if name == "psum":
             return sum_over_parts(op)
-        if (total := batch_sum(op)) is not None:
-            return total
+        if (known := sum_or_mean(op)) is not None:
+            return known
         for value in op.ins:
             if isinstance(value, Mixed):
                 return Mixed(value.why)  # neither a sum nor a number any more
@@ -236,7 +273,7 @@ class _Classifier:
     def _structured(self, name: str, op: Op) -> list[Value] | None:
         """Classifies an operation by the jaxprs that it runs; None if it runs none."""
         if name in CALLS:
-            if self._gradients and name.startswith("custom_vjp") and op.rows:
+            if self._gradients and self._backward and name.startswith("custom_vjp") and op.rows:
                 return [op.mixed()] * len(op.first.outvars)
             if self._gradients and name == "custom_jvp_call" and may_combine_more(op.first):
                 return self._with_derivatives(op)
@@ -262,7 +299,7 @@ class _Classifier:
         given = {x: value for x, value in operands if not hasattr(x, "val")}
         tangents = [value for x, value in given.items() if is_inexact(x.aval)]
         # The derivatives themselves are not differentiated: a rule may call its own function.
-        plain = _Classifier(self._size, self._positional_draws, gradients=False)
+        plain = _Classifier(self._sizes, self._positional_draws, False, self._backward)
         found = plain.closed(first, second, [*given.values(), *tangents])
         results = op.first.outvars
         values, derivatives = found[: len(results)], iter(found[len(results) :])
@@ -409,14 +446,3 @@ def _same_array(first: Any, second: Any) -> bool:
 def _numbers(x: Any) -> np.ndarray:
     is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)
-
-
-def _const(first: Any, second: Any) -> Value:
-    """Classifies a constant: the same array, or one row per row of the batch (`np.arange(B)`)."""
-    if _same_array(first, second):
-        return FIXED
-    if np.ndim(first) == np.ndim(second) and differing(first, second) == [0]:
-        shared = min(len(first), len(second))
-        if _same_array(first[:shared], second[:shared]):
-            return Rows(0, positional=True)
-    return Mixed("one of its constants depends on the batch size")

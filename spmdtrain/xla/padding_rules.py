@@ -32,8 +32,10 @@ class Mixed(NamedTuple):
     why: str
     is_sum: bool = False
     """True of a sum over the rows of values that each depend on one row."""
-    is_number: bool = False
-    """True of a constant number that depends on the batch size."""
+    is_mean: bool = False
+    """True of a mean over the rows, alone or added to values that each depend on one row."""
+    power: int | None = None
+    """Of a constant number that depends on the batch size: 1 if proportional, -1 if inversely."""
 
 
 FIXED = None

@@ -255,10 +255,73 @@ def test_a_batch_coupled_objective_gets_the_whole_batch_or_is_refused() -> None:
     by_hand = CollectiveOptions(reduction="all_reduce")
     with pytest.raises(UserError, match=r"all_reduce reduces .* declared as batch_coupled"):
         gradients(contrastive(8, collectives=by_hand), batch)
-    # Without the declaration, the log says so.
-    undeclared = contrastive(1, info_nce, microbatches=4).functions
-    assert "declare it as batch_coupled" in undeclared.choose_reduction(batch)
+    # Without the declaration, the analysis finds it.
+    with pytest.raises(UserError, match=r"microbatches is 4, .* may depend .* Set microbatches"):
+        gradients(contrastive(1, info_nce, microbatches=4), batch)
     assert contrastive(1, two_losses, microbatches=4).functions.choose_reduction(batch) == ""
+
+
+def of_batch(kind: str) -> Any:
+    """An objective whose values are those of the examples with a number of the whole batch."""
+
+    def objective(model: Any, batch: Any) -> dict[str, Any]:
+        output = model(batch["x"])
+        error = ((output - batch["y"]) ** 2).mean(1)
+        if kind == "weighted mean":
+            return {"loss": (error + output.mean(), batch["examples"] + 1)}
+        if kind == "metric":
+            return {"loss": error, "spread": jnp.broadcast_to(output.std(), error.shape)}
+        number: Any = {
+            "sum": lambda: output.sum(),
+            "mean": lambda: 0.3 * (output**2).mean() + (model(jnp.ones((1, 3, 5))) ** 2).sum(),
+            "mean of sums": lambda: output.sum(1).sum() / len(output) - output.mean(),
+            "inverse mean": lambda: len(output) / jnp.abs(output).sum(),
+            "number": lambda: jnp.log(1.0 * len(output)) + 0 * output.sum(),
+            "unknown": lambda: output.sum() / (len(output) + 1),
+            "deviation": lambda: output.std(),
+            "largest": lambda: output.max(),
+            "product": lambda: output.mean() * output.mean(),
+        }
+        return {"loss": error + number[kind]()}
+
+    return objective
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mean", "mean of sums"])
+def test_a_mean_over_the_examples_is_the_same_with_microbatches(kind: str) -> None:
+    batch = tokens_batch(np.random.default_rng(1))
+    one, parts = (
+        trainer(model=tokens_model(), objective=of_batch(kind), mesh=on(1), microbatches=n)
+        for n in (1, 4)
+    )
+    check_equal(gradients(parts, batch), gradients(one, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "sum",
+        "weighted mean",
+        "metric",
+        "inverse mean",
+        "number",
+        "unknown",
+        "deviation",
+        "largest",
+        "product",
+    ],
+)
+def test_another_number_of_the_batch_is_refused_with_microbatches(kind: str) -> None:
+    batch = tokens_batch(np.random.default_rng(1))
+    options: dict[str, Any] = {"model": tokens_model(), "mesh": on(1)}
+    gradients(trainer(objective=of_batch(kind), **options), batch)
+    with pytest.raises(UserError, match="microbatches is 4, and the objective's values may depend"):
+        gradients(trainer(objective=of_batch(kind), microbatches=4, **options), batch)
+    # What the analysis cannot prove can be declared; here that is wrong.
+    declared = batch_coupled(of_batch(kind), coupled=False)
+    gradients(trainer(objective=declared, microbatches=4, **options), batch)
 
 
 # -- weights that depend on trained parameters ---------------------------------------------------

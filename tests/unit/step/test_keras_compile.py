@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdtrain import Trainer, UserError
+from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.adapters import keras_internals
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.adapters.keras import BoundKeras, KerasModel
@@ -25,6 +25,7 @@ keras = pytest.importorskip("keras", reason="Keras is an extra")
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 
 Model: Any = keras.Model
+Layer: Any = keras.layers.Layer
 Metric: Any = keras.metrics.Metric
 
 _draw = np.random.default_rng(0)
@@ -304,3 +305,50 @@ def test_a_missing_internal_names_the_version_of_keras(monkeypatch: pytest.Monke
     monkeypatch.delattr("keras.src.backend.get_keras_mask")
     with pytest.raises(UserError, match=rf"Keras {keras.__version__} has no .*get_keras_mask"):
         keras_internals.mask_of(X)
+
+
+class AddsLoss(Layer):
+    def __init__(self, reduce: Any) -> None:
+        super().__init__()
+        self.reduce = reduce
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(self.reduce(x**2))
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "layer", "is_refused"),
+    [
+        ("mse", lambda: keras.layers.Dense(2, activity_regularizer="l2"), False),
+        ("mse", lambda: AddsLoss(keras.ops.mean), False),
+        ("mse", lambda: AddsLoss(keras.ops.sum), True),
+        ("circle", lambda: keras.layers.BatchNormalization(), True),
+    ],
+)
+def test_with_microbatches_the_loss_is_that_of_the_batch_or_refused(
+    loss: str, layer: Any, is_refused: bool
+) -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(32, 3)).astype("float32")
+    y = generator.integers(0, 2, (32, 1) if loss == "mse" else 32)
+
+    def first_loss(microbatches: int) -> float:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), layer(), keras.layers.Dense(1)])
+        model.compile("sgd", loss="mse" if loss == "mse" else keras.losses.Circle())
+        seen: list[float] = []
+        callbacks = [{"log": lambda event: seen.append(event.metrics["loss"])}]
+        options: dict[str, Any] = {"callbacks": callbacks, "quiet": True}
+        of = Trainer.from_keras(
+            model, microbatches=microbatches, mesh=MeshSpec(devices=(0,)), **options
+        )
+        of.fit((x, y), steps=1, global_batch_size=32)
+        return seen[0]
+
+    if is_refused:
+        with pytest.raises(UserError, match="microbatches is 4, and the objective's values may"):
+            first_loss(4)
+    else:
+        np.testing.assert_allclose(first_loss(4), first_loss(1), rtol=1e-5)
