@@ -56,7 +56,7 @@ class Stacked(nnx.Module):
         setting(self)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scan = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        scan: Any = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         result: jax.Array = scan(x, self.body)
         return result
 
@@ -148,7 +148,8 @@ def test_a_resumed_run_and_one_that_starts_from_it_keep_the_modes(
     assert "body/0/drop, body/0/norm" in printed
     third = fitted(1, init_from=str(tmp_path / "run"))
 
-    plain, losses = given(body), []  # a hand-written loop
+    losses: list[float] = []
+    plain: Any = given(body)  # in a hand-written loop
     for _ in range(3):
         grads = nnx.grad(lambda net: (net(X) ** 2).mean())(plain)
         state = nnx.state(plain, nnx.Param)
