@@ -5,7 +5,7 @@ import copy
 import hashlib
 import importlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -207,6 +207,7 @@ class BoundKeras:
           *args: Inputs of the model.
           **kwargs: Keyword arguments of the model; `training` defaults to the step's mode.
         """
+        _check_rank(self.keras_model, args)
         return self.keras_model(*args, **{"training": self.training, **kwargs})
 
     @property
@@ -231,6 +232,23 @@ class BoundKeras:
 
 
 # -- checks ----------------------------------------------------------------------------------------
+
+
+def _check_rank(keras_model: Any, args: Sequence[Any]) -> None:
+    """Raises `UserError` if each row of the only input is a batch of inputs, by its shape."""
+    found, inputs = jax.tree.leaves(args), getattr(keras_model, "inputs", None) or ()
+    if len(found) != 1 or len(inputs) != 1:
+        return
+    (_, *shape), (_, *wanted) = np.shape(found[0]), inputs[0].shape
+    same = len(shape) == len(wanted) + 1 and shape[0] > 1
+    if same and all(w in (None, size) for size, w in zip(shape[1:], wanted, strict=True)):
+        takes, given = (["B", *(x or "any" for x in sizes)] for sizes in (wanted, shape))
+        raise UserError(
+            f"the Keras model {keras_model.name!r} takes inputs of shape "
+            f"({', '.join(map(str, takes))}) and gets ({', '.join(map(str, given))}): each example "
+            "of the data seems to be a batch. Give the examples as arrays, or the batches as a "
+            "keras.utils.PyDataset"
+        )
 
 
 def import_keras() -> Any:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.batched import BatchedDataset
 from spmdtrain.data.datasets import (
     ArrayDataset,
     Dataset,
@@ -61,6 +62,11 @@ class SkipBadRecords:
 
     def __init__(self, source: Any, max_bad_records: int = 100) -> None:
         converted = from_library(source)  # refuses streams
+        if isinstance(converted, BatchedDataset):
+            raise UserError(
+                f"the items of a {describe(source)} are batches, so its bad records cannot be left "
+                "out: do so where it makes them"
+            )
         is_source = hasattr(source, "__getitem__") and hasattr(source, "__len__")
         if not is_source or isinstance(converted, dict):  # the columns of a table
             raise UserError(

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from spmdtrain.data.batched import BatchedDataset
 from spmdtrain.data.examples import ExampleReader, holds_numbers, is_random_key
 from spmdtrain.data.indexable import IndexableDataset
 from spmdtrain.data.libraries import NO_STREAM, from_library, known_as
@@ -190,6 +191,17 @@ class MappedDataset:
         return blocks_of(self.dataset)
 
 
+def batched_of(dataset: Any) -> BatchedDataset | None:
+    """Returns the data that were given as batches, also in a `MappedDataset`; None for others.
+
+    Args:
+      dataset: A dataset.
+    """
+    while isinstance(dataset, MappedDataset):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, BatchedDataset) else None
+
+
 def is_in_memory(dataset: Any) -> bool:
     """Returns whether a dataset only copies rows of arrays in memory."""
     while isinstance(dataset, Subset):
@@ -243,7 +255,20 @@ def _of_list(records: list[Any]) -> ArrayDataset:
         )
     reader = ExampleReader("list")
     dtypes = reader.dtypes(records[0], 0)
+    if isinstance(records[0], tuple) and _may_be_batch(records[0]):
+        raise UserError(
+            "a list of tuples of arrays of one length is not a dataset, because each could be an "
+            "example or a batch: give tuple(map(np.stack, zip(*data))) if each is an example, "
+            "tuple(map(np.concatenate, zip(*data))) if each is a batch"
+        )
     return ArrayDataset(reader.stack(records, range(len(records)), dtypes))
+
+
+def _may_be_batch(record: tuple[Any, ...]) -> bool:
+    """Returns whether a tuple could be a batch of Keras: arrays of one number of rows, above 1."""
+    shapes = [np.shape(x) if isinstance(x, (np.ndarray, jax.Array)) else () for x in record]
+    lengths = {shape[0] if shape else 1 for shape in shapes}
+    return len(record) > 1 and len(lengths) == 1 and lengths != {1}
 
 
 def blocks_of(data: Any) -> np.ndarray | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from spmdtrain.data.batched import BatchedDataset
 from spmdtrain.data.indexable import describe, read_examples
 from spmdtrain.data.libraries import from_library
 from spmdtrain.data.progress import delayed_progress
@@ -28,6 +29,11 @@ def check_source(source: Any, what: str) -> None:
       UserError: If it has not.
     """
     checked = from_library(source)  # streams, and what Grain's MapDataset must not do
+    if isinstance(checked, BatchedDataset):
+        raise UserError(
+            f"a {describe(source)} cannot be {what}: its items are batches. Give the source from "
+            "which it makes them"
+        )
     if checked is not source and not isinstance(checked, HuggingFaceDataset):
         raise UserError(f"a {describe(source)} cannot be {what}: give Tokenized(table, tokenizer)")
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):

@@ -48,10 +48,12 @@ class ExampleReader:
     Attributes:
       name: The class of the source, for messages.
       in_stream: Whether the source is a stream, which has other remedies.
+      unit: What messages call an item of the source.
     """
 
     name: str
     in_stream: bool = False
+    unit: str = "example"
 
     def stack(
         self,
@@ -104,7 +106,7 @@ class ExampleReader:
                 }
         for number, example in zip(numbers, examples, strict=True):
             if example is None:
-                raise UserError(f"example {number} of a {self.name} is None{self._left_out}")
+                raise UserError(f"{self.unit} {number} of a {self.name} is None{self._left_out}")
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(first, is_leaf=_is_leaf)
         fields = [path_name(path) for path, _ in paths]
@@ -113,13 +115,15 @@ class ExampleReader:
             leaves, other = jax.tree.flatten(example, is_leaf=_is_leaf)
             if other != structure:
                 raise UserError(
-                    f"example {number} of a {self.name} has {_fields_of(example)}; example "
+                    f"{self.unit} {number} of a {self.name} has {_fields_of(example)}; example "
                     f"{numbers[0]} has {_fields_of(first)}: all examples must have the same fields"
                 )
             for column, leaf in zip(columns, leaves, strict=True):
                 column.append(leaf)
         if not fields:
-            raise UserError(f"example {numbers[0]} of a {self.name} holds no numbers: {first!r}")
+            raise UserError(
+                f"{self.unit} {numbers[0]} of a {self.name} holds no numbers: {first!r}"
+            )
         pairs = zip(columns, fields, strict=True)
         return structure.unflatten(
             [self._column(column, field, numbers) for column, field in pairs]
@@ -145,7 +149,7 @@ class ExampleReader:
                 if not np.can_cast(own, dtype):
                     first = "the first example" if self.in_stream else "example 0"
                     raise UserError(
-                        f"field {path_name(path)!r} of example {number} of a {self.name} holds "
+                        f"field {path_name(path)!r} of {self.unit} {number} of a {self.name} holds "
                         f"{own}, but {dtype} in {first}: a field needs one dtype. Write 1.0 "
                         f"instead of 1, or convert it {self._by_a_map}"
                     )
@@ -172,7 +176,7 @@ class ExampleReader:
         what = f"field {field!r} of " if field else ""
         shapes = []
         for number, value in zip(numbers, values, strict=True):
-            array = self._checked(value, field, f"{what}example {number} of a {self.name}")
+            array = self._checked(value, field, f"{what}{self.unit} {number} of a {self.name}")
             shapes.append(array.shape)
         other = next((n for n, shape in enumerate(shapes) if shape != shapes[0]), 0)
         raise UserError(

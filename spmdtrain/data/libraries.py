@@ -4,6 +4,7 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
+from spmdtrain.data.batched import BatchedDataset, holds_batches
 from spmdtrain.data.tables import HuggingFaceDataset, arrow_columns, pandas_columns
 from spmdtrain.errors import UserError
 
@@ -91,6 +92,8 @@ def _table(data: Any, names: frozenset[str]) -> Any:
         return next(iter(_table(frame, known_as(frame)).values()))
     if names & {"pyarrow.Table", "pyarrow.RecordBatch"}:
         return arrow_columns(data)
+    if holds_batches(names) and not isinstance(data, BatchedDataset):
+        return BatchedDataset(data)
     return HuggingFaceDataset(data) if "datasets.Dataset" in names else data
 
 
@@ -131,6 +134,32 @@ def check_unbatched(data: Any, name: str, instead: str) -> None:
                 "out; global_batch_size of the run gives their size. If each batch is meant to be "
                 f"one example, give {instead}"
             )
+
+
+def check_examples(iterable: Any) -> None:
+    """Checks that an iterable of a `Stream` is not a loader of batches.
+
+    Args:
+      iterable: Any iterable. Batches of a `grain.IterDataset` may be meant to be the examples.
+
+    Raises:
+      UserError: If it is a `DataLoader` of Grain or PyTorch that makes batches.
+    """
+    names = known_as(iterable)
+    if "grain.DataLoader" in names:
+        check_unbatched(
+            getattr(iterable, "_dataset", None),
+            "grain.DataLoader",
+            "the grain.IterDataset of the batches in spmdtrain.Stream(make_shard)",
+        )
+    makes_batches = getattr(iterable, "batch_size", None) or getattr(
+        iterable, "batch_sampler", None
+    )
+    if "torch.DataLoader" in names and makes_batches:
+        raise UserError(
+            f"a {type(iterable).__name__} of PyTorch has batches as its examples: give it "
+            "batch_size=None; global_batch_size of the run gives their size"
+        )
 
 
 def inputs_of(dataset: Any) -> list[Any]:

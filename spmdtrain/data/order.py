@@ -38,11 +38,19 @@ class EpochOrder:
       shuffle: Whether each epoch has a random order.
       blocks: int64 (m+1,), the examples at which blocks begin, from 0 to `size`. By default all
         examples are permuted together.
+      whole_blocks: Whether the examples of a block keep their order, and stay together.
     """
 
     def __init__(
-        self, size: int, seed: int, *, shuffle: bool, blocks: np.ndarray | None = None
+        self,
+        size: int,
+        seed: int,
+        *,
+        shuffle: bool,
+        blocks: np.ndarray | None = None,
+        whole_blocks: bool = False,
     ) -> None:
+        self._whole_blocks = whole_blocks
         self._size, self._seed, self._shuffle, self._blocks = size, seed, shuffle, blocks
         self._epoch = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._permute_blocks)
 
@@ -62,6 +70,9 @@ class EpochOrder:
     def _of_epoch(self, blocks: np.ndarray, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Returns the examples at positions of one epoch."""
         order, begins = self._epoch(epoch)
+        if self._whole_blocks:
+            block = np.searchsorted(begins, positions, side="right") - 1
+            return blocks[order[block]] + positions - begins[block]
         # Shuffle within the group.
         ends = np.append(begins[:-1:BLOCKS_PER_GROUP], self._size)
         group = np.searchsorted(ends, positions, side="right") - 1

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from spmdtrain.config.run_config import Purpose, derive_seed
 from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
-from spmdtrain.data.datasets import ArrayDataset, Dataset, blocks_of
+from spmdtrain.data.datasets import ArrayDataset, Dataset, batched_of, blocks_of
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of
 from spmdtrain.data.order import EpochOrder, Order
@@ -195,7 +195,8 @@ def order_of(dataset: Dataset, seed: int, *, shuffle: bool, batch_size: int) -> 
     """
     if (mixture := mixture_of(dataset)) is not None:
         return mixture.order(seed, shuffle=shuffle, batch_size=batch_size)
-    return EpochOrder(len(dataset), seed, shuffle=shuffle, blocks=blocks_of(dataset))
+    whole, blocks = batched_of(dataset) is not None, blocks_of(dataset)
+    return EpochOrder(len(dataset), seed, shuffle=shuffle, blocks=blocks, whole_blocks=whole)
 
 
 @dataclass(frozen=True)

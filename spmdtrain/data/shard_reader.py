@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from spmdtrain.data import grain_shards
 from spmdtrain.data.indexable import raise_with_place
+from spmdtrain.data.libraries import check_examples
 from spmdtrain.data.read_ahead import death_of_worker
 from spmdtrain.data.stream_state import UnsupportedStateError, as_text, from_text
 from spmdtrain.data.streams import Stream
@@ -177,6 +178,7 @@ class ShardReader:
         """Returns the iterator of the current epoch, with `get_state` and `set_state`."""
         with self._named_errors("cannot be opened"):
             iterable = self._stream.make_shard(self.index, self._count)
+            check_examples(iterable)
             if set_epoch := getattr(iterable, "set_epoch", None):
                 set_epoch(self.epoch)
             grain_shards.prepare(iterable)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.data import grain_shards
+from spmdtrain.data.batched import holds_batches
 from spmdtrain.data.libraries import check_unbatched, known_as, stream_advice
 from spmdtrain.data.tables import HuggingFaceStream
 from spmdtrain.errors import UserError
@@ -41,6 +42,7 @@ class Stream:
 def is_iterable_only(data: Any) -> bool:
     """Returns whether examples can only be iterated over, without random access."""
     indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    indexable = indexable or holds_batches(known_as(data))
     return isinstance(data, (Stream, Iterable)) and not indexable and not hasattr(data, "rows")
 
 
@@ -98,11 +100,18 @@ def _shard_of_hugging_face(dataset: Any, index: int, count: int) -> Iterable[Any
             "could not be resumed, because this version of datasets has another structure. "
             f"{_NEEDED}"
         )
-    if "BufferShuffledExamplesIterable" in _stages(pipeline):
+    stages = list(_stages(pipeline))
+    if any(type(stage).__name__ == "BufferShuffledExamplesIterable" for stage in stages):
         raise UserError(
             "shuffle() of a Hugging Face IterableDataset cannot be resumed exactly, because its "
             "buffer is not part of its state: leave it out, shuffle the files beforehand, or give "
             "a map-style dataset, which spmdtrain shuffles"
+        )
+    functions = {getattr(getattr(stage, "function", None), "__name__", "") for stage in stages}
+    if functions & {"_batch_fn", "_batch_arrow_table"}:
+        raise UserError(
+            "a Hugging Face IterableDataset with .batch() has batches as its examples: leave "
+            ".batch() out; global_batch_size of the run gives their size"
         )
     if dataset.num_shards < count:
         fewer = grain_shards.largest_divisor(count, dataset.num_shards)
@@ -113,9 +122,10 @@ def _shard_of_hugging_face(dataset: Any, index: int, count: int) -> Iterable[Any
     return HuggingFaceStream.from_data(dataset.shard(num_shards=count, index=index))
 
 
-def _stages(iterable: Any) -> set[str]:
-    """Returns the class names of the stages of a Hugging Face pipeline."""
-    if iterable is None:
-        return set()
-    before = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
-    return {type(iterable).__name__}.union(*map(_stages, before))
+def _stages(iterable: Any) -> Iterator[Any]:
+    """Yields the stages of a Hugging Face pipeline."""
+    if iterable is not None:
+        yield iterable
+        before = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
+        for each in before:
+            yield from _stages(each)

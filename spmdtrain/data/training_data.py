@@ -5,7 +5,8 @@ from typing import Any
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data import datasets
 from spmdtrain.data.bad_records import run_dataset
-from spmdtrain.data.datasets import Dataset, as_dataset
+from spmdtrain.data.datasets import Dataset, as_dataset, batched_of
+from spmdtrain.data.indexable import describe
 from spmdtrain.data.mixture import epoch_size
 from spmdtrain.data.sharded_stream import ShardedStream, shards_of
 from spmdtrain.data.streams import as_stream
@@ -34,7 +35,15 @@ def training_data(data: Any, config: RunConfig) -> TrainingData:
                 f"stream_shards is {config.stream_shards}: it is for streams, and a "
                 f"{type(data).__name__} has random access"
             )
-        return run_dataset(data, config, "train data")
+        dataset = run_dataset(data, config, "train data")
+        batched, size = batched_of(dataset), config.resolved_batch_size
+        if batched is not None and batched.batch_size != size:
+            raise UserError(
+                f"the batches of a {describe(batched.source)} have {batched.batch_size} rows, and "
+                f"global_batch_size is {size}: give global_batch_size={batched.batch_size}, or "
+                f"Subset(data, np.arange({len(dataset)})), whose examples are in other batches"
+            )
+        return dataset
     if config.steps is None:
         raise UserError("a stream has no number of examples, so it has no epochs: give steps")
     if strategy(config.strategy).by_servers:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ import spmdtrain
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.image_folder import ImageFolder
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+keras = pytest.importorskip("keras", reason="Keras is an extra")
+
 PAGE = (REPOSITORY / "docs" / "data.md").read_text()
 TABLE = PAGE.partition("| you have | write | extra |\n")[2].partition("\n\n")[0].splitlines()[1:]
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TABLE]
@@ -32,6 +36,16 @@ X = np.arange(12, dtype=np.float32).reshape(6, 2)
 Y = np.arange(6)
 RECORDS = [{"x": X[i].tolist(), "y": i} for i in range(6)]
 TEXTS = [f"Example {i} of the tests." for i in range(6)]
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of 4 and 2 examples."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index * 4 : index * 4 + 4], Y[index * 4 : index * 4 + 4]
 
 
 def decode(record: bytes) -> Any:
@@ -87,6 +101,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     found |= {"x": X, "y": Y, "records": RECORDS, "frame": frame, "table": table}
     found |= {"source": [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]}
     found |= {"function": lambda example: example | {"z": example["y"]}}
+    found |= {"batches": Batches()}
     found |= {"records_as_pairs": [(x, y) for x, y in zip(X, Y, strict=True)]}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

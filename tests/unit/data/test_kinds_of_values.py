@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,17 @@ def generated(records: list[Any]) -> Any:
     return datasets.IterableDataset.from_generator(lambda: iter(records))
 
 
+def py_dataset(records: list[Any]) -> Any:
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+    keras = pytest.importorskip("keras", reason="Keras is an extra")
+    values = [record["x"] for record in records]
+    if "{" in str(values):
+        pytest.skip("its batches are dictionaries of arrays")
+    column = np.stack(values) if isinstance(values[0], np.ndarray) else values
+    methods = {"__len__": lambda self: 1, "__getitem__": lambda self, index: {"x": column}}
+    return type("Batches", (keras.utils.PyDataset,), methods)()
+
+
 SOURCES: dict[str, Callable[[list[Any], Path], Any]] = {
     "list": lambda records, _: records,
     "grain": lambda records, _: grain.MapDataset.source(records),
@@ -80,6 +92,7 @@ SOURCES: dict[str, Callable[[list[Any], Path], Any]] = {
     "hugging face generator": lambda records, _: generated(records),
     "parquet": parquet,
     "json lines": json_lines,
+    "batches": lambda records, _: py_dataset(records),
 }
 PYTHON = {"list", "grain", "grain stream", "own stream"}
 JSON = PYTHON | {"json lines"}
