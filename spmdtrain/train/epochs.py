@@ -97,6 +97,10 @@ class Epochs:
         sums = {name: pair.tolist() for name, pair in zip(epoch.names, epoch.sums, strict=True)}
         return {"steps": epoch.steps, "seconds": epoch.seconds, "sums": sums}
 
+    def completed(self, step: int) -> int:
+        """Returns the number of epochs completed after a step."""
+        return self._config.epochs_at(step, self._size)
+
     def ends_with(self, step: int) -> bool:
         """Returns whether an epoch ends with a step; steps are asked for in order."""
         if step >= self._epoch.stop:
@@ -122,7 +126,7 @@ class Epochs:
             rate: The learning rate of the last, if that is among its outputs.
             combined: Those of the metrics that are combined from the means of others.
         """
-        epoch, config, size = self.sums, self._config, self._size
+        epoch, config = self.sums, self._config
         if epoch.names != names:  # none yet, or the objective has changed since the save
             epoch = self.sums = EpochSums(0, epoch.seconds, names, np.zeros((len(names), 2)))
         epoch.steps += len(steps)
@@ -149,7 +153,7 @@ class Epochs:
         pairs = dict(zip(epoch.names, epoch.sums, strict=True))
         means = Means(pairs, combined).result(empty=0.0)
         # A metric of the objective takes precedence over a measured one of the same name.
-        found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
+        found = {"epoch": self.completed(step)} | means | (measured | means)
         self._logger.log_epoch(step, found)
 
     def _count_seconds(self) -> None:
@@ -177,11 +181,11 @@ class Epochs:
 
     def history(self) -> History:
         """Returns the metrics written of epochs and evaluations."""
-        written, config = self._logger.written, self._config
+        written = self._logger.written
         return History(
             [{"step": step} | metrics for step, metrics in sorted(written[Split.EPOCH].items())],
             [
-                {"step": step, "epoch": config.epochs_at(step, self._size)} | metrics
+                {"step": step, "epoch": self.completed(step)} | metrics
                 for step, metrics in sorted(written[Split.EVAL].items())
             ],
         )

@@ -132,6 +132,7 @@ class KerasCallbacks:
         # Callbacks add the learning rate to it, for the callbacks after them.
         self._epoch_means = {n: x for n, x in event.metrics.items() if n not in _MEASURED}
         names = self._reported_at(_Report.EPOCH)
+        self._epoch = int(event.metrics["epoch"]) - 1  # that of the history; Keras' begin at 0
         self._call(event, names, "on_epoch_end", self._epoch, self._epoch_means)
         self._epoch += 1
         self._begin_epoch(event, "LearningRateScheduler")

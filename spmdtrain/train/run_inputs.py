@@ -64,7 +64,8 @@ def check_inputs(
       The number of steps of the run.
 
     Raises:
-      UserError: If an option needs a workdir, a split or a metric that is missing.
+      UserError: If an option needs a workdir, a split or a metric that is missing, or a batch is
+        larger than the training data.
     """
     profiled = config.profile_range()
     if config.fork_from and config.init_from and trained.base is None:
@@ -84,7 +85,14 @@ def check_inputs(
             f"epochs is {config.epochs}, and a Mixture has no epochs, because each of its "
             "components repeats for itself: give steps"
         )
-    total = config.total_steps(examples_per_epoch(train))
+    size, batch = examples_per_epoch(train), config.resolved_batch_size
+    if 0 < size < batch:  # an epoch would have less than one step, and a step several epochs
+        raise UserError(
+            f"global_batch_size is {batch}, and the training data have {size} examples, of which a "
+            f"batch would hold some several times: give --global-batch-size {size}, or repeat "
+            f"them: Subset(data, np.arange({batch}) % {size})"
+        )
+    total = config.total_steps(size)
     if profiled and (config.workdir is None or profiled[1] > total):
         raise UserError(
             f"profile_steps is {config.profile_steps}: it needs a workdir ({config.workdir}), and "

@@ -328,7 +328,9 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             reader.flush()
 
         def end_epoch(step: int) -> None:
-            means = run.logger.written[Split.EPOCH].get(step, {})
+            means = {"epoch": run.epochs.completed(step)} | run.logger.written[Split.EPOCH].get(
+                step, {}
+            )
             self._callbacks(CallbackEvent.EPOCH_END, step, FrozenMetrics(means))
 
         def evaluate(step: int, is_due: bool) -> Metrics | None:

@@ -130,6 +130,34 @@ def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
     assert len(specs) == 2 and set(map(str, specs.values())) == {"P(None, 'fsdp')"}
 
 
+def test_callbacks_get_the_epoch_of_the_history(tmp_path: Path) -> None:
+    """Where batches reach over the ends of epochs, and after a resume within one."""
+    begun, ended = list[int](), list[int]()
+
+    def fit(**length: int) -> Any:
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch, _: 0.5 if epoch == 2 else 0.25)
+        files = keras.callbacks.ModelCheckpoint(
+            str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True
+        )
+        seen = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: begun.append(epoch),
+            on_epoch_end=lambda epoch, logs: ended.append(epoch),
+        )
+        options = {"callbacks": [rates, files, seen], "workdir": str(tmp_path / "run")}
+        return trainer(made(), **options).fit((X, Y), global_batch_size=30, **length).history
+
+    fit(steps=7)  # epochs end at steps 3, 6, 8 and 11
+    history = fit(epochs=4)
+    assert [(epoch["step"], epoch["epoch"]) for epoch in history.epochs] == [
+        *((3, 1), (6, 2), (8, 3), (11, 4))
+    ]
+    rates = [epoch["learning_rate"] for epoch in history.epochs]
+    np.testing.assert_allclose(rates, [0.25, 0.25, 0.5, 0.25], rtol=1e-6)
+    assert ended == [0, 1, 2, 3] and sorted(set(begun)) == [0, 1, 2, 3]
+    files = sorted(path.name for path in tmp_path.glob("*.h5"))
+    assert files == [f"{number}.weights.h5" for number in (1, 2, 3, 4)]
+
+
 def test_the_best_values_are_restored(tmp_path: Path) -> None:
     stop = keras.callbacks.EarlyStopping(
         "loss", patience=1, min_delta=9.0, restore_best_weights=True

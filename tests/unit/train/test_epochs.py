@@ -4,13 +4,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grain
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import metrics
 
-from spmdtrain import FitResult, FunctionModel, RunConfig, Trainer
+from spmdtrain import (
+    FitResult,
+    FunctionModel,
+    MeshSpec,
+    RunConfig,
+    Subset,
+    Trainer,
+    UserError,
+)
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.epochs import Epochs
@@ -31,7 +40,11 @@ def _objective(model: Any, batch: Any) -> dict[str, Any]:
 
 
 def fitted(
-    optimizer: Any = None, callbacks: Any = None, validation: Any = DATA, **options: Any
+    optimizer: Any = None,
+    callbacks: Any = None,
+    validation: Any = DATA,
+    train: Any = DATA,
+    **options: Any,
 ) -> FitResult:
     """What a fit without shuffling returns; by default nothing changes the parameters."""
     defaults: dict[str, Any] = {
@@ -46,7 +59,7 @@ def fitted(
         terminal=Terminal(quiet=True),
         **defaults | options,
     )
-    return trainer.fit(DATA, validation=validation)
+    return trainer.fit(train, validation=validation)
 
 
 @pytest.mark.parametrize("together", [1, 4])
@@ -237,3 +250,24 @@ def test_sums_have_the_same_bits_if_steps_are_counted_together() -> None:
     alone = counted(*(range(n, n + 1) for n in range(1, 7)))
     assert alone["steps"] == 6
     assert alone == counted(range(1, 7)) == counted(range(1, 2), range(2, 7))
+
+
+@pytest.mark.parametrize("length", [{"epochs": 10}, {"steps": 2}])
+def test_a_batch_larger_than_the_data_is_refused_unless_they_are_repeated(
+    length: dict[str, int],
+) -> None:
+    data = {name: values[:5] for name, values in DATA.items()}
+    options = {"global_batch_size": 32, **length}
+    with pytest.raises(UserError) as caught:
+        fitted(train=data, **options)
+    assert str(caught.value) == (
+        "global_batch_size is 32, and the training data have 5 examples, of which a batch would "
+        "hold some several times: give --global-batch-size 5, or repeat them: Subset(data, "
+        "np.arange(32) % 5)"
+    )
+    repeated = fitted(train=Subset(data, np.arange(32) % 5), **options).history.epochs
+    assert [epoch["epoch"] for epoch in repeated] == list(range(1, length.get("epochs", 2) + 1))
+    source = grain.MapDataset.source([{n: x[i] for n, x in data.items()} for i in range(5)])
+    assert len(fitted(train=source.repeat(7), **options).history.epochs) >= 1
+    with pytest.raises(UserError, match="global_batch_size is 6, and the training data have 5"):
+        fitted(train=data, **options | {"global_batch_size": 6, "mesh": MeshSpec(devices=(0, 1))})
