@@ -194,14 +194,14 @@ class ImageFolder:
         path = self.folder / file
         advice = _CHANGED if self._checked_files else _SKIP
         try:
-            found = () if is_url(path) else (os.stat(path),)
+            found = [] if is_url(path) else [os.stat(path)]
             for status in found:
                 # Opening a pipe would block until another process opens it for writing.
                 if not stat.S_ISREG(status.st_mode):
                     raise BrokenImageError(path, "it is not a regular file", advice)
                 check_file_size(status.st_size)
             content = path.read_bytes()
-            found += tuple(os.stat(path) for _ in found)
+            found += [os.stat(path) for _ in found]
         except BrokenImageError:
             raise
         except UndecodableError as error:
