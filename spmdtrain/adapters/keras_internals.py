@@ -33,6 +33,11 @@ def mask_of(array: Any) -> Any:
     return _read(importlib.import_module("keras.src.backend"), "get_keras_mask")(array)
 
 
+def with_mask(array: Any, mask: Any) -> None:
+    """Attaches a mask to an array, as a layer does to its output."""
+    _read(importlib.import_module("keras.src.backend"), "set_keras_mask")(array, mask)
+
+
 def values_and_masks(loss: Any, targets: Any, predictions: Any) -> tuple[Any, list[Any]]:
     """Returns the values of a loss before its reduction, and the masks of those that count.
 
@@ -75,6 +80,12 @@ def direction_of(metric: Any) -> str | None:
     """Returns whether the lowest ("min") or highest ("max") value is the best; None if unknown."""
     # Optional: Keras sets it for some of its metrics only, and a callback needs `mode` without it.
     return {"down": "min", "up": "max"}.get(getattr(metric, "_direction", None) or "")
+
+
+def has_variables(metric: Any) -> bool:
+    """Returns whether a metric has its variables before its first update."""
+    # Optional: only those of Keras that create variables later have the attribute.
+    return bool(metric.variables) and getattr(metric, "_built", True)
 
 
 def reported_name(metric: Any) -> str:

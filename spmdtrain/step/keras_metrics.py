@@ -1,45 +1,54 @@
-"""Keras metrics as outputs of an objective: means, sums, or functions of all predictions."""
+"""Keras metrics as outputs of an objective: what Keras' own update adds to their variables."""
 
-import enum
+import functools
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.adapters.keras_internals import direction_of, mask_of, reported_name
-from spmdtrain.adapters.keras_losses import expanded, kind_of_labels
+from spmdtrain.adapters.keras_internals import (
+    direction_of,
+    has_variables,
+    mask_of,
+    reported_name,
+    with_mask,
+)
+from spmdtrain.adapters.keras_losses import kind_of_labels
 from spmdtrain.errors import UserError
-from spmdtrain.step.outputs import PredictionMetric, SumMetric
+from spmdtrain.step.outputs import AddedState, PredictionMetric
+from spmdtrain.xla.batch_sums import adds_to_first
+from spmdtrain.xla.jaxpr import equations
+from spmdtrain.xla.padding import why_not_sums
 
-
-class MetricKind(enum.Enum):
-    """The way in which the result of a metric is computed from its examples."""
-
-    MEAN = enum.auto()  # its first variable divided by its second one
-    RATIO = enum.auto()  # its first variable divided by the sum of both: Precision and Recall
-    SUMS = enum.auto()  # a function of its variables, each a sum over the examples
-    PREDICTIONS = enum.auto()  # a function of all predictions
+_ON_HOST = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
 @dataclass(frozen=True)
 class OutputMetric:
     """A Keras metric of one output.
 
+    Keras updates the variables of a metric with each batch, and computes the result from them. The
+    same update computes what a batch adds to the variables, if they are proven to be sums over the
+    batches. If they are proven to be sums over the examples too, it is computed of each example
+    alone, so that batches may be split and padded. Any other metric is updated on the host, with
+    one batch after the other.
+
     Attributes:
       name: The name, as Keras reports it.
-      metric: The Keras metric. Only `of_predictions` changes its state.
-      kind: How its result is computed. Training steps compute the first two kinds only.
-      takes_mask: Whether the metric ignores what the mask of an output excludes.
+      metric: The Keras metric. Only `of_batches` changes its state.
+      divisor: The variables whose sum divides the first one in its result; None if the result is
+        something else. Training steps compute such means only.
     """
 
     name: str
     metric: Any
-    kind: MetricKind
-    takes_mask: bool
+    divisor: tuple[int, ...] | None
+    _copies: dict[str, int | None] = field(default_factory=dict, compare=False)
 
     @property
     def direction(self) -> str | None:
@@ -48,7 +57,7 @@ class OutputMetric:
 
     def __call__(
         self, targets: jax.Array, predictions: jax.Array, weights: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array] | SumMetric | PredictionMetric:
+    ) -> AddedState | PredictionMetric:
         """Returns the output of an objective whose value over a dataset is the metric's result.
 
         Args:
@@ -56,55 +65,113 @@ class OutputMetric:
           predictions: The output.
           weights: The sample weights.
         """
-        if self.kind is MetricKind.PREDICTIONS:
-            named = {} if weights is None else {"sample_weight": weights}
-            return PredictionMetric(self.of_predictions, targets, predictions, **named)
-        mask = mask_of(predictions) if self.takes_mask else None
-        if mask is not None:
-            kept = mask.astype(jnp.float32)
-            weights = kept if weights is None else kept * expanded(weights, kept)
-        zeros = [jnp.zeros(v.shape, v.dtype) for v in self.metric.variables]
+        mask = mask_of(predictions)
+        batch = {"targets": targets, "predictions": predictions, "weights": weights, "mask": mask}
+        batch = {name: x for name, x in batch.items() if x is not None}
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+        if (key := str(shapes)) not in self._copies:
+            self._copies[key] = self._copies_of_row(shapes)
+        copies = self._copies[key]
+        if copies is None:
+            return PredictionMetric(self, **batch)
 
-        def of_example(*row: Any) -> jax.Array:
-            batch = jax.tree.map(lambda x: x[None], row)
-            sums = self.metric.stateless_update_state(zeros, *batch)
-            return jnp.concatenate([x.ravel().astype(jnp.float32) for x in sums])
+        def of_example(row: Mapping[str, jax.Array]) -> jax.Array:
+            added = self._added({n: jnp.stack([x] * copies) for n, x in row.items()})
+            return added if copies == 1 else added / copies
 
-        sums = jax.vmap(of_example)(targets, predictions, weights)
-        if self.kind is MetricKind.SUMS:
-            return SumMetric(sums, self.of_sums)
-        first, second = sums[:, 0], sums[:, 1]
-        divisor = first + second if self.kind is MetricKind.RATIO else second
-        return jnp.where(divisor == 0, 0.0, first / jnp.where(divisor == 0, 1, divisor)), divisor
+        sums = jax.vmap(of_example)(batch) if copies else self._added(batch)
+        return AddedState(sums, self._of_sums, self.divisor, bool(copies))
 
-    def of_sums(self, sums: np.ndarray) -> float:
+    def of_batches(self, batches: Sequence[Mapping[str, np.ndarray]]) -> float:
         """Returns the metric's result.
 
         Args:
-          sums: The values of all of its variables over a dataset, one after the other.
-
-        Raises:
-          UserError: If the result is not one number.
-        """
-        variables = self.metric.variables
-        ends = np.cumsum([math.prod(v.shape) for v in variables])
-        parts = zip(variables, np.split(sums, ends[:-1]), strict=True)
-        values = [x.reshape(v.shape).astype(v.dtype) for v, x in parts]
-        return self._number(self.metric.stateless_result(values))
-
-    def of_predictions(self, *arrays: np.ndarray, **named: np.ndarray) -> float:
-        """Returns the metric's result.
-
-        Args:
-          *arrays: Targets and predictions of a dataset.
-          **named: Its sample weights, if the metric uses them.
+          batches: The keyword arguments of the `PredictionMetric` for each batch of a dataset.
 
         Raises:
           UserError: If the result is not one number.
         """
         self.metric.reset_state()
-        self.metric.update_state(*arrays, **named)
+        for batch in batches:
+            arrays = {name: jnp.asarray(x) for name, x in batch.items()}
+            self.metric.update_state(*_arguments(arrays), **_weights(arrays))
         return self._number(self.metric.result())
+
+    def check_result(self) -> None:
+        """Raises `UserError` if the result is not one number, before an evaluation needs it."""
+        # The result of a user's class may need a batch.
+        is_of_keras = type(self.metric).result.__module__.startswith("keras.")
+        if is_of_keras and has_variables(self.metric):
+            with jax.ensure_compile_time_eval(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about no examples
+                self._number(self.metric.stateless_result(self._initial()))
+
+    # -- the update ----------------------------------------------------------------------------
+
+    def _copies_of_row(self, batch: Mapping[str, Any]) -> int | None:
+        """Returns how many copies of an example form a batch that adds what the example adds.
+
+        It is 1, or 2 if Keras updates the metric with a batch of one example in another way; 0 if
+        it does not add up examples; None if it does not add up batches.
+
+        Raises:
+          UserError: If it creates variables besides those that it has.
+        """
+        if not has_variables(self.metric):  # the first update creates them: not within a step
+            return None
+        variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.metric.variables]
+        update = functools.partial(_updated, self.metric)
+        try:
+            program = jax.make_jaxpr(update)(variables, batch)
+        except _ON_HOST:  # it computes with values of NumPy or Python
+            return None
+        if len(self.metric.variables) != len(variables):
+            raise UserError(
+                f"the metric {self.name!r} ({type(self.metric).__name__}) creates variables in "
+                "update_state: create them in __init__"
+            )
+        if not adds_to_first(program, len(variables)):
+            return None
+
+        def of(rows: int) -> Any:
+            return {
+                n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in batch.items()
+            }
+
+        def added(batch: Mapping[str, jax.Array]) -> list[jax.Array]:
+            rows = batch["targets"].shape[0]
+            # Each example contributes a 0, so that the state before it is a sum, too.
+            return update([jnp.zeros((rows, *v.shape), v.dtype).sum(0) for v in variables], batch)
+
+        if why_not_sums(added, of(max(2, batch["targets"].shape[0]))):
+            return 0
+        one, several = (
+            [x.primitive.name for x in equations(jax.make_jaxpr(added)(of(rows)).jaxpr)]
+            for rows in (1, 2)
+        )
+        return 1 if one == several else 2
+
+    def _added(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns what a batch adds to the variables, one after the other."""
+        zeros = [jnp.zeros(v.shape, v.dtype) for v in self.metric.variables]
+        found = _updated(self.metric, zeros, batch)
+        return jnp.concatenate([x.ravel().astype(jnp.float32) for x in found])
+
+    # -- the result ----------------------------------------------------------------------------
+
+    def _of_sums(self, sums: np.ndarray) -> float:
+        """Returns the result from what a dataset adds to the variables."""
+        if self.divisor:
+            divisor = sums[list(self.divisor)].sum()
+            return float(sums[0] / divisor) if divisor else 0.0
+        initial = self._initial()
+        ends = np.cumsum([v.size for v in initial])
+        parts = zip(initial, np.split(sums, ends[:-1]), strict=True)
+        values = [(v + x.reshape(v.shape)).astype(v.dtype) for v, x in parts]
+        return self._number(self.metric.stateless_result(values))
+
+    def _initial(self) -> list[np.ndarray]:
+        return [np.asarray(x) for x in self.metric.stateless_reset_state()]
 
     def _number(self, result: Any) -> float:
         if isinstance(result, dict) or np.size(result) != 1:
@@ -144,24 +211,35 @@ def metric_of_output(
     name = given if isinstance(given, str) else reported_name(metric)
     if not isinstance(metric, metrics.Metric):
         metric = metrics.MeanMetricWrapper(metric, name=name)
-    takes_mask = isinstance(metric, metrics.MeanMetricWrapper)
-    found = OutputMetric(name, metric, _kind(metrics, metric), takes_mask)
-    if found.kind is MetricKind.SUMS:
-        # Called once before the training, because an array must not stop its first evaluation.
-        with jax.ensure_compile_time_eval(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about no examples
-            found.of_sums(np.zeros(sum(math.prod(v.shape) for v in metric.variables)))
+    found = OutputMetric(name, metric, _divisor(metrics, metric))
+    found.check_result()
     return found
 
 
-def _kind(metrics: Any, metric: Any) -> MetricKind:
-    is_scalar = all(v.shape in ((), (1,)) for v in metric.variables)
-    if isinstance(metric, metrics.Mean) and type(metric).result is metrics.Mean.result:
-        return MetricKind.MEAN
-    for ratio in (metrics.Precision, metrics.Recall):
-        if isinstance(metric, ratio) and type(metric).result is ratio.result and is_scalar:
-            return MetricKind.RATIO
-    # The variables of Keras' own updates are sums. Some metrics create them in the first update,
-    # which a step cannot contain, and the variables of other classes may be anything.
-    is_of_keras = type(metric).update_state.__module__.split(".")[0] == "keras"
-    return MetricKind.SUMS if is_of_keras and metric.variables else MetricKind.PREDICTIONS
+def _divisor(metrics: Any, metric: Any) -> tuple[int, ...] | None:
+    """Returns which variables divide the first one in a metric's result; see `OutputMetric`."""
+    divisors = {metrics.Mean: (1,), metrics.Precision: (0, 1), metrics.Recall: (0, 1)}
+    for kind, divisor in divisors.items():
+        if isinstance(metric, kind) and type(metric).result is kind.result:
+            shapes = {math.prod(v.shape) for v in metric.variables[:2]}
+            keeps = type(metric).reset_state is not kind.reset_state
+            return divisor if shapes == {1} and not keeps else None
+    return None
+
+
+def _updated(
+    metric: Any, variables: Sequence[jax.Array], batch: Mapping[str, jax.Array]
+) -> list[jax.Array]:
+    """Returns the variables of a metric after a batch, as a pure function."""
+    return list(metric.stateless_update_state(variables, *_arguments(batch), **_weights(batch)))
+
+
+def _arguments(batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    predictions = batch["predictions"]
+    if "mask" in batch:
+        with_mask(predictions, batch["mask"])
+    return batch["targets"], predictions
+
+
+def _weights(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array | None]:
+    return {"sample_weight": batch.get("weights")}  # always given, as Keras does

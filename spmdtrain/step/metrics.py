@@ -12,6 +12,7 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import EXPERT
 from spmdtrain.sharding.placement import current_device, current_mesh
 from spmdtrain.step.outputs import (
+    AddedState,
     Combination,
     PredictionMetric,
     Scalar,
@@ -54,7 +55,11 @@ EvaluationSums = dict[str, Any]
 
 
 def weighted_sums(
-    outputs: Mapping[str, Any], batch_size: int, mask: jax.Array | None = None
+    outputs: Mapping[str, Any],
+    batch_size: int,
+    mask: jax.Array | None = None,
+    *,
+    training: bool = False,
 ) -> EvaluationSums:
     """Returns the weighted sums of an objective's outputs for a global batch.
 
@@ -63,6 +68,7 @@ def weighted_sums(
         `spmdtrain.step.outputs`, by name. One name is "loss".
       batch_size: Number of rows B of the batch.
       mask: (B,), 0 for padding rows.
+      training: Whether a training step calls it, which needs a mean of each output.
 
     Returns:
       The sums by name.
@@ -89,7 +95,7 @@ def weighted_sums(
             _check_terms(what, value, outputs)
             sums[name] = value
         else:
-            sums[name] = _sums_of_output(what, value, batch_size, mask)
+            sums[name] = _sums_of_output(what, value, batch_size, mask, training)
     return sums
 
 
@@ -97,7 +103,7 @@ def training_sums(
     outputs: Mapping[str, Any], batch_size: int, mask: jax.Array | None = None
 ) -> BatchSums:
     """Returns `weighted_sums` of outputs without the metrics that only evaluations compute."""
-    sums = weighted_sums(outputs, batch_size, mask)
+    sums = weighted_sums(outputs, batch_size, mask, training=True)
     if (dtype := _dtype_of(outputs["loss"])) is not None and not jnp.issubdtype(dtype, jnp.inexact):
         raise UserError(
             f"the objective's 'loss' is {dtype}, which has no gradient: return floating-point "
@@ -268,10 +274,14 @@ def weighted_mean(
     return mean(_sums("the argument of weighted_mean", weighted, size, None))
 
 
-def _sums_of_output(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Any:
+def _sums_of_output(
+    what: str, value: Any, batch_size: int, mask: jax.Array | None, training: bool
+) -> Any:
     """Returns the sums of an output; raises `UserError` if JAX cannot make arrays of its values."""
     try:
-        if isinstance(value, (SumMetric, PredictionMetric)):
+        if isinstance(value, AddedState) and training and value.divisor:
+            return Sums(*value.mean_of_batch(what, batch_size, mask))
+        if isinstance(value, (SumMetric, PredictionMetric, AddedState)):
             return value.of_batch(what, batch_size, mask)
         return _sums(what, value, batch_size, mask)
     except UserError:

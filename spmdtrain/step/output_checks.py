@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.errors import UserError
-from spmdtrain.step.outputs import Combination, Scalar, is_of_evaluation, loss_terms
+from spmdtrain.step.outputs import AddedState, Combination, Scalar, is_of_evaluation, loss_terms
 
 
 def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
@@ -31,7 +31,7 @@ def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
     ):
         return
     for name, value in outputs.items():
-        if isinstance(value, (Combination, Scalar)) or is_of_evaluation(value):
+        if isinstance(value, (AddedState, Combination, Scalar)) or is_of_evaluation(value):
             continue
         if not isinstance(value, tuple) and jnp.shape(value)[:2] == pairs:
             raise UserError(

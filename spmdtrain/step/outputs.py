@@ -136,6 +136,43 @@ class SumMetric:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
+    data_fields=["sums"],
+    meta_fields=["finish", "divisor", "of_rows"],
+)
+@dataclass(frozen=True)
+class AddedState:
+    """What a batch adds to the state of a metric, such as a total and a count.
+
+    Attributes:
+      sums: (B, n), what each example adds; (n,) if it is known of the whole batch only.
+      finish: Called on the host with the sum over a dataset, as that of a `SumMetric`.
+      divisor: The entries whose sum divides the first one, so that the result is a mean that
+        training steps can report; None if it is something else.
+      of_rows: Whether `sums` has a row for each example.
+    """
+
+    sums: jax.Array
+    finish: Callable[[Any], Any]
+    divisor: tuple[int, ...] | None
+    of_rows: bool
+
+    def of_batch(self, what: str, batch_size: int, mask: jax.Array | None) -> ArraySum:
+        """Returns the sum over a batch; see `SumMetric.of_batch`."""
+        if self.of_rows:
+            return SumMetric(self.sums, self.finish).of_batch(what, batch_size, mask)
+        return ArraySum(self.sums, self.finish)  # padding never reaches it
+
+    def mean_of_batch(
+        self, what: str, batch_size: int, mask: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the sum that a mean divides, and its divisor; see `SumMetric.of_batch`."""
+        assert self.divisor is not None, "it is of evaluations only"
+        total = self.of_batch(what, batch_size, mask).total
+        return total[0], jnp.stack([total[number] for number in self.divisor]).sum()
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
     data_fields=["arrays", "named", "mask"],
     meta_fields=["compute"],
 )
@@ -236,6 +273,8 @@ def loss_terms(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_of_evaluation(output: Any) -> bool:
     """Returns whether an output is computed in evaluations only."""
+    if isinstance(output, AddedState):
+        return output.divisor is None
     return isinstance(output, (SumMetric, PredictionMetric))
 
 

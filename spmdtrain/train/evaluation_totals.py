@@ -81,8 +81,11 @@ def _of_predictions(name: str, batches: list[PredictedRows]) -> float:
         jax.tree.map(lambda x, rows=rows: np.asarray(x)[np.asarray(rows.mask) > 0], _given(rows))
         for rows in batches
     ]
+    compute = batches[0].compute
+    if hasattr(compute, "of_batches"):
+        return _number(name, compute.of_batches([named for _, named in parts]))
     arrays, named = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-    return _number(name, as_function(batches[0].compute)(*arrays, **named))
+    return _number(name, as_function(compute)(*arrays, **named))
 
 
 def _given(rows: PredictedRows) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -1,16 +1,22 @@
 """Sums and means over the rows of a batch, such as batch statistics."""
 
-from spmdtrain.xla.padding_rules import FIXED, Mixed, Op, Rows, Value, differing
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmdtrain.xla.padding_rules import CALLS, FIXED, Mixed, Op, Rows, Value, differing
 
 _NAMES = """
-add add_any broadcast_in_dim concatenate convert_element_type neg reduce_sum reshape squeeze stack
-sub
+add add_any broadcast_in_dim concatenate cumsum neg reduce_sum reshape rev slice squeeze stack sub
+transpose
 """
 _ADDITIVE = frozenset(_NAMES.split())
 """Primitives whose results are sums over the rows if all operands are."""
 NEVER = Rows(0, all_false=True)
 """A number that is False for every batch size."""
-_LINEAR = _ADDITIVE - {"concatenate", "reduce_sum", "stack"}
+_LINEAR = _ADDITIVE - set("concatenate cumsum reduce_sum rev slice stack transpose".split())
+"""Primitives whose results are means over the rows if their operands are, or depend on one row."""
 
 
 def sum_or_mean(op: Op) -> Value:
@@ -41,6 +47,10 @@ def _sum(op: Op) -> Mixed | None:
     sums = [isinstance(x, Mixed) and x.is_sum for x in op.ins]
     if name == "reduce_sum" and isinstance(rows := op.ins[0], Rows):
         found = rows.dim in op.params["axes"] and not rows.positional
+    elif name in ("scatter-add", "scatter_add") and op.into_zeros:
+        found = _adds_rows(op)
+    elif name == "convert_element_type":
+        found = sums[0] and not _rounds(op.first)
     elif name in ("mul", "div"):
         found = (sums[0] and _is_constant(op.ins[1])) or (
             name == "mul" and sums[1] and _is_constant(op.ins[0])
@@ -74,7 +84,8 @@ def _mean(op: Op) -> Mixed | None:
         found = is_mean[0] and not differing(op.first.invars[0].aval, op.second.invars[0].aval)
     else:
         known = all(mean or _is_plain(x) for mean, x in zip(is_mean, op.ins, strict=True))
-        found = name in _LINEAR and any(is_mean) and known
+        converts = name == "convert_element_type" and not _rounds(op.first)
+        found = (name in _LINEAR or converts) and any(is_mean) and known
     if not found:
         return None
     origin = next(x for x in op.ins if isinstance(x, Mixed) and (x.is_sum or x.is_mean))
@@ -103,6 +114,79 @@ def sum_over_parts(op: Op) -> Value:
     """
     known = all(x is FIXED or (isinstance(x, Mixed) and x.is_sum) for x in op.ins)
     return FIXED if known and op.params.get("axis_index_groups") is None else op.mixed()
+
+
+def adds_to_first(program: Any, count: int) -> bool:
+    """Returns whether a program adds something to each of its first arguments.
+
+    Result i is then argument i plus something that does not depend on the first arguments.
+
+    Args:
+      program: The closed jaxpr, with `count` results.
+      count: The number of first arguments.
+    """
+    given = [*range(count), *[None] * (len(program.jaxpr.invars) - count)]
+    return _additions(program.jaxpr, given) == list(range(count))
+
+
+_OTHER = -1
+
+
+def _additions(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
+    """Returns the argument to which each result adds something.
+
+    Args:
+      jaxpr: An open jaxpr.
+      given: For each of its arguments, the number of the first argument that it equals but for an
+        added value; None if it does not depend on them, `_OTHER` if it does in another way.
+    """
+    known: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(operand: Any) -> int | None:
+        return None if hasattr(operand, "val") else known.get(operand)
+
+    for equation in jaxpr.eqns:
+        ins = [read(x) for x in equation.invars]
+        outs: list[int | None] = [None] * len(equation.outvars)
+        if any(x is not None for x in ins):
+            name, params = equation.primitive.name, equation.params
+            inner = params.get("jaxpr", params.get("call_jaxpr"))
+            if name in CALLS and inner is not None:
+                outs = _additions(getattr(inner, "jaxpr", inner), ins)
+            else:
+                outs = [_addition(equation, ins)] * len(outs)
+        known |= dict(zip(equation.outvars, outs, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _addition(equation: Any, ins: Sequence[int | None]) -> int | None:
+    """Returns the argument to which the result of an operation adds something; see `_additions`."""
+    name = equation.primitive.name
+    at = [number for number, value in enumerate(ins) if value is not None]
+    keeps = name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+    adds = name in ("add", "add_any") or (name == "sub" and at == [0])
+    old, new = equation.invars[at[0]].aval, equation.outvars[0].aval
+    is_same = (old.shape, old.dtype) == (new.shape, new.dtype)
+    return ins[at[0]] if len(at) == 1 and is_same and (keeps or adds) else _OTHER
+
+
+def _adds_rows(op: Op) -> bool:
+    """Returns whether each row is added at indices that are its own: `bincount`, for example."""
+    _, indices, updates = op.ins
+    numbers = op.params["dimension_numbers"]
+    if not isinstance(indices, Rows) or not isinstance(updates, Rows):
+        return False
+    dims = [d for d in range(len(op.shape(2))) if d not in numbers.update_window_dims]
+    paired = indices.dim < len(dims) and dims[indices.dim] == updates.dim
+    unbatched = not numbers.operand_batching_dims
+    return paired and unbatched and indices.inner == updates.inner and not updates.positional
+
+
+def _rounds(equation: Any) -> bool:
+    """Returns whether a conversion rounds numbers to integers, or to booleans."""
+    old, new = (x[0].aval.dtype for x in (equation.invars, equation.outvars))
+    to_integers = jnp.issubdtype(old, jnp.inexact) and not jnp.issubdtype(new, jnp.inexact)
+    return bool(to_integers or jnp.issubdtype(new, jnp.bool_))
 
 
 def _is_constant(value: Value) -> bool:

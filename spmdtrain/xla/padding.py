@@ -112,6 +112,33 @@ def why_parts_differ(
     return None
 
 
+def why_not_sums(function: Callable[[PyTree], PyTree], batch: PyTree) -> str | None:
+    """Returns why the results of a function of a batch may not be sums over its rows.
+
+    Such a sum adds up a value of each row, which depends on this row alone. So the sum over a batch
+    is that of the sums over any parts of it, single rows included.
+
+    Args:
+        function: A traceable function of the batch.
+        batch: See `why_padding_matters`.
+
+    Returns:
+        The reason; None if all results are proven to be such sums.
+    """
+    traced = _traces(lambda _, rows: function(rows), (), batch, 2 * _size(batch))
+    if isinstance(traced, str):
+        return traced
+    sizes = _size(batch), 2 * _size(batch)
+    classifier = _Classifier(sizes, positional_draws=True, gradients=False, counts_rows=True)
+    rows = [Rows(0) for _ in traced[0].in_avals]
+    for value in classifier.closed(*traced, rows):
+        if not isinstance(value, Mixed):
+            return "a result is the same for each batch" if value is FIXED else "a result has rows"
+        if not value.is_sum:
+            return value.why
+    return None
+
+
 def _size(batch: PyTree) -> int:
     size: int = jax.tree.leaves(batch)[0].shape[0]
     return size
@@ -133,38 +160,65 @@ def _results(
     Returns:
         The results; the reason instead if they are not known or hold the rows in another dim.
     """
-
-    def trace(rows: int) -> Any:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-        return jax.make_jaxpr(function, axis_env=axes)(fixed, shapes)
-
-    size = _size(batch)
-    first = trace(size)
-    try:
-        second = trace(other)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return f"the function cannot be traced for another batch size ({reason})"
+    traced = _traces(function, fixed, batch, other, axes)
+    if isinstance(traced, str):
+        return traced
+    first, second = traced
     leaves = len(jax.tree.leaves(fixed))
     arguments: list[Value] = [FIXED] * leaves
     arguments += [Rows(0)] * (len(first.in_avals) - leaves)
-    results = _Classifier((size, other), positional_draws, gradients, backward).closed(
-        first, second, arguments
-    )
+    classifier = _Classifier((_size(batch), other), positional_draws, gradients, backward)
+    results = classifier.closed(first, second, arguments)
     for value in results:
         if isinstance(value, Rows) and (value.dim, value.inner) != (0, 1):
             return f"dim {value.dim} of its result holds the rows instead of the leading dim"
     return results
 
 
+def _traces(
+    function: Callable[[PyTree, PyTree], PyTree],
+    fixed: PyTree,
+    batch: PyTree,
+    other: int,
+    axes: Sequence[tuple[str, int]] = (),
+) -> tuple[Any, Any] | str:
+    """Returns the traces of a batch and of one of `other` rows, or why there is no second one."""
+
+    def trace(rows: int) -> Any:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return jax.make_jaxpr(function, axis_env=axes)(fixed, shapes)
+
+    first = trace(_size(batch))
+    try:
+        return first, trace(other)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return f"the function cannot be traced for another batch size ({reason})"
+
+
 class _Classifier:
-    """Classifies the values in two traces of the same function."""
+    """Classifies the values in two traces of the same function.
+
+    Args:
+      sizes: The number of rows of each.
+      positional_draws: Whether random numbers depend on the position of their row.
+      gradients: Whether the function is differentiated.
+      backward: Whether the backward pass of a `jax.custom_vjp` counts then.
+      counts_rows: Whether the number of rows is a sum over the rows. If not, it is a constant.
+    """
 
     def __init__(
-        self, sizes: tuple[int, int], positional_draws: bool, gradients: bool, backward: bool
+        self,
+        sizes: tuple[int, int],
+        positional_draws: bool,
+        gradients: bool,
+        backward: bool = True,
+        *,
+        counts_rows: bool = False,
     ) -> None:
-        self._sizes, self._size, self._backward = sizes, sizes[0], backward
-        self._positional_draws, self._gradients = positional_draws, gradients
+        self._sizes, self._positional_draws = sizes, positional_draws
+        self._gradients, self._backward = gradients, backward
+        self._counts_rows = counts_rows
 
     def closed(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
         """Classifies the results of a closed jaxpr, or of an open one without constants."""
@@ -204,19 +258,22 @@ class _Classifier:
             )
         known: dict[Any, Value] = dict(zip(first.constvars, consts, strict=True))
         known |= dict(zip(first.invars, arguments, strict=True))
+        zeros: set[int] = set()  # variables that are created as such
 
         def read(a: Any, b: Any) -> Value:
             if not hasattr(a, "val"):
                 return known[a]
             if hasattr(b, "val") and _same_array(a.val, b.val):
                 return FIXED
-            if _shape(a):
-                return Mixed("it uses the batch size as a number")
-            return self._number("it uses the batch size as a number", a.val, getattr(b, "val", 0))
+            why = "it uses the batch size as a number"
+            return Mixed(why) if _shape(a) else self._number(why, a.val, getattr(b, "val", 0))
 
         for a, b in zip(first.eqns, second.eqns, strict=True):
             ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
-            outs = self._outputs(Op(a, b, ins))
+            into_zeros = id(next(iter(a.invars), None)) in zeros
+            outs = self._outputs(Op(a, b, ins, self._sizes, into_zeros))
+            if a.primitive.name == "broadcast_in_dim" and _is_zero(a.invars[0]):
+                zeros.add(id(a.outvars[0]))
             known |= dict(zip(a.outvars, outs, strict=True))
         return [read(x, y) for x, y in zip(first.outvars, second.outvars, strict=True)]
 
@@ -225,6 +282,8 @@ class _Classifier:
         a, b = complex(first), complex(second)
         size, other = self._sizes
         grows, shrinks = a * other == b * size, cmath.isclose(a * size, b * other, rel_tol=1e-6)
+        if self._counts_rows:
+            return Mixed(why, is_sum=grows)
         return Mixed(why, power=1 if grows else -1 if shrinks else 0)
 
     def _outputs(self, op: Op) -> list[Value]:
@@ -232,6 +291,9 @@ class _Classifier:
         structured = self._structured(name, op)
         outputs = self._simple(name, op) if structured is None else structured
         values = outputs if isinstance(outputs, list) else [outputs] * count
+        if self._counts_rows and name in ("cond", "while", "scan"):
+            # What is a sum in one branch or iteration may be a constant in another.
+            values = [x._replace(is_sum=False) if isinstance(x, Mixed) else x for x in values]
         return [self._checked(op, number, value) for number, value in enumerate(values)]
 
     def _checked(self, op: Op, number: int, value: Value) -> Value:
@@ -242,7 +304,7 @@ class _Classifier:
         if value is FIXED:
             return FIXED if not sized else op.mixed()
         length = op.first.outvars[number].aval.shape[value.dim] if sized == [value.dim] else 0
-        return value if length == self._size * value.inner else op.mixed()
+        return value if length == self._sizes[0] * value.inner else op.mixed()
 
     def _simple(self, name: str, op: Op) -> "Value | list[Value]":
         """Applies the rule of a single operation."""
@@ -257,7 +319,7 @@ class _Classifier:
                 return Mixed(value.why)  # neither a sum nor a number any more
         if not _same_params(op.first.params, op.second.params):
             return op.mixed()
-        creates = name in ("iota", "broadcast_in_dim", "random_bits", "random_split")
+        creates = name in ("iota", "broadcast_in_dim", "tile", "random_bits", "random_split")
         if not op.rows and not creates:
             return FIXED
         rule = RULES.get(name)
@@ -345,7 +407,7 @@ class _Classifier:
         if over_rows and (
             [*consts, *carry] != [FIXED] * (count + carried)
             or (op.params["reverse"] and carried)
-            or op.params["length"] != self._size
+            or op.params["length"] != self._sizes[0]
         ):
             return [op.mixed()] * len(op.first.outvars)
 
@@ -415,7 +477,7 @@ def _join(op: Op, values: Sequence[Value]) -> Value:
 # -- comparison of the two traces ------------------------------------------------------------------
 
 # These follow from the shapes, which are compared separately.
-_SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}
+_SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "reps"}
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
@@ -441,6 +503,10 @@ def _same_array(first: Any, second: Any) -> bool:
         return False
     a, b = map(_numbers, (first, second))
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _is_zero(operand: Any) -> bool:
+    return np.ndim(value := getattr(operand, "val", 1)) == 0 and bool(value == 0)
 
 
 def _numbers(x: Any) -> np.ndarray:

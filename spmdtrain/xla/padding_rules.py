@@ -49,6 +49,8 @@ class Op:
     first: Any
     second: Any
     ins: Sequence[Value]
+    sizes: tuple[int, int]  # of the batches
+    into_zeros: bool = False  # whether the first operand is created as an array of zeros
 
     @property
     def params(self) -> dict[str, Any]:
@@ -118,6 +120,16 @@ def _created(op: Op) -> Value:
     return Rows(sized[0]) if len(sized) == 1 else FIXED if not sized else op.mixed()
 
 
+def _repeated(op: Op) -> Value:
+    """Classifies an array in which a constant is repeated, once or more for each row."""
+    value = _created(op)
+    if not isinstance(value, Rows):
+        return value
+    lengths = [each.outvars[0].aval.shape[value.dim] for each in (op.first, op.second)]
+    inner = lengths[0] // op.sizes[0]
+    return Rows(value.dim, inner) if lengths[1] == op.sizes[1] * inner else op.mixed()
+
+
 def _iota(op: Op) -> Value:
     value = _created(op)
     if isinstance(value, Rows) and op.params["dimension"] == value.dim:
@@ -129,7 +141,7 @@ def _iota(op: Op) -> Value:
 def _broadcast_in_dim(op: Op) -> Value:
     value = op.ins[0]
     if not isinstance(value, Rows):
-        return _created(op)
+        return _repeated(op)
     dims = op.params["broadcast_dimensions"]
     column = op.out == (*op.shape(0), 1)
     return Rows(dims[value.dim], value.inner, value.is_row_index if column else ())
@@ -237,8 +249,9 @@ def _unstack(op: Op) -> Value:
 
 
 def _tile(op: Op) -> Value:
-    (value,) = op.rows
-    reps = op.params["reps"]
+    value, reps = op.ins[0], op.params["reps"]
+    if not isinstance(value, Rows):
+        return _repeated(op)
     return Rows(*value[:2]) if reps[value.dim] == 1 else op.mixed()
 
 

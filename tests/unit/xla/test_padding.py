@@ -28,7 +28,7 @@ from spmdtrain.models import (
 )
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.experiment import load_experiment
-from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
+from spmdtrain.xla.padding import why_not_sums, why_padding_matters, why_parts_differ
 
 X = np.arange(100, dtype=np.float32)
 NOISE = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
@@ -434,3 +434,42 @@ def test_shipped_experiments_are_proven_and_so_compile_once(
         k: np.zeros((1, *s), np.int32 if k != "image" else np.float32) for k, s in shapes.items()
     }
     assert of.functions.checks.why_not_padded(rows, 8) is None
+
+
+def looped(x: Any) -> Any:
+    return jax.lax.scan(lambda carry, _: (carry + x.sum(), None), 1.0, None, length=3)[0]
+
+
+SUMS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(),
+    "number of rows": lambda x: x.sum() + len(x),
+    "linear": lambda x: 2 * jnp.cumsum((x**2).sum(0) / 3)[::-1],
+    "histogram": lambda x: jnp.zeros(4).at[jnp.clip(x[:, 0], 0, 3).astype(int)].add(x[:, 1]),
+    "thresholds": lambda x: (x.reshape(1, -1) > jnp.tile(0.5, (2, x.size))).astype(int).sum(1),
+}
+NO_SUMS: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda x: x.mean(),
+    "square of a sum": lambda x: x.sum() ** 2,
+    "constant": lambda x: x.sum() + 1,
+    "one batch": lambda x: (x.sum(), jnp.ones(())),
+    "maximum": lambda x: x.max(),
+    "square of the size": lambda x: x.sum() + len(x) ** 2,
+    "size but one": lambda x: x.sum() + (len(x) - 1),
+    "roll": lambda x: (x * jnp.roll(x, 1, 0)).sum(),
+    "rounded": lambda x: x.sum().astype(int),
+    "histogram of others": lambda x: jnp.ones(4).at[x[:, 0].astype(int)].add(x[:, 1]),
+    "branches": lambda x: jax.lax.cond(True, lambda: x.sum(), lambda: 1.0),
+    "loop": looped,
+    "rows": lambda x: x,
+    "position": lambda x: (x[:, 0] * jnp.arange(len(x))).sum(),
+}
+
+
+@pytest.mark.parametrize("case", [*SUMS, *NO_SUMS])
+def test_sums_over_the_rows_of_a_batch_are_proven(case: str) -> None:
+    function = (SUMS | NO_SUMS)[case]
+    batch = jax.random.normal(jax.random.key(0), (6, 2))
+    assert (why_not_sums(function, batch) is None) is (case in SUMS)
+    if case in SUMS:
+        parts = [function(batch[:2]), function(batch[2:3]), function(batch[3:])]
+        np.testing.assert_allclose(sum(parts), function(batch), rtol=1e-5)
