@@ -15,7 +15,7 @@ _ADDITIVE = frozenset(_NAMES.split())
 """Primitives whose results are sums over the rows if all operands are."""
 NEVER = Rows(0, all_false=True)
 """A number that is False for every batch size."""
-_LINEAR = _ADDITIVE - set("concatenate cumsum reduce_sum rev slice stack transpose".split())
+_LINEAR = frozenset({"add", "add_any", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"})
 """Primitives whose results are means over the rows if their operands are, or depend on one row."""
 
 
@@ -78,8 +78,9 @@ def _mean(op: Op) -> Mixed | None:
     if name == "div":
         found = _divides(op.ins[0], op.ins[1], 1) or (is_mean[0] and op.ins[1] is FIXED)
     elif name == "mul":
-        by_number = (_divides(*pair, -1) for pair in (op.ins, op.ins[::-1]))
-        found = any(by_number) or (any(is_mean) and FIXED in op.ins)
+        one, other = op.ins
+        by_number = _divides(one, other, -1) or _divides(other, one, -1)
+        found = by_number or (any(is_mean) and FIXED in op.ins)
     elif name == "reduce_sum":  # not of a mean that is repeated for each row
         found = is_mean[0] and not differing(op.first.invars[0].aval, op.second.invars[0].aval)
     else:

@@ -307,7 +307,7 @@ def test_a_missing_internal_names_the_version_of_keras(monkeypatch: pytest.Monke
         keras_internals.mask_of(X)
 
 
-class AddsLoss(Layer):
+class AddsLoss(Layer):  # type: ignore[misc]
     def __init__(self, reduce: Any) -> None:
         super().__init__()
         self.reduce = reduce

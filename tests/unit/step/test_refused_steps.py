@@ -114,6 +114,7 @@ def of_constants(model: Any, x: Any) -> dict[str, Any]:
     return {"loss": Combination({"a": 1.0, "b": 1.0})} | terms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
