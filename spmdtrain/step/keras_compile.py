@@ -1,5 +1,6 @@
 """The objective of a compiled Keras model: its losses and metrics for each example."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.keras import BoundKeras, import_keras
-from spmdtrain.adapters.keras_internals import compile_arguments
+from spmdtrain.adapters.keras_internals import compile_arguments, reported_name
 from spmdtrain.adapters.keras_losses import ExampleLosses, loss_of
 from spmdtrain.errors import UserError
 from spmdtrain.step.keras_metrics import OutputMetric, metric_of_output
@@ -64,6 +65,8 @@ class CompiledKeras:
         self._metrics = {"": given["metrics"], "weighted_": given["weighted_metrics"]}
         self._names: Sequence[str] = getattr(model, "output_names", None) or ()
         self._losses: list[ExampleLosses | None] = []  # of each output, known with the shapes
+        self._loss_names: list[str] = []
+        self._names_outputs = True  # whether Keras knows the names of outputs
         self._of_outputs: list[tuple[str, int, bool, OutputMetric]] = []
         self.directions: dict[str, str] = {"loss": "min"}
         """The kind of the best value of each metric, once it is known: "min" or "max"."""
@@ -130,7 +133,10 @@ class CompiledKeras:
                 f"the loss of output {masked[0]!r} is divided by a mask or by sample weights, "
                 "and the losses of the other outputs are not: use KerasModel with an objective"
             )
-        return {"loss": total} | {f"{name}_loss": values for name, values, _, _ in terms}
+        names_of = [self._loss_names[index] for index, _ in present]
+        return {"loss": total} | {
+            f"{name}_loss": values for name, (_, values, _, _) in zip(names_of, terms, strict=True)
+        }
 
     def _resolve(self, names: Sequence[str], y: PyTree, predictions: Sequence[Any]) -> None:
         """Makes the losses and metrics, whose kinds may depend on the ranks of the arrays."""
@@ -143,19 +149,24 @@ class CompiledKeras:
                 names, losses, targets, predictions, strict=True
             )
         ]
+        self._loss_names = [
+            name if self._names_outputs or loss is None else self._name_of_loss(loss)
+            for name, loss in zip(names, losses, strict=True)
+        ]
+        counts: Counter[str] = Counter()
         for prefix, spec in self._metrics.items():
             one = len(names) == 1
             whole = [spec] if one and not isinstance(spec, Mapping) else spec
             for index, found in enumerate(_spread(whole, names, f"{prefix}metrics")):
+                of_output = "" if one or not self._names_outputs else f"{names[index]}_"
                 for each in [] if found is None else self._keras.tree.flatten(found):
                     target = _target(names[index], targets[index])
                     metric = metric_of_output(self._keras, each, target, predictions[index])
-                    name = metric.name if one else f"{names[index]}_{metric.name}"
-                    taken = {known for known, *_ in self._of_outputs}
-                    if prefix and name in taken:
-                        name = f"weighted_{metric.name}"
-                    number = sum(known.startswith(name) for known in taken)
-                    name = f"{name}_{number}" if name in taken else name
+                    name = f"{of_output}{metric.name}"
+                    if prefix and counts[name]:
+                        name = f"{of_output}{prefix}{metric.name}"
+                    counts[name] += 1
+                    name = f"{name}_{counts[name] - 1}" if counts[name] > 1 else name
                     self._of_outputs.append((name, index, bool(prefix), metric))
                     if metric.direction is not None:
                         self.directions[name] = metric.direction
@@ -169,7 +180,8 @@ class CompiledKeras:
             found = {name: prediction[name] for name in known}
         elif isinstance(prediction, list | tuple):
             numbered = [f"output_{number}" for number in range(len(prediction))]
-            names = self._names if len(self._names) == len(prediction) else numbered
+            self._names_outputs = len(self._names) == len(prediction)
+            names = self._names if self._names_outputs else numbered
             found = dict(zip(names, prediction, strict=True))
         else:
             found = {(*self._names, "output")[0]: prediction}
@@ -180,6 +192,12 @@ class CompiledKeras:
                     "be arrays, or one list or dictionary of arrays"
                 )
         return found
+
+    def _name_of_loss(self, given: Any) -> str:
+        """Returns the name under which Keras reports the loss of an output without a name."""
+        if isinstance(given, self._keras.losses.Loss):
+            return str(given.name)
+        return given if isinstance(given, str) else reported_name(given)
 
     def _given_losses(self, names: Sequence[str]) -> list[Any]:
         return _spread(self._loss, names, "loss", shared=True)

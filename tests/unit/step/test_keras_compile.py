@@ -1,5 +1,7 @@
 """Compiled Keras models: the numbers of Keras' own losses, metrics and optimizers."""
 
+import copy
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -352,3 +354,85 @@ def test_with_microbatches_the_loss_is_that_of_the_batch_or_refused(
             first_loss(4)
     else:
         np.testing.assert_allclose(first_loss(4), first_loss(1), rtol=1e-5)
+
+
+class Subclassed(Model):  # type: ignore[misc]
+    """A model whose outputs have no names but those of a dictionary."""
+
+    def __init__(self, arranged: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.arranged = arranged
+        self.one, self.two = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.arranged(self.one(x), self.two(x))
+
+
+def with_outputs(arranged: Callable[[Any, Any], Any], *, subclassed: bool) -> Any:
+    if subclassed:
+        return Subclassed(arranged)
+    inputs = keras.Input((4,))
+    one, two = (keras.layers.Dense(1, name=name)(inputs) for name in ("one", "two"))
+    return keras.Model(inputs, arranged(one, two))
+
+
+OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
+    "one": lambda one, two: one,
+    "one in a list": lambda one, two: [one],
+    "list": lambda one, two: [one, two],
+    "tuple": lambda one, two: (one, two),
+    "dict": lambda one, two: {"u": two, "t": one},
+}
+NAMED: dict[str, Any] = {
+    "nothing": None,
+    "one": ["mae"],
+    "for each": [["mae"], ["mae"]],
+    "twice": [["mae", "mae"], ["mae"]],
+    "of one output": [None, ["mse", "mae"]],
+    "by name": {"u": ["mae"], "t": "mae"},
+    "by one name": {"t": ["mae", keras.losses.MeanSquaredError(name="own")]},
+    "functions": [[both, keras.metrics.MeanMetricWrapper(both, name="mae")], [Share()]],
+}
+LOSSES: dict[str, Any] = {
+    "one": {"loss": "mse"},
+    "for each": {"loss": ["mse", keras.losses.MeanAbsoluteError()]},
+    "weighted": {"loss": ["mse", both], "loss_weights": [0.5, 2.0]},
+    "of one output": {"loss": [None, "mse"]},
+    "by name": {"loss": {"u": "mse", "t": "mae"}, "loss_weights": {"u": 1.0, "t": 2.0}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subclassed", [False, True])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_names_are_those_of_keras(outputs: str, subclassed: bool) -> None:
+    """In each case that Keras accepts; in the others there is no name to compare."""
+    target, checked = jnp.asarray(X[:, :1]), 0
+    arranged = OUTPUTS[outputs]
+    for loss, metrics, weighted in itertools.product(LOSSES, NAMED, NAMED):
+        if metrics != weighted and (loss != "one" or "twice" not in (metrics, weighted)):
+            continue
+        model = with_outputs(arranged, subclassed=subclassed)
+        try:
+            model.compile(
+                **copy.deepcopy(LOSSES[loss]),
+                metrics=copy.deepcopy(NAMED[metrics]),
+                weighted_metrics=copy.deepcopy(NAMED[weighted]),
+            )
+            # `test_on_batch` compiles a program; this names the metrics without one.
+            y, predictions = arranged(target, target), model(jnp.asarray(X))
+            model.compute_loss(jnp.asarray(X), y, predictions)
+            expected = model.compute_metrics(jnp.asarray(X), y, predictions)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+        objective, bound = CompiledKeras(model).objective, BoundKeras(model, training=False)
+        named = any("by" in x for x in (loss, metrics, weighted))
+        if outputs.startswith("one") and (named or isinstance(LOSSES[loss]["loss"], list)):
+            # Keras ignores these names, and all losses but the first.
+            with pytest.raises(UserError, match=r"names the output|for the 1 outputs"):
+                objective(bound, (jnp.asarray(X), y))
+            continue
+        found = objective(bound, (jnp.asarray(X), y))
+        assert found.keys() == expected.keys(), (loss, metrics, weighted)
+        checked += 1
+    assert checked > 5
