@@ -73,6 +73,11 @@ class KerasOptimizer:
         for variable, value in zip(self._optimizer.variables, self._values(opt_state), strict=True):
             assign_variable(variable, value)
 
+    def read_state(self) -> PyTree:
+        """Returns the state that the variables of the Keras optimizer have, as NumPy arrays."""
+        values: Any = [np.array(v.value) for v in self._optimizer.variables]
+        return jax.tree.map(np.asarray, self._state(values))
+
     # -- the transformation --------------------------------------------------------------------
 
     def _init(self, params: PyTree) -> PyTree:

@@ -12,7 +12,8 @@ class BoundaryActions:
 
     Attributes:
       flush: Waits for pending steps and reads their outputs.
-      end_epoch: Calls the callbacks of the epoch that ends with a step.
+      end_epoch: (step, whether an evaluation follows) -> None; calls the callbacks of the epoch
+        that ends with the step.
       evaluate: (step, whether an evaluation is due) -> the metrics of the step's evaluation; None
         if there is none, or a signal interrupted it.
       save: Saves the state after a step, with the metrics of its evaluation.
@@ -22,7 +23,7 @@ class BoundaryActions:
     """
 
     flush: Callable[[], None]
-    end_epoch: Callable[[int], None]
+    end_epoch: Callable[[int, bool], None]
     evaluate: Callable[[int, bool], Metrics | None]
     save: Callable[[int, Metrics | None], None]
     hash_last: Callable[[int], None]

@@ -34,6 +34,10 @@ class CallbackContext:
     step: int
     metrics: dict[str, float]
     """The metrics of the event; callbacks of `log` and `evaluation` may add others."""
+    evaluates: bool = False
+    """At `epoch_end`: whether an evaluation of the same step follows."""
+    is_last: bool = False
+    """At `epoch_end`: whether the run ends with the step."""
 
     def log(self, media: Mapping[str, Media]) -> None:
         """Logs media for the step of the event; see `Trainer.log`.
@@ -278,7 +282,13 @@ class CallbackRunner:
         self.stop_requested = True
 
     def __call__(
-        self, event: CallbackEvent, step: int, metrics: dict[str, float] | None = None
+        self,
+        event: CallbackEvent,
+        step: int,
+        metrics: dict[str, float] | None = None,
+        *,
+        evaluates: bool = False,
+        is_last: bool = False,
     ) -> None:
         """Calls the callbacks of an event.
 
@@ -286,6 +296,8 @@ class CallbackRunner:
           event: The event.
           step: The step that it belongs to.
           metrics: Its metrics; none by default.
+          evaluates: Whether an evaluation of the step follows.
+          is_last: Whether the run ends with the step.
         """
         self.step = step
         if not self.has(event):
@@ -294,7 +306,7 @@ class CallbackRunner:
         values = FrozenMetrics({}) if metrics is None else metrics
         try:
             for function in self._functions[event]:
-                function(CallbackContext(self._trainer, event, step, values))
+                function(CallbackContext(self._trainer, event, step, values, evaluates, is_last))
         finally:
             self.event = None
         # All processes call them, and process 0 decides.

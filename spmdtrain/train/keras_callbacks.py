@@ -1,7 +1,7 @@
 """Keras callbacks within a run: early stopping, learning rates, files."""
 
 import dataclasses
-import enum
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +22,7 @@ from spmdtrain.train.keras_callback_options import MAPPED_CALLBACKS, callback_ki
 from spmdtrain.tree import path_name
 
 _CHANGES_RATE = ("ReduceLROnPlateau", "LearningRateScheduler")
+_BEGINS_EPOCHS = ("LearningRateScheduler", "LambdaCallback")
 _WRITES_FILES = ("ModelCheckpoint", "CSVLogger")
 _BUILT_IN = ("TerminateOnNaN", "TensorBoard")
 _MEASURED = frozenset(
@@ -29,22 +30,13 @@ _MEASURED = frozenset(
 )  # what a line of an epoch holds besides the objective's means
 
 
-class _Report(enum.Enum):
-    """The time at which `on_epoch_end` of a callback is called."""
-
-    EPOCH = enum.auto()  # at the end of the epoch
-    VALIDATION = enum.auto()  # after the evaluation at its end
-    LATE = enum.auto()  # after that evaluation, or at the next step if there is none
-
-
 class KerasCallbacks:
-    """Calls Keras callbacks at the events of a run, and assigns the trained values to the model.
+    """Calls Keras callbacks at the events of a run, with the model and optimizer of the step.
 
-    The callbacks are Keras' own objects. Those that watch a metric of the validation run after
-    the evaluation at the end of an epoch, the others at the end of the epoch; `CSVLogger` and
-    `LambdaCallback`, which may read all metrics, before the second step of the next epoch at the
-    latest. A learning rate that a callback sets replaces that of the state. At the end of a fit,
-    the model and its optimizer have the trained values.
+    The callbacks are Keras' own objects, called in their order at the end of an epoch, after the
+    evaluation of its last step if there is one. Those that read the model or its optimizer find
+    the values of that step in them. A learning rate or values that a callback assigns replace
+    those of the state. At the end of a fit, the model and its optimizer have the trained values.
 
     Args:
       model: The Keras model.
@@ -67,6 +59,7 @@ class KerasCallbacks:
     ) -> None:
         self._model, self._optimizer, self._directions = model, optimizer, directions
         self._given = list(callbacks)
+        _check_saved_optimizer(model, optimizer, callbacks)
         kinds = [callback_kind(callback) for callback in callbacks]
         if set(_CHANGES_RATE) <= set(kinds):
             raise UserError(
@@ -81,6 +74,7 @@ class KerasCallbacks:
         self._epoch_means: dict[str, float] | None = None  # of an epoch that is not reported yet
         self._epoch = 0  # the number of epochs that have ended
         self._begun = False  # whether `on_epoch_begin` was called for the epoch in progress
+        self._is_last = False  # whether the run ends with the epoch that is not reported yet
 
     # -- events --------------------------------------------------------------------------------
 
@@ -98,44 +92,42 @@ class KerasCallbacks:
         self._model.stop_training = False
         for name, callback in self._active.items():
             callback.set_model(self._model)
-            callback.set_params({})
+            callback.set_params({"verbose": 0, "epochs": event.trainer.config.epochs})
             if _kind(callback) in _CHANGES_RATE:
                 hyperparameters.changeable_learning_rate(event.trainer.state.opt_state)
             if _kind(callback) == "CSVLogger" and event.step:
                 callback.append = True  # the rows of the epochs before a resume
+            if _reads_values(callback):
+                self._copy_to_model(event)
             if self._runs_here(name):
                 callback.on_train_begin({})
         if event.step:  # `on_train_begin` has reset what a checkpoint has restored
             self.load_state_dict(state)
         else:
-            self._epoch = 0
-            self._begin_epoch(event, "LearningRateScheduler")
+            self._epoch, self._begun = 0, False
+        if not self._begun and self._epoch_means is None:
+            self._begin_epoch(event)
 
     def step(self, event: CallbackContext) -> None:
-        """Reports the last epoch to the callbacks that had waited for an evaluation.
+        """Reports an epoch whose evaluation a signal has interrupted, and that is not resumed.
 
         Args:
           event: The event.
         """
         if self._epoch_means is not None:
             self._end_epoch(event, {})
-        if not self._begun:
-            self._begin_epoch(event, "LambdaCallback")
-            self._begun = True
 
     def epoch_end(self, event: CallbackContext) -> None:
-        """Reports an epoch to the callbacks that watch a training metric or set a learning rate.
+        """Reports an epoch, unless its evaluation follows.
 
         Args:
           event: The event.
         """
-        # Callbacks add the learning rate to it, for the callbacks after them.
         self._epoch_means = {n: x for n, x in event.metrics.items() if n not in _MEASURED}
-        names = self._reported_at(_Report.EPOCH)
-        self._epoch = int(event.metrics["epoch"]) - 1  # that of the history; Keras' begin at 0
-        self._call(event, names, "on_epoch_end", self._epoch, self._epoch_means)
-        self._epoch += 1
-        self._begin_epoch(event, "LearningRateScheduler")
+        self._epoch = int(event.metrics["epoch"])  # that of the history
+        self._begun, self._is_last = False, event.is_last
+        if not event.evaluates:
+            self._end_epoch(event, {})
 
     def evaluation(self, event: CallbackContext) -> None:
         """Reports an epoch with the metrics of the validation.
@@ -155,14 +147,16 @@ class KerasCallbacks:
         if self._epoch_means is not None:
             self._end_epoch(event, {})
         trainer = event.trainer
-        if self._optimizer is not None and trainer.state is not None:
-            if self._optimizer.averages_params:
-                trainer.state = self._averaged(self._optimizer, trainer.state)
-            self._optimizer.assign_state(trainer.state.opt_state)
+        optimizer, state = self._optimizer, trainer.state
+        if optimizer is not None and state is not None and optimizer.averages_params:
+            trainer.state = self._averaged(optimizer, state)
         self._copy_to_model(event)
         for name, callback in self._active.items():
+            before = self._assignable()
             if self._runs_here(name):
                 callback.on_train_end({})
+            if _kind(callback) == "LambdaCallback" and trainer.state is not None:
+                self._keep_if_assigned(event, callback, before)
             if getattr(callback, "restore_best_weights", False) and trainer.state is not None:
                 trainer.state = self._with_values_of_model(trainer.state)
 
@@ -180,7 +174,12 @@ class KerasCallbacks:
         if self._epoch_means is not None:
             known = self._epoch_means.items()
             means = {name: None if math.isnan(value) else value for name, value in known}
-        return {"epoch": self._epoch, "epoch_means": means, "callbacks": states}
+        return {
+            "epoch": self._epoch,
+            "begun": self._begun,
+            "epoch_means": means,
+            "callbacks": states,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state that `state_dict` returned.
@@ -198,7 +197,8 @@ class KerasCallbacks:
                 f"the checkpoint has the Keras callbacks {sorted(states)}, and this run has "
                 f"{sorted(self._active)}: give the same"
             )
-        self._epoch = state["epoch"]
+        # Earlier versions began the next epoch before they saved.
+        self._epoch, self._begun = state["epoch"], state.get("begun", True)
         means = state.get("epoch_means")  # None also in checkpoints of version 0.1
         self._epoch_means = means and {
             name: math.nan if value is None else value for name, value in means.items()
@@ -210,10 +210,11 @@ class KerasCallbacks:
     # -- calls ---------------------------------------------------------------------------------
 
     def _end_epoch(self, event: CallbackContext, validation: Mapping[str, float]) -> None:
-        """Reports an epoch to the callbacks that were not called at its end."""
+        """Reports an epoch to the callbacks, and begins the next one."""
         assert self._epoch_means is not None
+        # Callbacks add the learning rate to it, for the callbacks after them.
         logs = self._epoch_means | dict(validation)
-        after_evaluation = self._reported_at(_Report.VALIDATION)
+        after_evaluation = [name for name, x in self._active.items() if _needs_validation(x)]
         config = event.trainer.config
         # With these options, an epoch may end without an evaluation.
         at_other_steps = config.eval_every_steps is not None or config.eval_at_checkpoints
@@ -223,15 +224,16 @@ class KerasCallbacks:
                 "of an epoch has no evaluation: pass validation to fit, or use a metric of the "
                 f"training ({', '.join(logs)})"
             )
-        times = (_Report.VALIDATION, _Report.LATE) if validation else (_Report.LATE,)
-        names = self._reported_at(*times)
+        names = [name for name in self._active if validation or name not in after_evaluation]
         self._epoch_means = None
         self._call(event, names, "on_epoch_end", self._epoch - 1, logs)
+        if not self._is_last and not self._model.stop_training:
+            self._begin_epoch(event)
 
-    def _begin_epoch(self, event: CallbackContext, kind: str) -> None:
-        """Calls `on_epoch_begin` of the callbacks of a kind; those of other kinds do nothing."""
-        self._begun = False
-        names = [name for name, callback in self._active.items() if _kind(callback) == kind]
+    def _begin_epoch(self, event: CallbackContext) -> None:
+        """Calls `on_epoch_begin` of the callbacks that have one."""
+        self._begun = True
+        names = [name for name, x in self._active.items() if _kind(x) in _BEGINS_EPOCHS]
         self._call(event, names, "on_epoch_begin", self._epoch, {})
 
     def _call(
@@ -242,7 +244,7 @@ class KerasCallbacks:
         epoch: int,
         logs: dict[str, float],
     ) -> None:
-        """Calls a method of callbacks; a learning rate or a stop that they request takes effect."""
+        """Calls a method of callbacks; what they assign or request takes effect."""
         for name in names:
             callback = self._active[name]
             changes_rate = _kind(callback) in _CHANGES_RATE
@@ -254,10 +256,13 @@ class KerasCallbacks:
                 _check_monitor(callback, logs)
             if getattr(callback, "mode", "") == "auto":
                 callback.mode = self._mode(callback)
-            if self._reads_values(callback):
+            if _reads_values(callback):
                 self._copy_to_model(event)
+            before = self._assignable()
             if self._runs_here(name):
                 getattr(callback, hook)(epoch, logs)
+            if _kind(callback) == "LambdaCallback":
+                self._keep_if_assigned(event, callback, before)
             if changes_rate:
                 new = process_group.broadcast(float(self._model.optimizer.learning_rate))
                 if new != old:
@@ -267,7 +272,36 @@ class KerasCallbacks:
             event.trainer.stop()
 
     def _copy_to_model(self, event: CallbackContext) -> None:
+        """Assigns the values of the step to the model and its optimizer."""
         assert event.trainer.model is self._model  # the property assigns the values to it
+        if self._optimizer is not None and event.trainer.state is not None:
+            self._optimizer.assign_state(event.trainer.state.opt_state)
+
+    def _assignable(self) -> list[Any]:
+        """Returns the arrays of the model and its optimizer, which an assignment replaces."""
+        optimizer = [] if self._optimizer is None else self._model.optimizer.variables
+        return [v.value for v in (*self._model.weights, *optimizer)]
+
+    def _keep_if_assigned(self, event: CallbackContext, callback: Any, before: list[Any]) -> None:
+        """Continues with the values that a callback has assigned, in all processes the same."""
+        after = self._assignable()
+        assigned = any(x is not y for x, y in zip(before, after, strict=True))
+        if not any(process_group.gather(assigned)):
+            return
+        trainer, kind = event.trainer, _kind(callback)
+        old = hyperparameters.learning_rate(trainer.state.opt_state)
+        if process_group.count() > 1:
+            values = {str(number): np.asarray(x) for number, x in enumerate(after)}
+            digests = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in values.items()}
+            process_group.check_same({f"value that {kind} has left in variable": digests})
+        state = self._with_values_of_model(trainer.state)
+        if self._optimizer is not None:
+            opt_state = jax.tree.map(_like, state.opt_state, self._optimizer.read_state())
+            state = dataclasses.replace(state, opt_state=opt_state)
+        trainer.state = state
+        new = hyperparameters.learning_rate(state.opt_state)
+        if old is not None and float(old) != float(new):
+            trainer.terminal.line(f"learning rate {float(old):g} -> {float(new):g}: {kind}")
 
     @staticmethod
     def _averaged(optimizer: KerasOptimizer, state: TrainState) -> TrainState:
@@ -286,26 +320,15 @@ class KerasCallbacks:
         values = {v.path: np.array(v.value) for v in self._model.weights}
 
         def place(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            value = values[path_name(path)]
-            return jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, lambda index: value[index]
-            )
+            return _like(leaf, values[path_name(path)])
 
         of_model = {"params": state.params, "model_state": state.model_state}
         placed = {n: jax.tree_util.tree_map_with_path(place, x) for n, x in of_model.items()}
         return dataclasses.replace(state, **placed)
 
-    def _reported_at(self, *times: _Report) -> list[str]:
-        return [name for name, callback in self._active.items() if _time_of(callback) in times]
-
     def _runs_here(self, name: str) -> bool:
         """Returns whether this process calls a callback: process 0 alone writes files."""
         return _kind(self._active[name]) not in _WRITES_FILES or process_group.rank() == 0
-
-    @staticmethod
-    def _reads_values(callback: Any) -> bool:
-        keeps = getattr(callback, "restore_best_weights", False)
-        return bool(keeps or _kind(callback) == "ModelCheckpoint")
 
     def _mode(self, callback: Any) -> str:
         """Returns the direction of a metric, which Keras finds only in its own training loop."""
@@ -334,13 +357,37 @@ def _kind(callback: Any) -> str:
     return type(callback).__name__  # checked by `callback_kind`
 
 
-def _time_of(callback: Any) -> _Report:
+def _like(leaf: jax.Array, value: np.ndarray) -> jax.Array:
+    """Returns a value placed as an array of the state."""
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
+
+
+def _reads_values(callback: Any) -> bool:
+    """Returns whether a callback may read the values of the model or its optimizer."""
+    keeps = getattr(callback, "restore_best_weights", False)
+    return bool(keeps or _kind(callback) in ("ModelCheckpoint", "LambdaCallback"))
+
+
+def _check_saved_optimizer(
+    model: Any, optimizer: KerasOptimizer | None, callbacks: Sequence[Any]
+) -> None:
+    """Checks that the files of `ModelCheckpoint` hold the optimizer that trains, or none."""
+    saves = any(type(each).__name__ == "ModelCheckpoint" for each in callbacks)
+    if saves and optimizer is None and model.optimizer is not None:
+        raise UserError(
+            f"ModelCheckpoint: its files would hold the optimizer {model.optimizer.name!r} of "
+            "model.compile, and another one trains: compile the model with optimizer=None, or do "
+            "not pass optimizer"
+        )
+
+
+def _needs_validation(callback: Any) -> bool:
+    """Returns whether a callback reads a metric of the validation."""
     if not hasattr(callback, "monitor"):
-        return _Report.EPOCH if _kind(callback) in _CHANGES_RATE else _Report.LATE
+        return False
     named = "{val_" in str(getattr(callback, "filepath", ""))
     watches = _kind(callback) != "ModelCheckpoint" or callback.save_best_only
-    on_validation = named or (watches and callback.monitor.startswith("val_"))
-    return _Report.VALIDATION if on_validation else _Report.EPOCH
+    return bool(named or (watches and callback.monitor.startswith("val_")))
 
 
 def _check_monitor(callback: Any, logs: Mapping[str, float]) -> None:

@@ -408,7 +408,7 @@ class Loop(LoopTools, MediaLogger):
         """What a loop does at the boundary between two steps."""
         return BoundaryActions(
             flush=self._started().reader.flush,
-            end_epoch=lambda step: None,
+            end_epoch=lambda step, evaluates: None,
             evaluate=lambda step, is_due: self._metrics(),  # the user has evaluated already
             save=lambda step, metrics: self._save(),
             hash_last=self._started().reader.hash_last,

@@ -195,7 +195,7 @@ class RunSession:
         actions.flush()
         evaluate = due.evaluate
         if due.epoch_end:
-            actions.end_epoch(step)
+            actions.end_epoch(step, evaluate)
         if actions.stop_requested():  # by a callback, after `due` was computed
             self.schedule.total = step
             evaluate = self.schedule.should_evaluate(step, saved=due.save)

@@ -327,11 +327,12 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             self._state = executor.sync(self._current)
             reader.flush()
 
-        def end_epoch(step: int) -> None:
-            means = {"epoch": run.epochs.completed(step)} | run.logger.written[Split.EPOCH].get(
-                step, {}
-            )
-            self._callbacks(CallbackEvent.EPOCH_END, step, FrozenMetrics(means))
+        def end_epoch(step: int, evaluates: bool) -> None:
+            written = run.logger.written[Split.EPOCH].get(step, {})
+            means = FrozenMetrics({"epoch": run.epochs.completed(step)} | written)
+            is_last = step == run.schedule.total
+            event = CallbackEvent.EPOCH_END
+            self._callbacks(event, step, means, evaluates=evaluates, is_last=is_last)
 
         def evaluate(step: int, is_due: bool) -> Metrics | None:
             if not is_due:

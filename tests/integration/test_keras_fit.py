@@ -10,6 +10,7 @@ from typing import Any
 
 import linear_model
 import numpy as np
+import optax
 import pytest
 from helpers import REPOSITORY
 
@@ -220,6 +221,107 @@ def test_files_calls_and_averages_are_those_of_keras_fit(tmp_path: Path) -> None
     assert np.abs(averaged.get_weights()[0] - last.get_weights()[0]).max() > 1e-3
     with pytest.raises(NonFiniteError):
         trainer(made(), callbacks=callbacks[2:]).fit((nan, Y), epochs=1, global_batch_size=BATCH)
+
+
+def fitted_with(model: Any, callbacks: list[Any], *, keras_fit: bool, **options: Any) -> Any:
+    """Trains with a validation and the same batches; returns the epochs' metrics."""
+    options = {"epochs": EPOCHS, **options}
+    if keras_fit:
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks,
+                  validation_data=(X, Y), **options)  # fmt: skip
+        return model.evaluate(X, Y, verbose=0)[0]
+    fitted = trainer(model, callbacks=callbacks)
+    fitted.fit((X, Y), global_batch_size=BATCH, validation=(X, Y), **options)
+    return fitted.evaluate((X, Y))["loss"]
+
+
+def viewed(model: Any, seen: list[Any]) -> Any:
+    """Returns a callback that records what a callback can read."""
+
+    def view(hook: str, epoch: int, logs: Any) -> None:
+        values = [np.array(v.value) for v in (*model.weights, *model.optimizer.variables)]
+        rate = float(model.optimizer.learning_rate)
+        seen.append(
+            (hook, epoch, sorted(logs or {}), rate, int(model.optimizer.iterations), values)
+        )
+
+    return keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: view("train_begin", 0, logs),
+        on_epoch_begin=lambda epoch, logs: view("epoch_begin", epoch, logs),
+        on_epoch_end=lambda epoch, logs: view("epoch_end", epoch, logs),
+    )
+
+
+def halves(epoch: int, rate: float) -> float:
+    return rate / 2
+
+
+def plateau() -> Any:
+    return keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=1, min_delta=9.0)
+
+
+def assigning(model: Any) -> Any:
+    """Returns a callback that assigns a learning rate and weights."""
+
+    def assign(epoch: int, logs: Any) -> None:
+        model.optimizer.learning_rate = 0.01 / (epoch + 1)
+        model.set_weights([0.9 * x for x in model.get_weights()])
+
+    return keras.callbacks.LambdaCallback(on_epoch_end=assign)
+
+
+CALLBACKS: dict[str, Any] = {
+    "none": lambda model: [],
+    "scheduled": lambda model: [keras.callbacks.LearningRateScheduler(halves)],
+    "on a plateau": lambda model: [plateau()],
+    "stopped": lambda model: [keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=9.0)],
+    "assigning": lambda model: [assigning(model)],
+}
+
+
+@pytest.mark.parametrize("case", CALLBACKS)
+def test_a_callback_sees_the_model_and_the_optimizer_of_its_step(case: str, tmp_path: Path) -> None:
+    """Before and after the others; files that are written on the way go on as those of Keras."""
+    views, losses, continued = [], [], []
+    for number in range(2):
+        model, seen = made(), []  # type: ignore[var-annotated]
+        file = tmp_path / f"{number}.keras"
+        save = keras.callbacks.ModelCheckpoint(str(file), "val_loss", save_best_only=True)
+        weights = keras.callbacks.ModelCheckpoint(
+            str(tmp_path / f"{number}_{{epoch}}.weights.h5"), save_weights_only=True
+        )
+        callbacks = [
+            viewed(model, seen),
+            *CALLBACKS[case](model),
+            viewed(model, seen),
+            save,
+            weights,
+        ]
+        losses.append(fitted_with(model, callbacks, keras_fit=number == 0))
+        views.append(seen)
+        of_weights = made()
+        of_weights.optimizer.build(of_weights.trainable_variables)
+        of_weights.load_weights(tmp_path / f"{number}_2.weights.h5")
+        for each in (keras.saving.load_model(file), of_weights):
+            continued.append(int(each.optimizer.iterations))
+            continued.append(fitted_with(each, [], keras_fit=True, epochs=1))
+    assert len(views[1]) == len(views[0]) > 6
+    for found, expected in zip(views[1], views[0], strict=True):
+        assert found[:3] == expected[:3]
+        np.testing.assert_allclose(found[3:5], expected[3:5], rtol=1e-6)
+        for x, y in zip(found[5], expected[5], strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert continued[0] >= 5
+    np.testing.assert_allclose(continued[4:], continued[:4], rtol=1e-5)
+
+
+def test_files_do_not_hold_another_optimizer_than_that_which_trains(tmp_path: Path) -> None:
+    save = keras.callbacks.ModelCheckpoint(str(tmp_path / "x.keras"))
+    with pytest.raises(
+        UserError, match="ModelCheckpoint: its files would hold the optimizer 'adam"
+    ):
+        trainer(made(), callbacks=[save], optimizer=optax.sgd(0.1))
 
 
 def test_a_callback_that_watches_a_missing_metric_is_an_error() -> None:
