@@ -270,8 +270,7 @@ def weighted_mean(
     if values.ndim == 0:
         raise UserError("weighted_mean takes the values of a batch, not a single number")
     weighted = values if weights is None else WeightedValues(values, weights)
-    size = values.shape[0]
-    return mean(_sums("the argument of weighted_mean", weighted, size, None))
+    return mean(_sums("the argument of weighted_mean", weighted, values.shape[0], None))
 
 
 def _sums_of_output(
@@ -434,8 +433,7 @@ class Means:
             if isinstance(value, Combination):
                 self._combined[name] = value
                 continue
-            pair = np.array(value, np.float64)
-            self._sums[name] = self._sums.get(name, np.zeros(2)) + pair
+            self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array(value, np.float64)
 
     def result(self, empty: float = math.nan) -> dict[str, float]:
         """Returns the means by name, the loss first.

@@ -141,7 +141,7 @@ class SumMetric:
 )
 @dataclass(frozen=True)
 class AddedState:
-    """What a batch adds to the state of a metric, such as a total and a count.
+    """The change of a metric's state by a batch, such as a total and a count.
 
     Attributes:
       sums: (B, n), what each example adds; (n,) if it is known of the whole batch only.

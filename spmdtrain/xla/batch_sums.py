@@ -5,7 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spmdtrain.xla.padding_rules import CALLS, FIXED, Mixed, Op, Rows, Value, differing
+from spmdtrain.xla.padding_rules import CALLS
+from spmdtrain.xla.traces import FIXED, Mixed, Op, Rows, Value, differing
 
 _NAMES = """
 add add_any broadcast_in_dim concatenate cumsum neg reduce_sum reshape rev slice squeeze stack sub

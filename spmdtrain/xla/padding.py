@@ -18,21 +18,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spmdtrain.xla.batch_sums import NEVER, sum_or_mean, sum_over_parts
 from spmdtrain.xla.derivative_rules import is_inexact, may_combine_more, trace_derivatives
 from spmdtrain.xla.jaxpr import scan_operands
-from spmdtrain.xla.padding_rules import (
-    CALLS,
-    DRAWS,
+from spmdtrain.xla.padding_rules import CALLS, DRAWS, RULES
+from spmdtrain.xla.traces import (
     FIXED,
-    RULES,
     Mixed,
     Op,
     Rows,
     Value,
-    differing,
+    classified_const,
+    is_zero,
+    same_array,
+    same_params,
+    shape_of,
+    size_of,
+    traces_of,
 )
 
 PyTree = Any
@@ -52,7 +55,7 @@ def why_padding_matters(
     Returns:
         The reason, with the source line; None if the results are proven unchanged.
     """
-    results = _results(function, fixed, batch, 2 * _size(batch))
+    results = _results(function, fixed, batch, 2 * size_of(batch))
     if isinstance(results, str):
         return results
     return next((value.why for value in results if isinstance(value, Mixed)), None)
@@ -89,7 +92,7 @@ def why_parts_differ(
         The reason; None if a row's values are proven to depend on this row alone, and on sums over
         all rows of all parts: not on other rows, their number, or its index.
     """
-    size = _size(batch)
+    size = size_of(batch)
     # Never traced with one row: a dim of size 1 would be broadcast.
     other = size // parts if size // parts > 1 else 2 * size
     results = _results(
@@ -125,10 +128,10 @@ def why_not_sums(function: Callable[[PyTree], PyTree], batch: PyTree) -> str | N
     Returns:
         The reason; None if all results are proven to be such sums.
     """
-    traced = _traces(lambda _, rows: function(rows), (), batch, 2 * _size(batch))
+    traced = traces_of(lambda _, rows: function(rows), (), batch, 2 * size_of(batch))
     if isinstance(traced, str):
         return traced
-    sizes = _size(batch), 2 * _size(batch)
+    sizes = size_of(batch), 2 * size_of(batch)
     classifier = _Classifier(sizes, positional_draws=True, gradients=False, counts_rows=True)
     rows = [Rows(0) for _ in traced[0].in_avals]
     for value in classifier.closed(*traced, rows):
@@ -137,11 +140,6 @@ def why_not_sums(function: Callable[[PyTree], PyTree], batch: PyTree) -> str | N
         if not value.is_sum:
             return value.why
     return None
-
-
-def _size(batch: PyTree) -> int:
-    size: int = jax.tree.leaves(batch)[0].shape[0]
-    return size
 
 
 def _results(
@@ -160,40 +158,20 @@ def _results(
     Returns:
         The results; the reason instead if they are not known or hold the rows in another dim.
     """
-    traced = _traces(function, fixed, batch, other, axes)
+    traced = traces_of(function, fixed, batch, other, axes)
     if isinstance(traced, str):
         return traced
     first, second = traced
     leaves = len(jax.tree.leaves(fixed))
     arguments: list[Value] = [FIXED] * leaves
     arguments += [Rows(0)] * (len(first.in_avals) - leaves)
-    classifier = _Classifier((_size(batch), other), positional_draws, gradients, backward)
+    sizes = size_of(batch), other
+    classifier = _Classifier(sizes, positional_draws, gradients, backward)
     results = classifier.closed(first, second, arguments)
     for value in results:
         if isinstance(value, Rows) and (value.dim, value.inner) != (0, 1):
             return f"dim {value.dim} of its result holds the rows instead of the leading dim"
     return results
-
-
-def _traces(
-    function: Callable[[PyTree, PyTree], PyTree],
-    fixed: PyTree,
-    batch: PyTree,
-    other: int,
-    axes: Sequence[tuple[str, int]] = (),
-) -> tuple[Any, Any] | str:
-    """Returns the traces of a batch and of one of `other` rows, or why there is no second one."""
-
-    def trace(rows: int) -> Any:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-        return jax.make_jaxpr(function, axis_env=axes)(fixed, shapes)
-
-    first = trace(_size(batch))
-    try:
-        return first, trace(other)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return f"the function cannot be traced for another batch size ({reason})"
 
 
 class _Classifier:
@@ -228,17 +206,12 @@ class _Classifier:
         )
 
     def _const(self, first: Any, second: Any) -> Value:
-        """Classifies a constant: the same array, or one row for each (`np.arange(B)`)."""
-        if _same_array(first, second):
-            return FIXED
-        why = "one of its constants depends on the batch size"
-        if np.ndim(first) == np.ndim(second) == 0 and all(map(is_inexact, (first, second))):
-            return self._number(why, first, second)
-        if np.ndim(first) == np.ndim(second) and differing(first, second) == [0]:
-            shared = min(len(first), len(second))
-            if _same_array(first[:shared], second[:shared]):
-                return Rows(0, positional=True)
-        return Mixed(why)
+        """Classifies a constant, which may be a number that depends on the batch size."""
+        value = classified_const(first, second)
+        is_number = jnp.ndim(first) == jnp.ndim(second) == 0
+        if isinstance(value, Mixed) and is_number and is_inexact(first) and is_inexact(second):
+            return self._number(value.why, first, second)
+        return value
 
     def _inner(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
         if hasattr(first, "consts"):
@@ -249,7 +222,7 @@ class _Classifier:
         self, first: Any, second: Any, consts: Sequence[Value], arguments: Sequence[Value]
     ) -> list[Value]:
         operations = [
-            [(e.primitive.name, [len(_shape(v)) for v in e.outvars]) for e in each.eqns]
+            [(e.primitive.name, [len(shape_of(v)) for v in e.outvars]) for e in each.eqns]
             for each in (first, second)
         ]
         if operations[0] != operations[1] or len(first.constvars) != len(second.constvars):
@@ -263,16 +236,16 @@ class _Classifier:
         def read(a: Any, b: Any) -> Value:
             if not hasattr(a, "val"):
                 return known[a]
-            if hasattr(b, "val") and _same_array(a.val, b.val):
+            if hasattr(b, "val") and same_array(a.val, b.val):
                 return FIXED
             why = "it uses the batch size as a number"
-            return Mixed(why) if _shape(a) else self._number(why, a.val, getattr(b, "val", 0))
+            return Mixed(why) if shape_of(a) else self._number(why, a.val, getattr(b, "val", 0))
 
         for a, b in zip(first.eqns, second.eqns, strict=True):
             ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
             into_zeros = id(next(iter(a.invars), None)) in zeros
             outs = self._outputs(Op(a, b, ins, self._sizes, into_zeros))
-            if a.primitive.name == "broadcast_in_dim" and _is_zero(a.invars[0]):
+            if a.primitive.name == "broadcast_in_dim" and is_zero(a.invars[0]):
                 zeros.add(id(a.outvars[0]))
             known |= dict(zip(a.outvars, outs, strict=True))
         return [read(x, y) for x, y in zip(first.outvars, second.outvars, strict=True)]
@@ -317,7 +290,7 @@ class _Classifier:
         for value in op.ins:
             if isinstance(value, Mixed):
                 return Mixed(value.why)  # neither a sum nor a number any more
-        if not _same_params(op.first.params, op.second.params):
+        if not same_params(op.first.params, op.second.params):
             return op.mixed()
         creates = name in ("iota", "broadcast_in_dim", "tile", "random_bits", "random_split")
         if not op.rows and not creates:
@@ -472,43 +445,3 @@ def _join(op: Op, values: Sequence[Value]) -> Value:
     (value,) = plain
     positional = any(map(_is_positional, values))
     return value._replace(positional=positional) if isinstance(value, Rows) else value
-
-
-# -- comparison of the two traces ------------------------------------------------------------------
-
-# These follow from the shapes, which are compared separately.
-_SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "reps"}
-
-
-def _shape(variable: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = getattr(variable.aval, "shape", ())
-    return shape
-
-
-def _same_params(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    return all(name in _SIZES or _same(first[name], second[name]) for name in first)
-
-
-def _same(first: Any, second: Any) -> bool:
-    try:
-        return bool(first == second) or str(first) == str(second)
-    except ValueError:  # arrays
-        return _same_array(first, second)
-
-
-def _same_array(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
-    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (first, second)):
-        return False
-    a, b = map(_numbers, (first, second))
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def _is_zero(operand: Any) -> bool:
-    return np.ndim(value := getattr(operand, "val", 1)) == 0 and bool(value == 0)
-
-
-def _numbers(x: Any) -> np.ndarray:
-    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)

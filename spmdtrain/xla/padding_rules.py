@@ -4,101 +4,14 @@ A rule maps an operation with classified operands to the classes of its results.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
-from jax._src import source_info_util
 
-
-class Rows(NamedTuple):
-    """An array with the rows of the batch, in order, along one dim."""
-
-    dim: int
-    inner: int = 1
-    """Consecutive elements of the dim that belong to one row: T after (B, T) to (B * T)."""
-    is_row_index: tuple[bool, ...] = ()
-    """Whether each entry of the last dim holds the row's own index (`arange(B)`)."""
-    all_false: bool = False
-    """Whether all elements are False."""
-    positional: bool = False
-    """Whether a row's values depend on its position in the batch or on earlier rows."""
-
-
-class Mixed(NamedTuple):
-    """An array that padding may change."""
-
-    why: str
-    is_sum: bool = False
-    """True of a sum over the rows of values that each depend on one row."""
-    is_mean: bool = False
-    """True of a mean over the rows, alone or added to values that each depend on one row."""
-    power: int | None = None
-    """Of a constant number that depends on the batch size: 1 if proportional, -1 if inversely."""
-
-
-FIXED = None
-Value = Rows | Mixed | None
-
-
-@dataclass(frozen=True)
-class Op:
-    """An equation of the first trace, its counterpart in the second, and its operands."""
-
-    first: Any
-    second: Any
-    ins: Sequence[Value]
-    sizes: tuple[int, int]  # of the batches
-    into_zeros: bool = False  # whether the first operand is created as an array of zeros
-
-    @property
-    def params(self) -> dict[str, Any]:
-        params: dict[str, Any] = self.first.params
-        return params
-
-    @property
-    def rows(self) -> list[Rows]:
-        return [value for value in self.ins if isinstance(value, Rows)]
-
-    def shape(self, operand: int) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.first.invars[operand].aval.shape
-        return shape
-
-    @property
-    def out(self) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.first.outvars[0].aval.shape
-        return shape
-
-    def sized(self, output: int = 0) -> list[int]:
-        """Returns the dims of an output that depend on the batch size."""
-        return differing(self.first.outvars[output].aval, self.second.outvars[output].aval)
-
-    def mixed(self) -> Mixed:
-        where = source_info_util.summarize(self.first.source_info)
-        return Mixed(f"{self.first.primitive.name} at {where}")
-
-    def same(self) -> Rows | None:
-        """Returns the layout of the rows if all operands with rows have the same, else None."""
-        layouts = {(rows.dim, rows.inner) for rows in self.rows}
-        return Rows(*layouts.pop()) if len(layouts) == 1 else None
-
-    def with_position(self, value: Value) -> Value:
-        """Returns a rule's result, marked `positional` if an operand depends on row positions."""
-        if not isinstance(value, Rows):
-            return value
-        lost = self.first.primitive.name != "gather" and not any(value.is_row_index)
-        positional = any(rows.positional or (lost and any(rows.is_row_index)) for rows in self.rows)
-        return value._replace(positional=value.positional or positional)
-
+from spmdtrain.xla.traces import FIXED, Op, Rows, Value
 
 Rule = Callable[[Op], "Value | list[Value]"]
-
-
-def differing(first: Any, second: Any) -> list[int]:
-    """Returns the dims in which two shapes of the same rank differ."""
-    a, b = getattr(first, "shape", ()), getattr(second, "shape", ())
-    return [dim for dim, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
 
 
 def _elementwise(op: Op) -> Value:

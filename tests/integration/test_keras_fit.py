@@ -281,7 +281,7 @@ CALLBACKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", CALLBACKS)
 def test_a_callback_sees_the_model_and_the_optimizer_of_its_step(case: str, tmp_path: Path) -> None:
-    """Before and after the others; files that are written on the way go on as those of Keras."""
+    """Before and after the others; files that are written in between continue as those of Keras."""
     views, losses, continued = [], [], []
     for number in range(2):
         model, seen = made(), []  # type: ignore[var-annotated]
