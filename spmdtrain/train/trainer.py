@@ -330,9 +330,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         def end_epoch(step: int, evaluates: bool) -> None:
             written = run.logger.written[Split.EPOCH].get(step, {})
             means = FrozenMetrics({"epoch": run.epochs.completed(step)} | written)
-            is_last = step == run.schedule.total
-            event = CallbackEvent.EPOCH_END
-            self._callbacks(event, step, means, evaluates=evaluates, is_last=is_last)
+            last, event = step == run.schedule.total, CallbackEvent.EPOCH_END
+            self._callbacks(event, step, means, evaluates=evaluates, is_last=last)
 
         def evaluate(step: int, is_due: bool) -> Metrics | None:
             if not is_due:
