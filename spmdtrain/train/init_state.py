@@ -251,16 +251,13 @@ def _names_of(checkpoint: epath.Path) -> list[str]:
 
 
 def at_step_zero(state: TrainState, shardings: TrainState) -> TrainState:
-    """Returns a state whose step is 0, and whose other leaves are those of `state`.
-
-    Its moving average keeps the number of updates that its decay follows.
-    """
+    """Returns a state whose step is 0, and whose other leaves are those of `state`."""
 
     def number(value: jax.Array | int, sharding: Any) -> jax.Array:
         array = np.asarray(value, np.int32)
         return jax.make_array_from_callback((), sharding, lambda _: array)
 
-    steps = averaged_steps(state.step, state.averaged_before)
+    steps = averaged_steps(state.step, state.averaged_before)  # which its decay follows
     return dataclasses.replace(
         state,
         step=number(0, shardings.step),

@@ -33,7 +33,7 @@ def fresh(**options: Any) -> Trainer:
 
 
 class ByHand:
-    """The steps of an optimizer, whose state and average go on, in a loop of its own."""
+    """The steps of an optimizer, that keeps its state and its average, in a loop of its own."""
 
     def __init__(self, optimizer: optax.GradientTransformation, ema_decay: float | None) -> None:
         self.optimizer = optax.with_extra_args_support(optimizer)
@@ -78,7 +78,7 @@ class ByHand:
         ),
     ],
 )
-def test_what_the_state_counts_goes_on_over_restarts(optimizer: Any, options: Any) -> None:
+def test_restarts_keep_what_the_state_counts(optimizer: Any, options: Any) -> None:
     trainer, hand = (
         fresh(optimizer=optimizer, **options),
         ByHand(optimizer, options.get("ema_decay")),
