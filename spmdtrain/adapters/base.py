@@ -121,6 +121,30 @@ class ExtendsBase(Protocol):
 
 
 @runtime_checkable
+class ComputesParams(Protocol):
+    """An adapter whose base model gets parameters that are computed from those of the state.
+
+    The step computes them in the dtype of the state, before it casts them to the compute dtype.
+    `run` and `merge` compute them as well.
+    """
+
+    base: "Adapter"
+    """The model that gets them."""
+
+    def is_operand(self, name: str) -> bool:
+        """Returns whether a parameter of the state enters a computation, by its path."""
+        ...
+
+    def base_params(self, params: PyTree) -> PyTree:
+        """Returns the parameters of the base model. Traced under `jit`.
+
+        Args:
+          params: The parameters of the state; None in place of all operands or of all others.
+        """
+        ...
+
+
+@runtime_checkable
 class FreezesState(Protocol):
     """An adapter whose layers can train with their stored batch statistics."""
 

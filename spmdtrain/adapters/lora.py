@@ -210,10 +210,29 @@ class LoraModel:
     def run(
         self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
     ) -> tuple[PyTree, PyTree]:
-        return self.base.run(function, self._merged(variables), batch, key, mode)
+        params = self.base_params(variables.params)
+        return self.base.run(function, variables._replace(params=params), batch, key, mode)
 
     def merge(self, variables: Variables) -> Any:
-        return self.base.merge(self._merged(variables))
+        return self.base.merge(variables._replace(params=self.base_params(variables.params)))
+
+    def is_operand(self, name: str) -> bool:
+        """Returns whether a parameter is a factor, or a kernel with factors.
+
+        Args:
+          name: Its path.
+        """
+        return f"params/{name}" in self.derived or f"params/{FACTORS}/{name}/a" in self.derived
+
+    def base_params(self, params: PyTree) -> PyTree:
+        """Returns the parameters of the base model, with the products added to their kernels.
+
+        Args:
+          params: The parameters; None in place of all operands or of all others.
+        """
+        # The default precision of a GPU would round the product to fewer bits than a merged export.
+        einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        return merge_factors(params, self.alpha, einsum)
 
     def layer_path(self, name: str) -> str:
         """Returns the path in the model's layers of a leaf of the model state.
@@ -233,11 +252,6 @@ class LoraModel:
         if isinstance(self.base, FreezesState):
             frozen.base = self.base.with_frozen_state(names)
         return frozen
-
-    def _merged(self, variables: Variables) -> Variables:
-        # The default precision of a GPU would round the product to fewer bits than a merged export.
-        einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        return variables._replace(params=merge_factors(variables.params, self.alpha, einsum))
 
 
 def merge_factors(params: Mapping[str, Any], alpha: float, einsum: Callable[..., Any]) -> Any:

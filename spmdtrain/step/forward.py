@@ -8,12 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmdtrain.adapters.base import Adapter, FreezesState, Function, Mode, Variables
+from spmdtrain.adapters.base import (
+    Adapter,
+    ComputesParams,
+    FreezesState,
+    Function,
+    Mode,
+    Variables,
+)
 from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.param_gather import current_gathers
 from spmdtrain.step import metrics, output_checks
 from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.optimizer import merge
@@ -85,7 +93,9 @@ class Forward:
         self.compute_dtype = jnp.dtype(config.compute_dtype)
         if frozen_state and isinstance(adapter, FreezesState):
             adapter = adapter.with_frozen_state(frozen_state)
-        self._adapter, self._layout, self._context = adapter, layout, context
+        self._computes = adapter if isinstance(adapter, ComputesParams) else None
+        self._adapter = self._computes.base if self._computes else adapter
+        self._layout, self._context = layout, context
         self._frozen_state = frozenset(frozen_state)
         self._remat, self._per_replica = config.remat, config.batch_statistics == "replica"
         self._abstract_params = abstract_params
@@ -254,7 +264,23 @@ class Forward:
 
     def _to_compute(self, params: PyTree) -> PyTree:
         """Casts and gathers parameters for the model: cast first, so fewer bytes are gathered."""
-        return self._layout.gather(self._cast(params))
+        # What is computed from parameters comes before the cast, which would round its operands.
+        computes = self._computes
+        if computes is None:
+            return self._layout.gather(self._cast(params))
+        if current_gathers() is None:
+            return self._layout.gather(self._cast(computes.base_params(params)))
+
+        def part(*, of_operands: bool) -> PyTree:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, x: x if computes.is_operand(path_name(path)) == of_operands else None,
+                params,
+            )
+
+        # A device's parts of the operands do not fit together: these are gathered uncast.
+        computed = self._cast(computes.base_params(self._layout.gather(part(of_operands=True))))
+        others = computes.base_params(part(of_operands=False))
+        return merge(computed, self._layout.gather(self._cast(others)))
 
     def _cast(self, tree: PyTree) -> PyTree:
         """Casts float32 arrays to the compute dtype."""

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from step_helpers import one_step
 
 from spmdtrain import (
+    CollectiveOptions,
     FunctionModel,
     KerasModel,
     LinenModel,
@@ -40,6 +41,7 @@ from spmdtrain.sharding.describe import axes_of_spec
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
+REDUCE_SCATTER = CollectiveOptions(reduction="reduce_scatter")
 INPUTS, HIDDEN = 16, 1024
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(64, INPUTS)).astype(np.float32)
@@ -260,6 +262,68 @@ def test_losses_are_equal_on_1_and_8_devices(base: str) -> None:
     split = {"strategy": "tensor_parallel", "mesh": MeshSpec(data=2, tensor=4), "rules": RULES}
     for options in ({"strategy": "fully_sharded", "sharding": small}, split, {"microbatches": 2}):
         np.testing.assert_allclose(losses(**options), expected, rtol=1e-5)
+
+
+def wide(kernel: np.ndarray) -> FunctionModel:
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        assert params["kernel"].dtype == params["bias"].dtype == x.dtype == jnp.bfloat16
+        output = jnp.matmul(x, params["kernel"], preferred_element_type=jnp.float32)
+        return output + params["bias"]
+
+    params = {"kernel": jnp.asarray(kernel), "bias": jnp.zeros(kernel.shape[1])}
+    return FunctionModel(lambda key: params, apply)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"strategy": "fully_sharded"},
+                {"strategy": "fully_sharded", "collectives": REDUCE_SCATTER},
+                {"strategy": "zero", "collectives": REDUCE_SCATTER},
+                {"microbatches": 2},
+            )
+        ),
+    ],
+)
+def test_in_bfloat16_the_sum_is_rounded_and_not_its_terms(options: dict[str, Any]) -> None:
+    random = np.random.default_rng(1)
+    kernel = random.uniform(1, 2, (256, 512)).astype(np.float32)
+    x = random.normal(size=(64, 256)).astype(np.float32)
+
+    def output(kernel: Any) -> np.ndarray:
+        x16, kernel16 = (jnp.asarray(a, jnp.bfloat16) for a in (x, kernel))
+        return np.asarray(jnp.matmul(x16, kernel16, preferred_element_type=jnp.float32))
+
+    def distance(model: Any, batch: Any) -> dict[str, jax.Array]:
+        return {"loss": ((model(batch[0]) - batch[1]) ** 2).mean(-1)}
+
+    made = Trainer(
+        model=LoraModel(wide(kernel), "kernel", rank=2, alpha=4.0),
+        objective=distance,
+        optimizer=optax.sgd(0.0),
+        compute_dtype="bfloat16",
+        global_batch_size=64,
+        terminal=Terminal(quiet=True),
+        trackers=(),
+        **{"sharding": ShardingOptions(min_size=1)} | options,
+    )
+    batch = x, output(kernel)
+    state = made.functions.init(0)
+    a, b = (named_leaves(state.params)[f"lora/kernel/{factor}"] for factor in ("a", "b"))
+    # The change is about a fourth of the spacing of bfloat16 numbers between 1 and 2: added to a
+    # rounded kernel it would be lost.
+    small = jax.device_put(random.normal(size=b.shape).astype(np.float32) / 100, b.sharding)
+    state.params["lora"]["kernel"]["b"] = small
+    merged = kernel + 2 * np.asarray(a) @ np.asarray(small)
+    expected = ((output(merged) - batch[1]) ** 2).mean()
+    assert expected > 0
+    made.state = state
+    np.testing.assert_allclose(made.evaluate(batch)["loss"], expected, rtol=1e-3)
+    np.testing.assert_allclose(made.fit(batch, steps=1).train["loss"], expected, rtol=1e-3)
 
 
 # -- runs ------------------------------------------------------------------------------------------
