@@ -155,7 +155,7 @@ def test_a_resumed_run_and_one_that_starts_from_it_keep_the_modes(
         state = nnx.state(plain, nnx.Param)
         nnx.update(plain, jax.tree.map(lambda x, g: x - 0.1 * g, state, grads))
         whole = nnx.clone(plain)
-        whole.eval()  # type: ignore[no-untyped-call]
+        whole.eval()
         losses.append(float((whole(X) ** 2).mean()))
     check(resumed, losses[1])
     check(third, losses[2])
