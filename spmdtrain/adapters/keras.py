@@ -239,9 +239,9 @@ def _check_rank(keras_model: Any, args: Sequence[Any]) -> None:
     found, inputs = jax.tree.leaves(args), getattr(keras_model, "inputs", None) or ()
     if len(found) != 1 or len(inputs) != 1:
         return
-    (_, *shape), (_, *wanted) = np.shape(found[0]), inputs[0].shape
-    same = len(shape) == len(wanted) + 1 and shape[0] > 1
-    if same and all(w in (None, size) for size, w in zip(shape[1:], wanted, strict=True)):
+    shape, wanted = list(np.shape(found[0]))[1:], list(inputs[0].shape)[1:]
+    is_deeper = len(shape) == len(wanted) + 1 and shape[0] > 1
+    if is_deeper and all(w in (None, size) for size, w in zip(shape[1:], wanted, strict=True)):
         takes, given = (["B", *(x or "any" for x in sizes)] for sizes in (wanted, shape))
         raise UserError(
             f"the Keras model {keras_model.name!r} takes inputs of shape "

@@ -21,7 +21,7 @@ Y = _draw.integers(0, 3, 96)
 W = _draw.uniform(0.5, 2.0, 96).astype(np.float32)
 
 
-class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+class Batches(keras.utils.PyDataset):  # type: ignore[misc, name-defined]
     def __init__(self, *arrays: np.ndarray) -> None:
         super().__init__()
         self.arrays = arrays
@@ -33,7 +33,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         return tuple(x[index * BATCH : (index + 1) * BATCH] for x in self.arrays)
 
 
-class Net(keras.Model):  # type: ignore[misc]
+class Net(keras.Model):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.hidden, self.out = layers()
@@ -62,7 +62,11 @@ def made(kind: str) -> Any:
 
 
 def trainer(model: Any, devices: int, **options: Any) -> Trainer:
-    defaults = {"shuffle": False, "terminal": Terminal(quiet=True), "global_batch_size": BATCH}
+    defaults: dict[str, Any] = {
+        "shuffle": False,
+        "terminal": Terminal(quiet=True),
+        "global_batch_size": BATCH,
+    }
     mesh = MeshSpec(devices=tuple(range(devices)))
     return Trainer.from_keras(model, mesh=mesh, **defaults | options)
 

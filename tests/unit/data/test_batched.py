@@ -27,7 +27,7 @@ def keep(x: Any, y: Any) -> Any:
     return x, y
 
 
-class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+class Batches(keras.utils.PyDataset):  # type: ignore[misc, name-defined]
     """Batches of 6 rows and a last one of 4, in one of the forms that Keras takes."""
 
     def __init__(self, form: Callable[..., Any] = keep, **options: Any) -> None:
@@ -106,7 +106,7 @@ class Changing(Batches):
         self.form = lambda x, y: (-x, y)
 
 
-class Endless(keras.utils.PyDataset):  # type: ignore[misc]
+class Endless(keras.utils.PyDataset):  # type: ignore[misc, name-defined]
     num_batches = None
 
     def __getitem__(self, index: int) -> Any:

@@ -38,7 +38,7 @@ RECORDS = [{"x": X[i].tolist(), "y": i} for i in range(6)]
 TEXTS = [f"Example {i} of the tests." for i in range(6)]
 
 
-class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+class Batches(keras.utils.PyDataset):  # type: ignore[misc, name-defined]
     """Batches of 4 and 2 examples."""
 
     def __len__(self) -> int:
