@@ -78,6 +78,22 @@ class KerasOptimizer:
         values: Any = [np.array(v.value) for v in self._optimizer.variables]
         return jax.tree.map(np.asarray, self._state(values))
 
+    def known_arguments(self) -> tuple[str, dict[str, Any]] | None:
+        """Returns the class of the Keras optimizer and its arguments, with those of a schedule.
+
+        Returns:
+          None if the class of the optimizer or of the schedule is the user's.
+        """
+        found = self._optimizer
+        rate = found._learning_rate  # the property computes the rate of a schedule
+        if not all(type(x).__module__.startswith("keras.") for x in (found, rate)):
+            return None
+        arguments = _plain_attributes(found)
+        if isinstance(rate, self._keras.optimizers.schedules.LearningRateSchedule):
+            schedule = {"class": type(rate).__name__, **_plain_attributes(rate)}
+            arguments |= {f"learning_rate.{name}": value for name, value in schedule.items()}
+        return f"keras.optimizers.{type(found).__name__}", arguments
+
     # -- the transformation --------------------------------------------------------------------
 
     def _init(self, params: PyTree) -> PyTree:
@@ -144,6 +160,20 @@ class KerasOptimizer:
                 f"{len(trained)} trainable ones of the model: call model.compile again, with a new "
                 "optimizer, after layers were frozen or added"
             ) from error
+
+
+def _plain_attributes(x: Any) -> dict[str, Any]:
+    """Returns the public attributes of an object that are numbers, texts, flags or lists of them.
+
+    Names are left out, because Keras counts them.
+    """
+    plain = (bool, int, float, str, type(None))
+    found = {n: v for n, v in vars(x).items() if n not in ("name", "built") and n[:1] != "_"}
+    return {
+        name: value
+        for name, value in found.items()
+        if all(isinstance(y, plain) for y in (value if isinstance(value, list) else [value]))
+    }
 
 
 def _check_supported(keras: Any, optimizer: Any) -> None:

@@ -9,26 +9,31 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from spmdtrain.checkpoints.lora_record import LoraRecord
+from spmdtrain.checkpoints.program_changes import (
+    ANYWAY,
+    optimizer_problem,
+    program_changes,
+    setting_problem,
+)
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.data.mixture_order import examples_per_period
-from spmdtrain.distributed import numeric_settings
 from spmdtrain.errors import UserError, foreign
+from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.tree import named_leaves
 
 # Fields that may not change, because they determine what is computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
 _INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
-_OTHER_WORKDIR = "another workdir"
-_ANYWAY = "continue with other numbers (--resume-anyway)"
-_MAX_MESSAGE = 4000  # characters, because a message can list two optimizers
-_COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 _KINDS = {
     "opt_state": "optimizer",
     "averaged": "moving average",
     "averaged_before": "moving average",
     "key": "random number generator",
 }
+_OTHER_WORKDIR = "another workdir"
+_MAX_MESSAGE = 4000  # characters, because a message can list two optimizers
+_COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 # Fields that change nothing of what is computed, so that a change is not printed.
 _NO_CHANGE = (
     *("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache"),
@@ -54,6 +59,10 @@ class Identity:
     """Initial values of the injected hyperparameters, by their path in the optimizer's state."""
     lora: LoraRecord = field(default_factory=LoraRecord)
     """The base model of low-rank factors."""
+    update: OptimizerRecord = field(default_factory=OptimizerRecord)
+    """The optimizer's update; empty if it is not recorded, and for a `Loop`."""
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the user's functions by their use: model, objective, augment, ..."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of JAX, XLA and CUDA that change results; empty if they are not recorded."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -100,14 +109,15 @@ def check_same_run(
       source: Name of the checkpoint in messages.
       step: Step of the checkpoint. The weights of a mixture may differ from there on.
       instead: What to do if the difference is intended, for messages.
-      same_program: Whether settings of JAX that give results another meaning are checked, too.
+      same_program: Whether the optimizer's update, and settings of JAX that give results another
+        meaning, are checked, too.
 
     Raises:
       UserError: If seed, batch size, data, model or optimizer differ. Names the field or parameter,
         both values, and the option that restores the saved one.
     """
-    if same_program:
-        _check_settings(saved.settings, now.settings, source, instead)
+    if same_program and (problem := setting_problem(saved.settings, now.settings)) is not None:
+        _refuse(f"{source} was trained with {problem}, or {instead}")
     for name in _FIXED:
         before, here = saved.config[name], now.config[name]
         if before != here:
@@ -129,21 +139,11 @@ def check_same_run(
             f"{source} is of another optimizer: opt_state is {saved.optimizer} there and "
             f"{now.optimizer} here; {remedy}{_start_from(source, remedy)}"
         )
-
-
-def _check_settings(
-    saved: Mapping[str, str], now: Mapping[str, str], source: str, instead: str
-) -> None:
-    """Checks that settings which give results another meaning have the same values."""
-    for name, (before, here, is_meaning) in numeric_settings.differences(saved, now).items():
-        if is_meaning:
-            # The key in the state has the shape of its generator.
-            onward = "" if name == "jax_default_prng_impl" else f", {_ANYWAY}"
-            _refuse(
-                f"{source} was trained with {name}={before}, and this process has {here}, which "
-                f"gives other numbers: {numeric_settings.way_back(name, before)}{onward}, or "
-                f"{instead}"
-            )
+    if same_program and (problem := optimizer_problem(saved, now)) is not None:
+        _refuse(
+            f"{source} is of another optimizer, with the same state: {problem}; {remedy}, "
+            f"{ANYWAY}{_start_from(source, remedy)}"
+        )
 
 
 def _check_same_lora(saved: Identity, now: Identity, source: str, instead: str) -> None:
@@ -354,8 +354,8 @@ def _check_same_leaves(
 def changes(saved: Identity, now: Identity) -> list[str]:
     """Returns the differences between two runs, each as `name: before -> after`.
 
-    These are options, settings of JAX, versions of libraries, and the weights of a mixture by the
-    step from which on they hold.
+    These are options, the optimizer's arguments and constants, functions of the user, settings of
+    JAX, versions of libraries, and the weights of a mixture by the step from which on they hold.
 
     Args:
       saved: Identity of the run that saved a checkpoint. A field that its configuration lacks had
@@ -363,17 +363,7 @@ def changes(saved: Identity, now: Identity) -> list[str]:
       now: Identity of this run.
     """
     found = changed_options(saved.config, now.config)
-    found += [
-        f"{name}: {before} -> {here}"
-        for name, (before, here, _) in numeric_settings.differences(
-            saved.settings, now.settings
-        ).items()
-    ]
-    found += [
-        f"version of {name}: {before} -> {now.versions[name]}"
-        for name, before in saved.versions.items()
-        if name in now.versions and now.versions[name] != before
-    ]
+    found += program_changes(saved, now)
     found += [
         f"mixture from step {start} on: {_describe_weights(old)} -> {_describe_weights(new)}"
         for start, old, new in _changed_stages(saved.dataset, now.dataset)

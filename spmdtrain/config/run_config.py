@@ -168,8 +168,8 @@ class RunConfig:
     """Use of the checkpoints in the workdir: auto restores the newest valid one, and starts from
     step 0 only if there are none; never refuses a workdir with checkpoints, must one without."""
     resume_anyway: bool = False
-    """Resume although settings of JAX that give results another meaning differ from those of the
-    checkpoint. Each difference is printed."""
+    """Resume although the optimizer's update, or a setting of JAX that gives results another
+    meaning, differs from that of the checkpoint. Each difference is printed."""
     init_from: str | None = None
     """Initial parameters, if the workdir has no checkpoint to resume from: the workdir of another
     run, or one of its checkpoints/STEP (the averaged ones if it has them); or weights of another

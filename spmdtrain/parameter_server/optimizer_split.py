@@ -1,6 +1,5 @@
 """The split of an optimizer into a part that needs whole gradients and one that does not."""
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ import optax
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.partition import TreePartition
 from spmdtrain.step.extra_arguments import ExtraArguments, evaluates_loss, update_with
+from spmdtrain.step.optimizer_record import name_of, parts_of
 
 PyTree = Any
 _STEPS = 2  # the second step uses the state that the first one leaves
@@ -69,35 +69,6 @@ def _without_update(part: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformation(
         part.init, lambda updates, state, params=None: (updates, state)
     )
-
-
-def parts_of(optimizer: optax.GradientTransformation) -> Sequence[optax.GradientTransformation]:
-    """Returns the transformations of an `optax.chain` in order, or the optimizer alone."""
-    inits = _closure(optimizer.init).get("init_fns")
-    updates = _closure(optimizer.update).get("update_fns")
-    if not (inits and updates and len(inits) == len(updates)):
-        return [optimizer]
-    return [
-        optax.GradientTransformationExtraArgs(init, update)
-        for init, update in zip(inits, updates, strict=True)
-    ]
-
-
-def name_of(optimizer: optax.GradientTransformation) -> str:
-    """Returns the name of a transformation in optax, such as `chain(scale_by_adam, scale)`."""
-    if len(parts := parts_of(optimizer)) > 1:
-        return f"chain({', '.join(map(name_of, parts))})"
-    update: Any = optimizer.update
-    inner = _closure(update).get("tx")
-    if inner is not None:
-        update = inner.update
-    return str(getattr(update, "__qualname__", type(optimizer).__name__)).split(".")[0]
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    if not inspect.isfunction(function):
-        return {}
-    return dict(inspect.getclosurevars(function).nonlocals)
 
 
 @dataclass(frozen=True)

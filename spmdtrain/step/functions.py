@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
+from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
 from spmdtrain.step.reduction_choice import (
     check_agrees,
     default_reduction,
@@ -276,6 +277,12 @@ class StepFunctions:
     def initial_hyperparameters(self) -> dict[str, Any]:
         """The initial values of injected hyperparameters, by path in the optimizer's state."""
         return hyperparameters.initial_values(self.update.init, self.abstract_state.params)
+
+    @cached_property
+    def optimizer_record(self) -> OptimizerRecord:
+        """The record of the optimizer's update, by which a resume recognizes it."""
+        trained, _ = self.update.partition(self.abstract_state.params)
+        return record_optimizer(self.update.optimizer, trained)
 
     def as_parameters(self, variables: Variables) -> Variables:
         """Returns variables with the parameters, or their average, cast to the model's dtypes."""

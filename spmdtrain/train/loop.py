@@ -15,6 +15,7 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
+from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
@@ -112,6 +113,7 @@ class Loop(LoopTools, MediaLogger):
         self._parts: StartedLoop | None = None
         # The step that this start resumed from; the last step whose boundary is done.
         self.first_step = self._done = 0
+        self._steps = 0  # step functions that were compiled
         self._saved: int | None = None  # the last step with a checkpoint
         self._stop = self._over = False
         self._last_eval: tuple[int, dict[str, float]] | None = None  # its step and metrics
@@ -178,6 +180,7 @@ class Loop(LoopTools, MediaLogger):
             self.terminal,
             self._clock,
             self._own_trackers,
+            {"init": code_digest(init), "augment": code_digest(augment)},
         )
         run.callback_states = self._callbacks.states
         options = options_for_one_run(self.placement.devices[0].platform)
@@ -300,6 +303,8 @@ class Loop(LoopTools, MediaLogger):
           (state, batch) -> (state, output). The state is donated: use the returned one.
         """
         parts = self._started()
+        self._steps += 1
+        parts.run.add_function("step" + (f" {self._steps}" * (self._steps > 1)), function)
         abstract = jax.tree.map(jax.typeof, parts.state)
         program = make_program(
             function,

@@ -1,7 +1,7 @@
 """Data and programs of a `Loop` that do not depend on its steps."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.declared_arguments import eval_key
+from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.loop_checks import check_batch
@@ -33,6 +34,7 @@ class PlacedState:
     abstract_state: TrainState
     shardings: TrainState
     initial_hyperparameters: Mapping[str, Any]
+    optimizer_record: OptimizerRecord = field(default_factory=OptimizerRecord)
     metric_names: None = None
     base: None = None
 

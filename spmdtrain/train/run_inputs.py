@@ -18,6 +18,7 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.storage import is_url
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.metrics import component_metric
+from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.state import TrainState
 
 
@@ -33,6 +34,11 @@ class Trainable(Protocol):
     @property
     def initial_hyperparameters(self) -> Mapping[str, Any]:
         """Injected hyperparameters that the optimizer starts with, by path."""
+        ...
+
+    @property
+    def optimizer_record(self) -> OptimizerRecord:
+        """The record of the optimizer's update; empty if the user's code calls it."""
         ...
 
     @property
@@ -121,9 +127,15 @@ def check_inputs(
     return total
 
 
-def identity_of(config: RunConfig, train: TrainingData | None, trained: Trainable) -> Identity:
-    """Returns what a run computes: configuration, data, and the shapes of its state."""
+def identity_of(
+    config: RunConfig,
+    train: TrainingData | None,
+    trained: Trainable,
+    functions: Mapping[str, str],
+) -> Identity:
+    """Returns what a run computes: configuration, data, the shapes of its state, its program."""
     base, state = trained.base, trained.abstract_state
+    is_compared = config.workdir is not None or config.fork_from is not None
     return Identity(
         config=config_as_json(config),
         dataset={} if train is None else data_fingerprint(train),
@@ -131,6 +143,8 @@ def identity_of(config: RunConfig, train: TrainingData | None, trained: Trainabl
         optimizer=describe_optimizer(trained.abstract_state.opt_state),
         hyperparameters=trained.initial_hyperparameters,
         lora=LoraRecord() if base is None else LoraRecord(alpha=base.alpha),
+        update=trained.optimizer_record if is_compared else OptimizerRecord(),
+        functions=functions,
         settings=numeric_settings.of_run(),
         versions=numeric_settings.versions_of_run(),
     )
@@ -153,7 +167,8 @@ def check_same_inputs(
         return
     inputs = source_digests() | dataclasses.asdict(identity)
     inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
-    del inputs["versions"]  # compared at the rendezvous; Keras may be imported in one alone
+    # Compared as source files, and at the rendezvous; Keras may be imported in one process alone.
+    del inputs["functions"], inputs["versions"]
     inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
     inputs["data"] = {split: data_fingerprint(dataset) for split, dataset in data.items()}
     inputs["data"] |= {} if train is None else {"train": data_fingerprint(train)}

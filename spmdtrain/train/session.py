@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdtrain.checkpoints.items import check_can_be_saved
+from spmdtrain.checkpoints.program_changes import changed_functions
 from spmdtrain.checkpoints.run_identity import Identity, all_skipped
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import RunConfig
@@ -16,6 +17,7 @@ from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sharded_stream import ShardedStream, StreamProgress
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.distributed import failures, process_group, progress
+from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import (
     NonFiniteError,
@@ -69,6 +71,8 @@ class RunSession:
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
+    earlier: Identity | None = None
+    """The identity of the run that saved the checkpoint of this start; None without one."""
     start_is_evaluated: bool = True
     """Whether the checkpoint of this start was saved after the evaluation of its step."""
 
@@ -82,6 +86,7 @@ class RunSession:
         terminal: Terminal,
         clock: Callable[[], float],
         trackers: Sequence[Tracker] = (),
+        functions: Mapping[str, str] | None = None,
     ) -> "RunSession":
         """Checks the inputs of a run and opens its files.
 
@@ -93,6 +98,7 @@ class RunSession:
           terminal: Receives the log.
           clock: Returns seconds, for `checkpoint_every_seconds`.
           trackers: The user's own trackers.
+          functions: Digests of the user's functions by their use.
 
         Returns:
           The session of the run.
@@ -108,7 +114,7 @@ class RunSession:
         total = check_inputs(config, train, data, trained)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
-        identity = identity_of(config, train, trained)
+        identity = identity_of(config, train, trained, functions or {})
         # Checked before anything is written: processes with different inputs would compute wrong
         # numbers, or hang.
         check_same_inputs(identity, train, data)
@@ -162,6 +168,19 @@ class RunSession:
         self.long_lived.begin()
         if self.checkpoints is not None:
             self.checkpoints.get_ready()
+
+    def add_function(self, use: str, function: Callable[..., Any]) -> None:
+        """Adds a function of the user to the identity of the run, and prints whether it changed.
+
+        Args:
+          use: Its use, for the message.
+          function: A function that is known only after the state was restored.
+        """
+        added = dataclasses.replace(self.identity, functions={use: code_digest(function)})
+        for change in changed_functions(self.earlier, added) if self.earlier else ():
+            self.logger.terminal.line(f"changed since: {change}")
+        functions = {**self.identity.functions, **added.functions}
+        self.identity = dataclasses.replace(self.identity, functions=functions)
 
     def keep_skipped(self, earlier: Identity) -> None:
         """Keeps the batches that an earlier start of the run has left out, besides those given.

@@ -257,6 +257,7 @@ def _continued(
     run.callback_states.restore(saved.callbacks, log)
     run.start_is_evaluated = saved.metrics is not None
     run.keep_skipped(saved.identity)
+    run.earlier = saved.identity
     for change in changes(saved.identity, run.identity):
         log(f"{label}: {change}")
     lora = saved.identity.lora

@@ -14,6 +14,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.sharded_stream import StreamProgress
+from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split
@@ -120,7 +121,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             weight_map=weight_map,
         )
         overrides.check_augment(augment, self.config)
-        self._augment, self._clock, self._init_timeout = augment, clock, init_timeout
+        self._augment, self._code["augment"] = augment, code_digest(augment)
+        self._clock, self._init_timeout = clock, init_timeout
         at_steps = self._backend.state_at_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
         self._programs = Programs(self.functions, self.placement, self.config)
@@ -206,8 +208,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
-            given = self.functions, self.terminal, self._clock, self._own_trackers
-            run = RunSession.open(stack, config, data, *given)
+            given = self.terminal, self._clock, self._own_trackers, self._code
+            run = RunSession.open(stack, config, data, self.functions, *given)
             stack.callback(self._end_fit)
             self._fitting, self._trackers = True, run.logger.trackers
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
@@ -250,8 +252,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         if self._state is None:
             self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
             values = ValueLoader(self.functions, self.config, self._weight_map, self.terminal)
-            given = run, self.functions, values.initial_state, values.base_weights
-            self._state, _ = first_state(*given)
+            functions = self.functions, values.initial_state, values.base_weights
+            self._state, _ = first_state(run, *functions)
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:
@@ -379,8 +381,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             return None
         reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
         inputs = self._variables(), run.validation, run.eval_batch_size
-        # An earlier start has written it if it ended before its next save.
-        is_written = step in run.logger.written[Split.EVAL]
+        is_written = step in run.logger.written[Split.EVAL]  # before an end without a save
         if not is_written and (media := self._evaluation.media(*inputs)) is not None:
             run.logger.trackers.media(step, Split.EVAL, media)
         self._callbacks(CallbackEvent.EVALUATION, step, reported)

@@ -1,6 +1,6 @@
 """Iteration over the equations of a jaxpr, and their evaluation one by one."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,11 +42,21 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
     Args:
         equation: An equation of a jaxpr.
     """
+    for inner, _ in inner_programs(equation):
+        yield inner
+
+
+def inner_programs(equation: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yields the open jaxprs in an equation's parameters, each with its constants.
+
+    Args:
+        equation: An equation of a jaxpr.
+    """
     for value in equation.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(part, "jaxpr", part)  # the open jaxpr of a closed one
             if hasattr(inner, "eqns"):
-                yield inner
+                yield inner, getattr(part, "consts", ())
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:

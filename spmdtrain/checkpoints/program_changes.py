@@ -1,0 +1,111 @@
+"""Differences between the programs of two starts of a run: optimizer, code, settings, versions."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from spmdtrain.distributed import numeric_settings
+from spmdtrain.step.optimizer_record import changed_arguments, changed_constants
+
+if TYPE_CHECKING:  # `run_identity` imports this module
+    from spmdtrain.checkpoints.run_identity import Identity
+
+ANYWAY = "continue with other numbers (--resume-anyway)"
+# Libraries on whose version the digests of functions depend.
+_OF_DIGESTS = ("python", "jax", "flax", "optax", "keras", "spmdtrain")
+
+
+def setting_problem(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Returns which setting gives results another meaning than before, and how to set it.
+
+    Args:
+      saved: The settings of the run that saved a checkpoint.
+      now: Those of this process.
+    """
+    for name, (before, here, is_meaning) in numeric_settings.differences(saved, now).items():
+        if is_meaning:
+            # The key in the state has the shape of its generator.
+            onward = "" if name == "jax_default_prng_impl" else f", {ANYWAY}"
+            return (
+                f"{name}={before}, and this process has {here}, which gives other numbers: "
+                f"{numeric_settings.way_back(name, before)}{onward}"
+            )
+    return None
+
+
+def optimizer_problem(saved: "Identity", now: "Identity") -> str | None:
+    """Returns how optimizers with the same arrays differ in their operations; None if not.
+
+    Args:
+      saved: Identity of the run that saved a checkpoint.
+      now: Identity of this run.
+    """
+    before, here = saved.update, now.update
+    if before.kind == here.kind or _why_not_compared(saved, now) is not None:
+        return None
+    changed = "; ".join(changed_arguments(before, here))
+    difference = f" ({changed})" if changed else ", with other operations"
+    return f"{before.name} there and {here.name} here{difference}"
+
+
+def program_changes(saved: "Identity", now: "Identity") -> list[str]:
+    """Returns the differences of the programs of two runs, each as `name: before -> after`.
+
+    Args:
+      saved: Identity of the run that saved a checkpoint.
+      now: Identity of this run.
+    """
+    found = [f"optimizer: {text}" for text in _optimizer_changes(saved, now)]
+    found += changed_functions(saved, now)
+    settings = numeric_settings.differences(saved.settings, now.settings)
+    found += [f"{name}: {before} -> {here}" for name, (before, here, _) in settings.items()]
+    return found + [
+        f"version of {name}: {before} -> {now.versions[name]}"
+        for name, before in saved.versions.items()
+        if name in now.versions and now.versions[name] != before
+    ]
+
+
+def changed_functions(saved: "Identity", now: "Identity") -> list[str]:
+    """Returns the functions of the user that differ between two runs, as `name: before -> after`.
+
+    Args:
+      saved: Identity of the run that saved a checkpoint.
+      now: Identity of this run.
+    """
+    both = saved.functions.keys() & now.functions.keys()
+    names = sorted(name for name in both if saved.functions[name] != now.functions[name])
+    for library in _OF_DIGESTS if names else ():
+        if saved.versions.get(library) != now.versions.get(library):
+            reason = f"the version of {library} differs"
+            return [f"code of {', '.join(names)}: not compared, because {reason}"]
+    return [f"code of {n}: {saved.functions[n]} -> {now.functions[n]}" for n in names]
+
+
+def _optimizer_changes(saved: "Identity", now: "Identity") -> list[str]:
+    before, here, why_not = saved.update, now.update, _why_not_compared(saved, now)
+    if why_not == "":
+        return []
+    found = changed_arguments(before, here)
+    if why_not is not None:
+        differs = (before.kind, before.schedule) != (here.kind, here.schedule)
+        return found + ([f"its operations are not compared, because {why_not}"] if differs else [])
+    if before.kind != here.kind:
+        found.insert(0, f"{before.name} -> {here.name}, with other operations")
+    elif before.schedule != here.schedule:
+        found.insert(0, "another schedule")
+    else:
+        found += changed_constants(before, here)
+    return found
+
+
+def _why_not_compared(saved: "Identity", now: "Identity") -> str | None:
+    """Returns why the operations of two optimizers cannot be compared; "" if one is not known."""
+    before, here = saved.update, now.update
+    if not before.kind or not here.kind:
+        return ""
+    of_keras = before.name.startswith("keras.") and here.name.startswith("keras.")
+    for name in ("keras",) if of_keras else ("jax", "optax"):
+        if saved.versions.get(name) != now.versions.get(name):
+            return f"the version of {name} differs"
+    # Those of the norm of all gradients, for example, depend on what is trained.
+    return "freeze differs" if saved.config.get("freeze") != now.config.get("freeze") else None

@@ -1,0 +1,155 @@
+"""Digests of the user's functions: what changes them, and what does not."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from spmdtrain.distributed.code_digest import code_digest
+from spmdtrain.step.keras_compile import CompiledKeras
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+
+SOURCE = """
+import numpy as np
+SCALE, NAMES, WEIGHTS = 2.0, {"a", "b"}, np.ones(3)
+
+def helper(x):
+    return x * SCALE
+
+class Table:
+    def __init__(self, rate):
+        self._rate = rate
+    def __call__(self, x):
+        return x * self._rate
+
+def outer(rate):
+    table = Table(rate)
+    def objective(model, batch, power=2):
+        "Returns a loss."
+        value = helper(model(batch)) ** power
+        inner = lambda x: [table(each) for each in x if each in {"loss", "other"}]
+        return {"loss": value * WEIGHTS[0] + inner(NAMES)}
+    return objective
+
+function = outer(0.5)
+"""
+
+CHANGES: dict[str, tuple[str, str]] = {
+    "constant": ("** power", "** 3"),
+    "helper": ("x * SCALE", "x + SCALE"),
+    "global number": ("= 2.0,", "= 3.0,"),
+    "global array": ("np.ones(3)", "np.zeros(3)"),
+    "default": ("power=2", "power=4"),
+    "object within": ("outer(0.5)", "outer(0.25)"),
+    "method": ("x * self._rate", "x / self._rate"),
+    "lambda": ("table(each) for", "each for"),
+    "name": ("helper(model", "abs(model"),
+}
+NO_CHANGES: dict[str, tuple[str, str]] = {
+    "lines": ("def helper", "\n\n# a comment\n\ndef helper"),
+    "docstring": ("Returns a loss.", "Returns another loss."),
+    "local variable": ("value", "renamed"),
+    "order": ('{"a", "b"}', '{"b", "a"}'),
+    "unused": ("def outer", "OTHER = 3\n\ndef outer"),
+}
+
+
+def digest(source: str, file: str = "here/mine.py") -> str:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, file, "exec"), names)
+    return code_digest(names["function"])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_function_uses_changes_its_digest(name: str) -> None:
+    before, after = CHANGES[name]
+    assert before in SOURCE and digest(SOURCE.replace(before, after)) != digest(SOURCE)
+
+
+@pytest.mark.parametrize("name", NO_CHANGES)
+def test_what_is_not_computed_does_not(name: str) -> None:
+    before, after = NO_CHANGES[name]
+    assert before in SOURCE
+    assert digest(SOURCE.replace(before, after), "elsewhere/other.py") == digest(SOURCE)
+
+
+class Dropping(nnx.Module):
+    def __init__(self, rate: float, rngs: nnx.Rngs) -> None:
+        self.layer, self.drop = nnx.Linear(4, 1, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layer(self.drop(x))
+
+
+class Dense(linen.Module):
+    width: int
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dense(self.width)(x)
+
+
+def keras_model(rate: float) -> Any:
+    keras = pytest.importorskip("keras")
+    image = keras.Input((4,))
+    return keras.Model(image, keras.layers.Dropout(rate)(keras.layers.Dense(1)(image)))
+
+
+def compiled(delta: float) -> Any:
+    model = keras_model(0.5)
+    model.compile(loss=pytest.importorskip("keras").losses.Huber(delta), optimizer="adam")
+    return CompiledKeras(model).objective
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Dropping(x, nnx.Rngs(int(8 * x))),
+        lambda x: partial(Dropping, x),
+        lambda x: Dense(int(8 * x)),
+        pytest.param(keras_model, marks=pytest.mark.slow),
+        pytest.param(compiled, marks=pytest.mark.slow),
+        optax.adam,
+        lambda x: jax.jit(lambda y: x * y),
+        lambda x: np.full(3, x),
+    ],
+    ids=["nnx", "factory", "linen", "keras", "compiled", "optax", "jit", "array"],
+)
+def test_arguments_of_models_and_optimizers_count(make: Any) -> None:
+    assert code_digest(make(0.5)) == code_digest(make(0.5)) != code_digest(make(0.25))
+
+
+def test_initial_values_and_paths_do_not_count() -> None:
+    seeds = [Dropping(0.5, nnx.Rngs(seed)) for seed in range(2)]
+    assert len({code_digest(model) for model in seeds}) == 1
+    places = [partial(print, "/data/a"), partial(print, "/mnt/b")]
+    assert len({code_digest(place) for place in places}) == 1
+
+
+@pytest.mark.slow
+def test_a_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{SOURCE}\nfrom spmdtrain.distributed.code_digest import code_digest\n"
+        "print(code_digest(function))\n"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, str(script)],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1 and found.pop().strip()
