@@ -73,7 +73,25 @@ class ClusterError(ConnectionError):
     """
 
 
-class PreemptedExit(SystemExit):
+class OwnExit(SystemExit):
+    """An end of this process that the framework raises: never a `sys.exit` of the user's code."""
+
+
+class EarlyExit(OwnExit):
+    """Raised in place of the `SystemExit` of a `sys.exit` that ends a run before its end.
+
+    Args:
+      reason: The call and its place, in one line.
+      code: The exit code of the process, which is a failure.
+    """
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(code)
+        self.reason = reason
+        self.status = code
+
+
+class PreemptedExit(OwnExit):
     """Raised after a signal stopped the run. Its state is saved if it has a workdir. Exits 75.
 
     It is a `SystemExit`, so that a script that calls `fit` exits with this code and an

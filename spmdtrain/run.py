@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PreemptedExit:
         initialize.leave()
         raise
-    except SystemExit as stop:
+    except SystemExit as stop:  # at the end of a role or of the help, or of the user's code
         failures.check_exit(stop)
         raise
     except KeyboardInterrupt as stop:

@@ -27,6 +27,7 @@ DRILL = '''"""A small network on noise; one of its processes fails on request.""
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -107,6 +108,10 @@ class Rows:
             raise ValueError("there is no such row")
         if fault == "refusal":
             raise UserError("row 7 holds no number")
+        if fault == "exit":
+            sys.exit(0)
+        if fault == "end":
+            os._exit(0)
         if fault == "hang":
             time.sleep(1000)
         if fault == "nan":

@@ -1,5 +1,6 @@
 """Reading of batches ahead, in threads or worker processes of Grain."""
 
+import atexit
 import contextlib
 import gc
 import multiprocessing
@@ -14,14 +15,15 @@ import threading
 import traceback
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 
 from spmdtrain.distributed.user_modules import user_modules
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import ExitCode, StorageError, UserError
 from spmdtrain.sharding.placement import bind_strategy
+from spmdtrain.xla.source_files import place_of
 
 PyTree = Any
 T = TypeVar("T")
@@ -171,10 +173,10 @@ def death_of_worker(error: Exception) -> str:
     ended = re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))
     if ended is None or not isinstance(error, RuntimeError):
         return ""
-    return (
-        f"a process that reads batches ended with exit code {ended[1]}: it was killed, or was out "
-        "of memory; run again to resume"
-    )
+    why = "it was killed, or was out of memory; run again to resume"
+    if int(ended[1]) == ExitCode.FAILED:
+        why = "its own lines say why"
+    return f"a process that reads batches ended with exit code {ended[1]}: {why}"
 
 
 class _WorkerItems:
@@ -189,6 +191,9 @@ class _WorkerItems:
     def __getitem__(self, index: int) -> PyTree:
         try:
             return self._items[index]
+        except SystemExit as stop:
+            why = f"sys.exit({stop.code!r}) in a process that reads batches, {place_of(stop)}"
+            return _Failure(StorageError(f"data_workers: {why}"))
         except Exception as error:
             return _Failure.of(error)
 
@@ -278,6 +283,33 @@ def begin_worker() -> None:
     # The devices belong to the run: JAX in a dataset computes on the CPU.
     jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _fail_early_ends()
+
+
+def _fail_early_ends() -> None:
+    """Makes an end of this worker with code 0 a failure: Grain would wait for its batches forever.
+
+    A worker ends with its reader, which then has set an event.
+    """
+    pid, end = os.getpid(), os._exit
+    # An argument of Grain's function for the process, which has no public name.
+    closed = getattr(multiprocessing.current_process(), "_kwargs", {}).get("should_stop")
+
+    def fail(what: str) -> NoReturn:
+        print(f"failed: {what} ended a process that reads batches", file=sys.stderr, flush=True)
+        end(ExitCode.FAILED)
+
+    def checked_end(status: int) -> NoReturn:
+        if status == ExitCode.DONE and os.getpid() == pid:
+            fail("os._exit(0)")
+        end(status)
+
+    def at_exit() -> None:
+        if closed is not None and not closed.is_set() and os.getpid() == pid:
+            fail("sys.exit")
+
+    os._exit = checked_end
+    atexit.register(at_exit)
 
 
 def _end_with_parent() -> None:

@@ -23,6 +23,10 @@ class ExitState:
 
     training: bool = False
     """Whether this process trains now. Outside of training, a lack of progress is not a hang."""
+    at_work: int = 0
+    """The pid of this process while its end would be a failure, whatever its exit code; else 0."""
+    work: str = ""
+    """What the process then does, such as `training`."""
     failing: bool = False
     """Whether the main thread has failed."""
     on_failure: Callable[[str], None] = ignore_failure

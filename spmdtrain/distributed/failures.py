@@ -24,8 +24,12 @@ from spmdtrain.distributed import hangs, out_of_memory, process_group, progress
 from spmdtrain.distributed.context import CONTEXT, ignore_failure
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
-from spmdtrain.errors import ExitCode, PreemptedExit, foreign
+from spmdtrain.errors import EarlyExit, ExitCode, OwnExit, foreign
+from spmdtrain.xla.source_files import place_of
 
+TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
+"""What `work_in_progress` is about."""
+_SUCCESS = (ExitCode.DONE, ExitCode.PREEMPTED)
 _FAILURE = f"{KEY}/failure"
 _NO_RANK = -1  # rank in a failure that no process reported itself: a job that hangs
 _POLL_INTERVAL = 0.3  # seconds between two checks whether another process has failed
@@ -148,9 +152,84 @@ def fail_with_message(code: int, line: str, error: Exception) -> int:
     return fail(code, " ".join(str(error).split()), error, lambda: to_stderr(line))
 
 
+@contextlib.contextmanager
+def work_in_progress(what: str) -> Iterator[None]:
+    """Makes an end of this process a failure while entered, whatever its exit code.
+
+    A `sys.exit` of the user's code, a data source or a library becomes an `EarlyExit`, which the
+    outermost of several such contexts reports like any other failure. An end of the interpreter
+    that leaves the context open is reported at exit. An end that runs no Python code, such as
+    `os._exit`, is known to the launcher.
+
+    Args:
+      what: What this process does, such as `training`.
+
+    Raises:
+      EarlyExit: In place of a `SystemExit` of others.
+      SystemExit: The framework's own, such as `PreemptedExit`.
+    """
+    exits = CONTEXT.exits
+    with contextlib.ExitStack() as stack:
+        if is_outermost := exits.at_work != os.getpid():
+            exits.at_work, exits.work = os.getpid(), what
+            stack.callback(_end_work)
+            stack.enter_context(progress.working(what))
+            atexit.unregister(_report_open_work)
+            atexit.register(_report_open_work)
+        try:
+            yield
+        except SystemExit as stop:
+            if isinstance(stop, OwnExit) and not isinstance(stop, EarlyExit):
+                raise
+            error = stop if isinstance(stop, EarlyExit) else _early_exit(stop)
+            if is_outermost:
+                fail(error.status, error.reason, error, lambda: _show(error.reason))
+            if error is stop:
+                raise
+            raise error from stop
+
+
+def _early_exit(stop: SystemExit) -> EarlyExit:
+    """Returns the failure that stands for a `sys.exit` in the midst of the work of this process."""
+    given = "" if stop.code is None else repr(stop.code)
+    what = CONTEXT.exits.work
+    reason = f"sys.exit({given}) during the {what}, {place_of(stop)}"
+    if what == TRAINING:
+        reason += "; to end a run early, call its stop()"
+    # Codes that mean success. Of others, the system keeps the last 8 bits.
+    code = stop.code & 0xFF if isinstance(stop.code, int) else int(bool(stop.code))
+    return EarlyExit(reason, ExitCode.FAILED if code in _SUCCESS else code)
+
+
+def _end_work() -> None:
+    CONTEXT.exits.at_work = 0
+
+
+def _report_open_work() -> None:
+    """Fails at the exit of an interpreter whose work is not finished, such as in a daemon thread.
+
+    The exit code can no longer be changed otherwise, so later exit handlers do not run.
+    """
+    exits = CONTEXT.exits
+    if exits.at_work != os.getpid():  # finished, or a forked process
+        return
+    why = f"Python ended during the {exits.work}"
+    with contextlib.suppress(Exception):
+        exits.on_failure(why)
+    code = fail(ExitCode.FAILED, why, SystemExit(0), lambda: _show(why))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _show(why: str) -> None:
+    to_stderr(f"failed: {why}")
+
+
 def check_exit(stop: SystemExit) -> None:
     """Ends the whole job if a process calls `sys.exit` with a code or message of a failure."""
-    if stop.code in (None, 0) or isinstance(stop, PreemptedExit) or process_group.current() is None:
+    if stop.code in (None, 0) or isinstance(stop, OwnExit) or process_group.current() is None:
         return
     with_code = isinstance(stop.code, int)
     code = int(stop.code or 0) if with_code else ExitCode.FAILED
@@ -169,6 +248,8 @@ def _exit_on_exception(
 
 def _in_one_line(error: BaseException) -> str:
     """Returns the type of an error and its message, if it has one."""
+    if isinstance(error, EarlyExit):
+        return error.reason
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 

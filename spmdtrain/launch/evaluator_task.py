@@ -49,7 +49,7 @@ class EvaluatorTask:
 
     def _handle_exit(self, ended: TaskExit) -> None:
         """Schedules a restart, or takes the exit code as final."""
-        final = ended.ours or ended.status in (ExitCode.DONE, ExitCode.BAD_INPUT)
+        final = ended.ours or ended.code in (ExitCode.DONE, ExitCode.BAD_INPUT)
         if self._launcher.over and ended.status == ExitCode.PREEMPTED:
             final = True  # the training was preempted too, and all checkpoints are evaluated
         final = final or bool(self._launcher.signals.received)

@@ -62,6 +62,13 @@ class TaskExit:
     """Evidence that memory was exhausted."""
     peak: int = 0
     """Peak memory of its largest process in bytes; 0 if unknown."""
+    work: str | None = None
+    """What it had not finished when it exited (see `progress.working`)."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it exited with the code of success before it had finished."""
+        return self.status == ExitCode.DONE and self.work is not None
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -72,7 +79,9 @@ class TaskExit:
 
     @property
     def code(self) -> int:
-        """The exit code as in a shell: 128 + N if signal N killed it."""
+        """The exit code as in a shell: 128 + N if signal N killed it; 1 if it exited early."""
+        if self.is_early:
+            return ExitCode.FAILED
         return 128 - self.status if self.status < 0 else self.status
 
     @property
@@ -107,6 +116,8 @@ class CauseRank(enum.IntEnum):
 
 def cause_rank(ended: TaskExit) -> CauseRank:
     """Returns how well an exit explains the others."""
+    if ended.is_early:
+        return CauseRank.OWN
     if ended.status == 0 or ended.ours:
         return CauseRank.NONE
     if ended.reason is not None:
@@ -140,6 +151,8 @@ def describe_exit(ended: TaskExit) -> str:
     because = f": {ended.message}" if ended.message else ""
     if ended.memory is not None:
         because = f": {ended.memory}"
+    if ended.is_early:
+        because = f" during the {ended.work}, without an error: by os._exit, or in native code"
     lost = cause_rank(ended) is CauseRank.CONSEQUENCE and ended.reason is None
     if ended.signal is not None:
         how = f"{_VERBS.get(ended.signal, 'crashed')} ({ended.signal.name}){where}"

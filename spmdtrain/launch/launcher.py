@@ -140,7 +140,7 @@ class Launcher:
 
     def start(self, name: str, tf_config: str) -> Child:
         """Starts a task, after deleting the files of an earlier task with its name."""
-        for kind in ("phase", "reason", "stacks"):
+        for kind in progress.KINDS:
             progress.path(self.folder, name, kind).unlink(missing_ok=True)
         cluster = {"TF_CONFIG": tf_config, progress.LAUNCH: self.folder}
         environment = {**self.environments[name], **cluster}
@@ -223,6 +223,7 @@ class Launcher:
             reason=reason,
             errors=child.errors,
             peak=child.peak,
+            work=progress.unfinished_work(self.folder, child.name),
         )
         if ended.signal not in child.sent:
             return dataclasses.replace(ended, memory=self._memory(ended, child))
@@ -248,7 +249,7 @@ class Launcher:
         """Returns the result of an attempt; prints all failures except the root cause."""
         requested = progress.take_without(self.folder)  # also if this attempt ends otherwise
         saved = max((ended.record.saved for ended in exits if ended.record), default=-1)
-        if self.options.ps and any(x.task == "chief" and x.status == 0 for x in exits):
+        if self.options.ps and any(x.task == "chief" and x.code == 0 for x in exits):
             # The chief has finished: tasks that were still starting then fail to connect to it.
             exits = [ended for ended in exits if cause_rank(ended) is not CauseRank.CONSEQUENCE]
         cause = root_cause(exits)

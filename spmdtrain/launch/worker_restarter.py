@@ -39,7 +39,7 @@ class WorkerRestarter:
         """
         final_codes = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.PREEMPTED)
         final = (
-            ended.ours or ended.status in final_codes or cause_rank(ended) is CauseRank.CONSEQUENCE
+            ended.ours or ended.code in final_codes or cause_rank(ended) is CauseRank.CONSEQUENCE
         )
         if final or not ended.task.startswith("worker") or self._launcher.signals.received:
             return False

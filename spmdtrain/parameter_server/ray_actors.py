@@ -5,13 +5,14 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from spmdtrain.distributed import initialize, progress
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.parameter_server.server import Counts, Pulled, Push, PushResult, Server, ServerState
 from spmdtrain.parameter_server.state_partition import ServerPartition
+from spmdtrain.xla.source_files import place_of
 
 
 class ServerActor:
@@ -67,12 +68,23 @@ class WorkerActor:
     def begin(self, make: Callable[[], Callable[[Any], Any]]) -> None:
         """Makes the function that processes work items, if there is none yet."""
         if self._function is None:
-            self._function = make()
+            with _exit_as_error():
+                self._function = make()
 
     def do(self, work: Any) -> Any:
         """Returns the result of a work item."""
         assert self._function is not None
-        return self._function(work)
+        with _exit_as_error():
+            return self._function(work)
+
+
+@contextlib.contextmanager
+def _exit_as_error() -> Iterator[None]:
+    """Raises `RuntimeError` in place of `SystemExit`, upon which Ray ends an actor for good."""
+    try:
+        yield
+    except SystemExit as stop:
+        raise RuntimeError(f"sys.exit({stop.code!r}) in a worker, {place_of(stop)}") from stop
 
 
 def _initialize_process() -> None:

@@ -2,7 +2,7 @@
 
 from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.distributed import initialize, progress
-from spmdtrain.errors import ExitCode, UserError
+from spmdtrain.errors import ExitCode, OwnExit, UserError
 from spmdtrain.parameter_server import ray_nodes
 
 
@@ -16,7 +16,7 @@ def run_task_role(timeout: float) -> None:
 
     Raises:
       UserError: If the cluster lacks tasks, or this is its evaluator.
-      SystemExit: In a worker or a server, when the job has ended.
+      OwnExit: In a worker or a server, when the job has ended.
     """
     spec = from_environment()
     if spec.role is Role.EVALUATE:
@@ -38,7 +38,7 @@ def run_task_role(timeout: float) -> None:
         progress.write_exit_reason(
             ExitCode.FAILED, f"the job: {how}", own=how == ray_nodes.NODE_DIED
         )
-    raise SystemExit(ray_nodes.ENDS.get(how, ExitCode.FAILED))
+    raise OwnExit(ray_nodes.ENDS.get(how, ExitCode.FAILED))
 
 
 def run_if_worker_or_server(timeout: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.distributed import failures
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.page.render import render_page
 from spmdtrain.plan import aot, json_subprocess, measurement, planner, tables, topologies
@@ -186,8 +187,10 @@ def _plan_in_child(
             env = {**_REMOVED, **measurement.environment(topology), **variables, _MEASURES: "1"}
             kind, measured = json_subprocess.run(command, env, on_message)
             if kind != _MEASURED:
-                why = measured if kind == _ERROR else "the measurement ended without a result"
-                return {"topology": str(topology), "error": why}
+                if kind == _ERROR:
+                    return {"topology": str(topology), "error": measured}
+                why = "the measurement ended without a result"
+                return {"topology": str(topology), "error": why, "failed": True}
             variables[_MEASURED] = json.dumps(measured)
         env = {**_REMOVED, **aot.environment(topology), **variables}
         kind, result = json_subprocess.run(command, env, on_message)
@@ -196,7 +199,7 @@ def _plan_in_child(
         return plan | {"topology": str(topology), "error": why, "failed": True}
     if kind == _ERROR:
         return {"topology": str(topology), "error": result}
-    if kind != _RESULT:  # the experiment called sys.exit
+    if kind != _RESULT:  # os._exit in the experiment
         why = f"planning for {topology} ended without a plan"
         return plan | {"topology": str(topology), "error": why, "failed": True}
     return dict(result)
@@ -213,12 +216,13 @@ def _run_child(arguments: Sequence[str]) -> int:
     if topology.chip is None or not aot.has_compiler(topology):
         jax.config.update("jax_num_cpu_devices", topology.devices)
     try:
-        command = parse_command_line(arguments, Options, _COMMAND)
-        if _MEASURES in os.environ:
-            measured = measurement.measure(command.experiment, command.config, topology)
-            json_subprocess.send(_MEASURED, dataclasses.asdict(measured))
-        else:
-            json_subprocess.send(_RESULT, _plan(arguments, command, topology))
+        with failures.work_in_progress("planning"):
+            command = parse_command_line(arguments, Options, _COMMAND)
+            if _MEASURES in os.environ:
+                measured = measurement.measure(command.experiment, command.config, topology)
+                json_subprocess.send(_MEASURED, dataclasses.asdict(measured))
+            else:
+                json_subprocess.send(_RESULT, _plan(arguments, command, topology))
     except UserError as error:
         json_subprocess.send(_ERROR, str(error))
     return ExitCode.DONE

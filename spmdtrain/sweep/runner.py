@@ -16,6 +16,7 @@ from typing import Literal
 from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.errors import ExitCode
 from spmdtrain.files import no_follow
+from spmdtrain.files.run_files import Status, status_of
 from spmdtrain.launch.child import Child, Reaper, Signals
 from spmdtrain.launch.exit_report import TaskExit, describe_exit
 from spmdtrain.sweep.live_table import LiveTable, RunningRow
@@ -70,6 +71,12 @@ class _Running:
     slot: int
     pruned: bool = False
     first: tuple[float, int] | None = None  # time and step of the first progress
+
+
+def _has_finished(trial: Trial) -> bool:
+    """Returns whether the run of a trial says itself that it has finished."""
+    found = status_of(str(trial.folder))
+    return found is not None and found["status"] == Status.FINISHED
 
 
 class SweepRunner:
@@ -186,9 +193,11 @@ class SweepRunner:
         stopped = ended.status == ExitCode.PREEMPTED or (
             bool(running.child.sent) and ended.signal in _STOPPED
         )
-        if ended.status == ExitCode.DONE and running.metrics.fault:
+        if ended.code == ExitCode.DONE and running.metrics.fault:
             trial.state, trial.reason = TrialState.FAILED, running.metrics.fault
-        elif ended.status == ExitCode.DONE:
+        elif ended.code == ExitCode.DONE and not _has_finished(trial):
+            trial.state, trial.reason = TrialState.FAILED, "ended (code 0) before its run"
+        elif ended.code == ExitCode.DONE:
             trial.state = TrialState.FINISHED
         elif stopped:
             trial.state = TrialState.PRUNED if running.pruned else TrialState.PREEMPTED
@@ -214,6 +223,7 @@ class SweepRunner:
             reason=progress.read_reason(self._folder, child.name),
             errors=child.errors,
             peak=child.peak,
+            work=progress.unfinished_work(self._folder, child.name),
         )
         if ended.signal is signal.SIGKILL and not child.sent:
             return dataclasses.replace(ended, memory=self._oom_kills.reason())

@@ -10,7 +10,7 @@ from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.progress import hide_progress
-from spmdtrain.distributed import initialize, process_group
+from spmdtrain.distributed import failures, initialize, process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.errors import ExitCode, UserError
@@ -60,7 +60,11 @@ def execute(command: Command) -> int:
     if options.mode == "train":
         trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
     else:
-        _evaluate_or_predict(command, experiment, trainer)
+        is_evaluation = options.mode == "evaluate"
+        with failures.work_in_progress(
+            failures.EVALUATION if is_evaluation else failures.PREDICTION
+        ):
+            _evaluate_or_predict(command, experiment, trainer)
     return ExitCode.DONE
 
 

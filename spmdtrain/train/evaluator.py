@@ -19,11 +19,12 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.training_data import examples_per_epoch, training_data
-from spmdtrain.distributed import progress
+from spmdtrain.distributed import failures, progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, status_of
-from spmdtrain.files.storage import failures, folder_of, one_line, size_and_time
+from spmdtrain.files.storage import failures as storage_failures
+from spmdtrain.files.storage import folder_of, one_line, size_and_time
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.run_trackers import evaluator_trackers
@@ -143,7 +144,8 @@ def watch(
         trackers.start(max(files.history(Split.EVAL), default=0), {})
         before, trainer.check_interrupt = trainer.check_interrupt, signals.stop_if_received
         try:
-            return evaluator.run()
+            with failures.work_in_progress(failures.EVALUATION):
+                return evaluator.run()
         finally:
             trainer.check_interrupt = before
 
@@ -410,7 +412,7 @@ class _Training:
             metrics = size_and_time(self._metrics)
         except FileNotFoundError:
             metrics = None
-        except failures(self._metrics) as error:
+        except storage_failures(self._metrics) as error:
             raise StorageError(f"{self._metrics} cannot be read: {one_line(error)}") from error
         heard, now = (status, metrics, tuple(saved)), self._clock()
         # The whole machine may have been stopped for hours between two reads.

@@ -15,13 +15,14 @@ import optax
 from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.errors import OwnExit, UserError, did_you_mean
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks
 from spmdtrain.weights.weight_map import WeightMap
+from spmdtrain.xla.source_files import place_of
 
 PyTree = Any
 
@@ -212,8 +213,13 @@ def _guarded(path: Path, call: Callable[[], Any]) -> Any:
     """Calls a function of the user's file; its exceptions become one line with file and line."""
     try:
         return call()
-    except UserError:
+    except (UserError, OwnExit):
         raise
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+        given = "" if stop.code is None else stop.code
+        raise UserError(f"{path}: sys.exit({given}) {place_of(stop)}") from stop
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}" if error.filename else str(path)
         raise UserError(f"{where}: {error.msg}") from error

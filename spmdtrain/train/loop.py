@@ -15,6 +15,7 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
+from spmdtrain.distributed import failures
 from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
@@ -136,6 +137,7 @@ class Loop(LoopTools, MediaLogger):
 
     def __enter__(self) -> "Loop":
         self._entered = True
+        self._stack.enter_context(failures.work_in_progress(failures.TRAINING))
         self._stack.enter_context(use_placement(self.placement))
         return self
 

@@ -17,7 +17,7 @@ from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset, classes_of
 from spmdtrain.data.dispatch_batches import IndexedBatch
-from spmdtrain.distributed import process_group
+from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import UserError
@@ -214,7 +214,7 @@ class ModelRunner:
         self._variables()  # first: those of a checkpoint have a batch size
         batch_size = self._eval_batch(global_batch_size)
         check_same_data(dataset, batch_size)
-        with use_placement(self.placement):
+        with failures.work_in_progress(failures.EVALUATION), use_placement(self.placement):
             return self._evaluate(dataset, batch_size, self._interrupt_check())
 
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
@@ -229,7 +229,7 @@ class ModelRunner:
         batch_size = self._eval_batch(global_batch_size)
         check_same_data(dataset, batch_size)
         check = self._interrupt_check()
-        with use_placement(self.placement):
+        with failures.work_in_progress(failures.PREDICTION), use_placement(self.placement):
             return self._evaluation.predict(variables, dataset, batch_size, check)
 
     def restore(self, path: str | None = None, *, which: str | int | None = None) -> int:

@@ -344,7 +344,8 @@ class RunSession:
     def record_outcome(self) -> Iterator[None]:
         """Logs the reason if the run ends before its last step."""
         try:
-            yield
+            with failures.work_in_progress(failures.TRAINING):
+                yield
         except PreemptedExit as stop:
             # With parameter servers a signal may arrive before anything could be saved.
             saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
@@ -352,8 +353,6 @@ class RunSession:
             raise
         except BaseException as error:
             self._log_failure(error)
-            if isinstance(error, SystemExit):
-                failures.check_exit(error)
             raise
 
     def _log_failure(self, error: BaseException) -> None:

@@ -14,9 +14,10 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.sharded_stream import StreamProgress
+from spmdtrain.distributed import failures
 from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import PreemptedExit, StateError, UserError
+from spmdtrain.errors import OwnExit, PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import use_placement
@@ -194,7 +195,9 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
             Not in a single process without a workdir, where Ctrl-C is a KeyboardInterrupt.
-          SystemExit: In an evaluator task, after the training has ended.
+          EarlyExit: If anything calls `sys.exit` before the run is finished: a `SystemExit` with
+            the code of a failure.
+          OwnExit: In an evaluator task, after the training has ended: a `SystemExit`.
           UserError: If an argument is wrong.
         """
         overrides.check_fit_arguments(train, unknown, Trainer)
@@ -202,10 +205,16 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         config = overrides.with_totals(self.config, *totals)
         if roles.is_evaluator():
             self.config = config
-            raise SystemExit(evaluator.follow(self, self.config, train, validation))
+            raise OwnExit(evaluator.follow(self, self.config, train, validation))
+        with failures.work_in_progress(failures.TRAINING):
+            return self._fit(
+                config, {"train": train, "validation": validation, "test": test}, restart=restart
+            )
+
+    def _fit(self, config: RunConfig, data: Mapping[str, Any], *, restart: bool) -> FitResult:
+        """Trains with a configuration that has the totals."""
         self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
         config = resolve(config, batch_shards=self.placement.batch_shards)
-        data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
             given = self.terminal, self._clock, self._own_trackers, self._code

@@ -1,6 +1,7 @@
 """The source files of users, as opposed to those of libraries."""
 
 import os
+import traceback
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -18,3 +19,14 @@ def is_library(file: str) -> bool:
         return True
     path = Path(file)
     return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_MODELS)
+
+
+def place_of(error: BaseException) -> str:
+    """Returns `in FUNCTION (FILE:LINE)`: where an exception was raised, if possible a user's line.
+
+    Args:
+        error: A raised exception.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in frames if not is_library(f.filename)] or frames
+    return f"in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

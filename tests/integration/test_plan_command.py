@@ -129,8 +129,12 @@ def test_an_experiment_that_ends_the_process_is_reported(tmp_path: Path) -> None
     ends = tmp_path / "ends.py"
     ends.write_text(FALLS.replace("BUILT.append(config)", "raise SystemExit(0)"))
     ended = plan(ends, "--topology", "cpu:8", "--json")
+    assert ended.returncode == 2, ended.stderr
+    assert f"{ends}: sys.exit(0) in build ({ends}:" in json.loads(ended.stdout)["error"]
+    ends.write_text(FALLS.replace("BUILT.append(config)", "os._exit(0)"))
+    ended = plan(ends, "--topology", "cpu:8", "--json")
     assert ended.returncode == 1, ended.stderr
-    assert json.loads(ended.stdout)["error"] == "planning for cpu:8 ended without a plan"
+    assert json.loads(ended.stdout)["error"] == "planning for cpu:8 ended with code 0, see above"
 
 
 @pytest.mark.nightly

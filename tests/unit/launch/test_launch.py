@@ -900,6 +900,20 @@ def test_in_a_terminal_lines_are_aligned_and_colored(monkeypatch: pytest.MonkeyP
         os.close(writer)
 
 
+@pytest.mark.slow
+def test_a_task_that_ends_with_code_0_before_its_work_is_done_has_failed(tmp_path: Path) -> None:
+    script = """
+with progress.working("training"):
+    if task == "worker 0" and attempt == 0: os._exit(0)
+    if attempt == 0: time.sleep(60)
+"""
+    ended = launch(tmp_path, script, "--processes", 2)
+    assert ended.returncode == 0, ended.stderr
+    early, *_, last = [text for text in said(ended) if not text.startswith("killed")]
+    assert early.startswith("worker 0 ended (code 0) during the training, without an error")
+    assert early.endswith("restart 1 of 3 in 1 s") and last == "finished"
+
+
 AT_37 = ProgressRecord("worker 2", 37, Phase.STEP, 30, 9, 0.0)
 GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"
 
@@ -908,6 +922,12 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
     ("ended", "words", "ranked"),
     [
         (TaskExit("chief", 0), "chief ended (code 0)", CauseRank.NONE),
+        (
+            TaskExit("worker 2", 0, record=AT_37, work="training"),
+            "worker 2 ended (code 0) at step 37 during the training, without an error: by "
+            "os._exit, or in native code",
+            CauseRank.OWN,
+        ),
         (
             TaskExit("worker 2", -9, record=AT_37),
             "worker 2 was killed (SIGKILL) at step 37",
