@@ -147,7 +147,10 @@ def test_learning_rate_and_length_may_change_and_the_change_is_printed(
         assert "changed since" not in capsys.readouterr().out
         assert main([*options, "--steps", "4", "--learning-rate", str(rate)]) == 0
         changes = [line for line in capsys.readouterr().out.splitlines() if "changed since" in line]
-        change = [f"changed since: learning_rate: 0.1 -> {rate}"] if rate != 0.1 else []
+        change = []
+        if rate != 0.1:
+            of_optimizer = f"changed since: optimizer: scale.step_size: -0.1 -> -{rate}"
+            change = [f"changed since: learning_rate: 0.1 -> {rate}", of_optimizer]
         assert sorted(changes) == [*change, "changed since: steps: 2 -> 4"]
         losses.append([line["loss"] for line in metrics(tmp_path / name, "train")])
     same, other = losses
