@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 
 class PhaseClock:
@@ -11,7 +12,7 @@ class PhaseClock:
       phase: The phase at the beginning.
     """
 
-    __slots__ = ("_seconds", "_since", "began", "phase")
+    __slots__ = ("_marks", "_seconds", "_since", "began", "phase")
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -19,6 +20,7 @@ class PhaseClock:
         """When the clock was started, in seconds since the epoch."""
         self._since = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._marks: defaultdict[str, float] = defaultdict(float)  # at the end of an interval
 
     def switch(self, phase: str) -> str:
         """Ends the current phase and begins another; returns the one that has ended."""
@@ -27,10 +29,20 @@ class PhaseClock:
         self.phase, self._since = phase, now
         return before
 
-    def move(self, seconds: float, source: str, target: str) -> None:
-        """Counts time of one phase as time of another."""
-        self._seconds[source] -= seconds
-        self._seconds[target] += seconds
+    def end_interval(self, sources: Sequence[str], target: str, *, moves: bool) -> None:
+        """Ends an interval, which began with the end of the one before.
+
+        Args:
+          sources: The phases of which the interval is kept.
+          target: Another phase.
+          moves: Whether the time of the sources in this interval counts as that of the target.
+        """
+        self.switch(self.phase)
+        for source in sources:
+            seconds = self._seconds[source] - self._marks[source] if moves else 0.0
+            self._seconds[source] -= seconds
+            self._seconds[target] += seconds
+            self._marks[source] = self._seconds[source]
 
     def read(self) -> dict[str, float]:
         """Returns the seconds by phase, up to now."""

@@ -263,10 +263,15 @@ def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]
     )
 
 
-def count_overlapped(phase: Phase, seconds: float) -> None:
-    """Counts time of a phase as time of steps, because devices ran steps meanwhile."""
+def end_interval(*, overlapped: bool) -> None:
+    """Ends an interval of the thread that trains, between two of the points that call this.
+
+    Args:
+      overlapped: Whether devices ran steps throughout: the time in which this thread read batches,
+        or ran callbacks or the user's loop, then counts as that of steps.
+    """
     if CONTEXT.clock is not None:
-        CONTEXT.clock.move(seconds, phase, Phase.STEP)
+        CONTEXT.clock.end_interval((Phase.LOAD, Phase.HOST), Phase.STEP, moves=overlapped)
 
 
 def take_clock() -> PhaseClock:

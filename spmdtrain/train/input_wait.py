@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from spmdtrain.distributed.progress import Phase, count_overlapped, phase
+from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.step.state import TrainState
 
 PyTree = Any
@@ -73,10 +73,14 @@ def next_batch(
     began = time.perf_counter()
     with phase(Phase.LOAD, step):
         batch = next(batches)
-    newest: Any = state.step
-    pending = not newest.is_deleted() and not newest.is_ready()
+    pending = is_pending(state)
     seconds = time.perf_counter() - began
-    if pending:
-        count_overlapped(Phase.LOAD, seconds)
+    end_interval(overlapped=pending)
     count(0.0 if pending else seconds)
     return batch
+
+
+def is_pending(state: TrainState) -> bool:
+    """Returns whether the devices still run the step that returns a state. It does not block."""
+    step: Any = state.step
+    return not step.is_deleted() and not step.is_ready()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import await_compiled
-from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import check_context_used
 from spmdtrain.sharding.describe import check_placed
@@ -23,6 +23,7 @@ from spmdtrain.step.norms import step_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.input_wait import is_pending
 from spmdtrain.train.loop_checks import (
     Step,
     as_scalars,
@@ -116,6 +117,7 @@ class LoopStep:
         if key not in self._compiled:
             self._compile(state, batch)
             self._compiled.add(key)
+        end_interval(overlapped=is_pending(state))  # of the user's loop
         with phase(Phase.STEP):
             after, output = self._program(state, batch)  # compiled by `_compile`
         if loop.step == loop.first_step:

@@ -145,13 +145,14 @@ class MetricsReader:
 
     def _read(self, steps: Sequence[int], output: StepOutput) -> None:
         last = steps[-1]
-        if output.number is not None and (made := int(output.number)) != last:
+        with phase(Phase.STEP):  # blocks until all processes have run the step
+            finite = np.asarray(output.finite)
+            made = last if output.number is None else int(output.number)
+        if made != last:
             raise UserError(
                 f"step {last} is recorded with the output of step {made}: end_step(state, output) "
                 "must be called once after each call of the compiled step"
             )
-        with phase(Phase.STEP):  # blocks until all processes have run the step
-            finite = np.asarray(output.finite)
         self._read_all(steps, output, finite)
         if self._run.config.log_hash_every is not None:
             loss = output.metrics.get("loss")  # of all steps of the dispatch
@@ -178,7 +179,8 @@ class MetricsReader:
             self._failed = error
             raise
         if is_hashed:
-            totals = format_sums(process_group.summed(read_parts(parts)))
+            with phase(Phase.STEP):  # waits for the other processes
+                totals = format_sums(process_group.summed(read_parts(parts)))
             self._run.logger.log_hash(StateHash(step, totals, self._last_loss))
             self._hashed = step
 

@@ -25,15 +25,21 @@ def test_the_time_of_an_inner_phase_does_not_count_as_that_of_the_outer(clock: P
         pass
     with phase(Phase.EVALUATE), phase(Phase.LOAD):  # an evaluation reads its batches
         pass
-    progress.count_overlapped(Phase.HOST, 0.5)  # the devices ran steps meanwhile
-    assert clock.read() == {
-        "start": 1,
-        "restore": 2,
-        "compile": 1,
-        "host": 1.5,
-        "evaluate": 3,
-        "step": 0.5,
-    }
+    assert clock.read() == {"start": 1, "restore": 2, "compile": 1, "host": 2, "evaluate": 3}
+
+
+def test_time_during_which_devices_run_steps_counts_as_that_of_steps(clock: PhaseClock) -> None:
+    with phase(Phase.STEP):
+        pass  # 1 s
+    progress.end_interval(overlapped=False)
+    with phase(Phase.LOAD):
+        pass
+    with phase(Phase.EVALUATE):
+        pass
+    before = clock.read()  # the looks at the clock count as HOST
+    assert before == {"start": 1, "step": 1, "load": 1, "evaluate": 1, "host": 4}
+    progress.end_interval(overlapped=True)  # the load, and HOST since the last call
+    assert clock.read() == {"start": 1, "step": 6, "load": 0, "evaluate": 1, "host": 2}
 
 
 def test_a_second_run_of_a_process_has_a_clock_of_its_own(clock: PhaseClock) -> None:
