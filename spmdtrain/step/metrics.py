@@ -1,7 +1,7 @@
 """Weighted sums and means: objectives return per-example values, and the mean is computed here."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import EXPERT
 from spmdtrain.sharding.placement import current_device, current_mesh
+from spmdtrain.step.norms import NORMS
 from spmdtrain.step.outputs import (
     AddedState,
     Combination,
@@ -230,12 +231,21 @@ def component_metric(metric: str, component: str) -> str:
     return f"{metric}/{component}"
 
 
-def check_names(names: Iterable[str], whose: str) -> None:
-    """Checks that the names of metrics are strings, and not reserved in the metrics file.
+LEARNING_RATE = "learning_rate"
+"""The name of the learning rate in a line of training."""
+OF_EPOCH = ("epoch", LEARNING_RATE, "seconds", "examples_per_second", "input_wait")
+"""Names of what a run itself writes into the line of an epoch."""
+RESERVED = ("step", "split", *OF_EPOCH, *NORMS)
+"""Names of what a run itself writes into lines of metrics and the history: no metrics."""
+
+
+def check_names(names: Iterable[str], whose: str, allowed: Collection[str] = ()) -> None:
+    """Checks that the names of metrics are strings, and none that a run itself writes.
 
     Args:
       names: The names.
       whose: The start of the error message, for example "the objective's".
+      allowed: Names of values that this run does not write itself.
 
     Raises:
       UserError: If a name is not valid.
@@ -245,8 +255,8 @@ def check_names(names: Iterable[str], whose: str) -> None:
             raise UserError(
                 f"{whose} {name!r} has a {type(name).__name__} as its name: use a string"
             )
-    for name in ("step", "split", "epoch"):
-        if name in names:
+    for name in RESERVED:
+        if name in names and name not in allowed:
             raise UserError(f"{whose} {name!r} is a reserved name in the metrics file: rename it")
 
 

@@ -152,8 +152,7 @@ class Epochs:
             measured["input_wait"] = wait
         pairs = dict(zip(epoch.names, epoch.sums, strict=True))
         means = Means(pairs, combined).result(empty=0.0)
-        # A metric of the objective takes precedence over a measured one of the same name.
-        found = {"epoch": self.completed(step)} | means | (measured | means)
+        found = {"epoch": self.completed(step)} | means | measured
         self._logger.log_epoch(step, found)
 
     def _count_seconds(self) -> None:

@@ -16,6 +16,7 @@ from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.files.validation import check
 from spmdtrain.step import hyperparameters
+from spmdtrain.step.metrics import OF_EPOCH
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.keras_callback_options import MAPPED_CALLBACKS, callback_kind
@@ -25,9 +26,6 @@ _CHANGES_RATE = ("ReduceLROnPlateau", "LearningRateScheduler")
 _BEGINS_EPOCHS = ("LearningRateScheduler", "LambdaCallback")
 _WRITES_FILES = ("ModelCheckpoint", "CSVLogger")
 _BUILT_IN = ("TerminateOnNaN", "TensorBoard")
-_MEASURED = frozenset(
-    {"epoch", "learning_rate", "seconds", "examples_per_second", "input_wait"}
-)  # what a line of an epoch holds besides the objective's means
 
 
 class KerasCallbacks:
@@ -123,7 +121,7 @@ class KerasCallbacks:
         Args:
           event: The event.
         """
-        self._epoch_means = {n: x for n, x in event.metrics.items() if n not in _MEASURED}
+        self._epoch_means = {n: x for n, x in event.metrics.items() if n not in OF_EPOCH}
         self._epoch = int(event.metrics["epoch"])  # that of the history
         self._begun, self._is_last = False, event.is_last
         if not event.evaluates:

@@ -1,6 +1,6 @@
 """Checks of what a user's functions return to a `Loop`: state and metrics."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.metrics import check_names, loss_first
+from spmdtrain.step.norms import NORMS_OF_GRADIENTS
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
@@ -120,7 +121,8 @@ def _described(x: Any) -> str:
 def as_scalars(metrics: Any) -> dict[str, jax.Array]:
     """Returns a step's metrics in f32; raises `UserError` if they are not scalars."""
     return {
-        name: jnp.asarray(x, jnp.float32) for name, x in _checked(metrics, "the step's").items()
+        name: jnp.asarray(x, jnp.float32)
+        for name, x in _checked(metrics, "the step's", allowed=NORMS_OF_GRADIENTS).items()
     }
 
 
@@ -130,11 +132,11 @@ def as_floats(found: Any, whose: str = "the evaluation's") -> dict[str, float]:
     return loss_first({name: float(x) for name, x in checked.items()})
 
 
-def _checked(metrics: Any, whose: str) -> Mapping[str, Any]:
+def _checked(metrics: Any, whose: str, allowed: Collection[str] = ()) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping) or not metrics:
         what = "empty" if isinstance(metrics, Mapping) else _described(metrics)
         raise UserError(f"{whose} metrics are {what}: they must be scalars by name")
-    check_names(metrics, f"{whose} metric")
+    check_names(metrics, f"{whose} metric", allowed)
     for name, value in metrics.items():
         what = f"{whose} metric {name!r} is"
         if replicas_in(value):

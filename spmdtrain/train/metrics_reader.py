@@ -18,11 +18,10 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.files.state_hashes import StateHash
 from spmdtrain.step.finite import FLAGS, first_non_finite
-from spmdtrain.step.metrics import component_metric, loss_first
+from spmdtrain.step.metrics import LEARNING_RATE, component_metric, loss_first
 from spmdtrain.step.norms import NORMS, has_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.train.run_logger import LEARNING_RATE
 from spmdtrain.train.session import RunSession
 
 Logged = Callable[[int, dict[str, float]], dict[str, float]]
@@ -261,8 +260,7 @@ class MetricsReader:
         run, step = self._run, steps[number]
         rate, norms = (_of_step(x, output, number) for x in (output.rate, output.norms))
         found = loss_first(dict(metrics))
-        # A metric of the objective takes precedence over a value of the same name.
-        found |= self._beside(step, rate, norms) | found
+        found |= self._beside(step, rate, norms)
         # First the callbacks, which may add metrics to the line.
         logged = self._logged(step, found)
         run.logger.log_train_step(step, run.schedule.total, logged, done=steps[-1])

@@ -16,6 +16,7 @@ from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.files.state_hashes import HASHES_FILE, ResumedAt, StateHash
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.metrics import LEARNING_RATE
 from spmdtrain.step.norms import NORMS
 from spmdtrain.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
 from spmdtrain.trackers.run_trackers import RunTrackers
@@ -26,8 +27,6 @@ from spmdtrain.train.time_account import TimeAccount, goodput_line
 Metrics = dict[str, float]
 _NO_CURVES: Mapping[str, float] = {}
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
-LEARNING_RATE = "learning_rate"
-"""The name of the learning rate in a line of training."""
 
 
 def no_metrics() -> dict[Split, dict[int, Metrics]]:

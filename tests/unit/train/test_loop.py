@@ -802,3 +802,24 @@ def test_the_batch_that_was_placed_is_the_one_reported(
             speeds.setdefault(value.tag, []).append(value.simple_value)
     examples, steps = (speeds[f"speed/{name}_per_second"] for name in ("examples", "steps"))
     np.testing.assert_allclose(examples, 16 * np.array(steps), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "parameter_norm", "seconds", "gradient_norm"])
+def test_only_the_norms_that_a_loop_does_not_know_may_be_metrics_of_its_step(name: str) -> None:
+    with loop(steps=1) as own:
+        state = own.start(init, train=X)
+        step = own.compile_step(lambda state, batch, key: (state, {"loss": 1.0, name: 2.0}))
+        if name != "gradient_norm":
+            with pytest.raises(UserError, match=f"the step's metric '{name}' is a reserved name"):
+                step(state, next(own.batches()))
+            return
+        for batch in own.batches():
+            own.end_step(*step(state, batch))
+        assert own.logger.latest["train"][name] == 2.0  # type: ignore[index]
+
+
+def test_an_evaluation_and_a_callback_may_not_take_a_reserved_name() -> None:
+    with loop(steps=1) as own:
+        own.start(init, train=X)
+        with pytest.raises(UserError, match="the evaluation's metric 'seconds' is a reserved name"):
+            own.log_evaluation({"loss": 1.0, "seconds": 2.0})

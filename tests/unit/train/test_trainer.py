@@ -37,6 +37,7 @@ from spmdtrain.sharding.rules import Rule
 from spmdtrain.step import user_frames
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.metrics import RESERVED
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
@@ -462,7 +463,15 @@ def test_another_optimizer_of_the_same_arrays_is_refused(tmp_path: Path) -> None
         other.fit((X, Y), steps=2)
 
 
-@pytest.mark.parametrize("name", ["step", "split"])
+def test_all_names_that_a_run_itself_writes_are_reserved(tmp_path: Path) -> None:
+    fitted = trainer(optimizer=optax.inject_hyperparams(optax.sgd)(0.1), workdir=str(tmp_path))
+    history = fitted.fit((X, Y), epochs=2, validation=(X, Y)).history
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = {name for line in [*lines, *history.epochs, *history.evaluations] for name in line}
+    assert written - {"loss"} == set(RESERVED)
+
+
+@pytest.mark.parametrize("name", RESERVED)
 def test_a_metric_may_not_take_a_word_of_the_metrics_file(name: str) -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         return squared_error(model, batch) | {name: batch[0][:, 0]}
