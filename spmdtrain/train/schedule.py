@@ -9,6 +9,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.step.dispatch import Dispatch
 
+_LOOK_AHEAD = 20_000  # steps whose cadences are compared
 _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by several processes
 
 
@@ -179,6 +180,18 @@ class Schedule:
     def saves_by_count(self, step: int) -> bool:
         """Returns whether `step` is one to save after, whatever the time."""
         return step == self.total or self._config.saves_at(step, self._num_examples)
+
+    def unsaved_evaluation(self) -> int | None:
+        """Returns the first step that is evaluated and not saved by count; None if none is found.
+
+        The state of such a step is never among the best checkpoints.
+        """
+        if not (self._saves and self._config.keep_best):
+            return None
+        for step in range(1, min(self.total, _LOOK_AHEAD) + 1):
+            if self.is_eval_step(step) and not self.saves_by_count(step):
+                return step
+        return None
 
     def saved(self) -> None:
         """Restarts the clock of `checkpoint_every_seconds`."""

@@ -182,6 +182,19 @@ class RunSession:
         functions = {**self.identity.functions, **added.functions}
         self.identity = dataclasses.replace(self.identity, functions=functions)
 
+    def name_unsaved_evaluation(self, first: int) -> None:
+        """Prints the first step that is evaluated and not saved, so that it is never the best.
+
+        Args:
+          first: The step from which this start continues.
+        """
+        step = self.schedule.unsaved_evaluation()
+        if step is not None and first < self.schedule.total:
+            self.logger.terminal.line(
+                "the best checkpoint is the best of the steps that are evaluated and saved; step "
+                f"{step} is evaluated and not saved: to save all, give both the same cadence"
+            )
+
     def keep_skipped(self, earlier: Identity) -> None:
         """Keeps the batches that an earlier start of the run has left out, besides those given.
 

@@ -317,6 +317,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
         """Calls the first callbacks, saves step 0, and runs an evaluation that was interrupted."""
+        if run.validation is not None:
+            run.name_unsaved_evaluation(first)
         self._callbacks(CallbackEvent.FIT_START, first)
         if run.should_save_at_start(first):
             # Evaluated before the save, which records the metrics. A signal ends the run here.

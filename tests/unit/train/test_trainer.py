@@ -38,6 +38,7 @@ from spmdtrain.step import user_frames
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metrics import RESERVED
+from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
@@ -255,6 +256,25 @@ def test_the_best_by_the_named_metric_is_kept_beside_the_newest(tmp_path: Path) 
     assert best == 5  # the error only falls
     saved = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert saved == [5, 25, 30]
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"eval_every_steps": 2, "checkpoint_every_steps": 3}, 2),
+        ({"eval_every_steps": 2, "checkpoint_every_steps": 2}, None),
+        ({"eval_every_steps": 4, "checkpoint_every_steps": 2}, None),
+        ({"eval_every_steps": 2, "checkpoint_every_steps": 3, "keep_best": 0}, None),
+    ],
+)
+def test_an_evaluation_that_can_give_no_best_checkpoint_is_named_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], step: int | None
+) -> None:
+    fitted = trainer(workdir=str(tmp_path), terminal=Terminal(), **options)
+    fitted.fit((X, Y), steps=6, validation=(X, Y))
+    said = [x for x in capsys.readouterr().out.splitlines() if x.startswith("the best checkpoint")]
+    assert len(said) == (step is not None)
+    assert all(f"; step {step} is evaluated and not saved: " in line for line in said)
 
 
 def test_a_best_metric_that_no_evaluation_gives_is_an_error(tmp_path: Path) -> None:
