@@ -298,7 +298,7 @@ class KerasCallbacks:
             state = dataclasses.replace(state, opt_state=opt_state)
         trainer.state = state
         new = hyperparameters.learning_rate(state.opt_state)
-        if old is not None and float(old) != float(new):
+        if old is not None and new is not None and float(old) != float(new):
             trainer.terminal.line(f"learning rate {float(old):g} -> {float(new):g}: {kind}")
 
     @staticmethod
