@@ -53,7 +53,6 @@ WAITING = frozenset(
 
 # A record: pid, step, phase, changes, time. The step last saved follows in a separate slot, because
 # another thread may write it: separate slots need no lock.
-_WORK = "work"  # kind of the file of a task that has not finished
 _WITHOUT = "without"  # file with the task to leave out
 _RECORD = struct.Struct("<qq8sqd")
 _SAVED = struct.Struct("<q")
@@ -62,7 +61,7 @@ _SIZE = _RECORD.size + _SAVED.size + _SEALING.size
 _NOT_SAVED = -1
 
 
-KINDS = ("phase", "reason", "stacks", _WORK)
+KINDS = ("phase", "reason", "stacks", "work")
 """Kinds of files of a task."""
 
 
@@ -316,26 +315,6 @@ def sealing(step: int) -> Iterator[None]:
         CONTEXT.channel.publish_sealing(_NOT_SAVED)
 
 
-@contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Tells the launcher while entered that this process has not finished what it does.
-
-    It is a file, which stays if the process ends in a way that runs no further code.
-
-    Args:
-      what: What it does, such as `training`.
-    """
-    folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
-    if not folder or not task or (file := path(folder, task, _WORK)).exists():
-        yield  # without a launcher, or in a child process of the task
-        return
-    file.write_text(what)
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-
-
 def write_exit_reason(code: int, reason: str, *, own: bool = True) -> None:
     """Writes the reason of this process' exit for the launcher; later calls do nothing.
 
@@ -446,14 +425,6 @@ def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:
     except (FileNotFoundError, ValueError):
         return None
     return Reason(content["code"], content["reason"], content["own"])
-
-
-def unfinished_work(folder: str | os.PathLike[str], task: str) -> str | None:
-    """Returns what a task has not finished (see `working`); None if it does no such work."""
-    try:
-        return path(folder, task, _WORK).read_text()
-    except FileNotFoundError:
-        return None
 
 
 def take_without(folder: str | os.PathLike[str]) -> str | None:

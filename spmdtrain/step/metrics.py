@@ -1,7 +1,7 @@
 """Weighted sums and means: objectives return per-example values, and the mean is computed here."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import EXPERT
 from spmdtrain.sharding.placement import current_device, current_mesh
-from spmdtrain.step.norms import NORMS
+from spmdtrain.step.metric_names import check_names
 from spmdtrain.step.outputs import (
     AddedState,
     Combination,
@@ -229,35 +229,6 @@ def component_losses(
 def component_metric(metric: str, component: str) -> str:
     """Returns the name of a metric of one component of a mixture."""
     return f"{metric}/{component}"
-
-
-LEARNING_RATE = "learning_rate"
-"""The name of the learning rate in a line of training."""
-OF_EPOCH = ("epoch", LEARNING_RATE, "seconds", "examples_per_second", "input_wait")
-"""Names of what a run itself writes into the line of an epoch."""
-RESERVED = ("step", "split", *OF_EPOCH, *NORMS)
-"""Names of what a run itself writes into lines of metrics and the history: no metrics."""
-
-
-def check_names(names: Iterable[str], whose: str, allowed: Collection[str] = ()) -> None:
-    """Checks that the names of metrics are strings, and none that a run itself writes.
-
-    Args:
-      names: The names.
-      whose: The start of the error message, for example "the objective's".
-      allowed: Names of values that this run does not write itself.
-
-    Raises:
-      UserError: If a name is not valid.
-    """
-    for name in names:
-        if not isinstance(name, str):
-            raise UserError(
-                f"{whose} {name!r} has a {type(name).__name__} as its name: use a string"
-            )
-    for name in RESERVED:
-        if name in names and name not in allowed:
-            raise UserError(f"{whose} {name!r} is a reserved name in the metrics file: rename it")
 
 
 def weighted_mean(

@@ -16,7 +16,7 @@ from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.files.validation import check
 from spmdtrain.step import hyperparameters
-from spmdtrain.step.metrics import OF_EPOCH
+from spmdtrain.step.metric_names import OF_EPOCH
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.keras_callback_options import MAPPED_CALLBACKS, callback_kind

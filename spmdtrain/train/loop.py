@@ -197,8 +197,8 @@ class Loop(LoopTools, MediaLogger):
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement)
         self._stack.enter_context(run.record_outcome())
-        if self.config.eval_every_steps is not None:  # when `should_evaluate` says so
-            run.name_unsaved_evaluation(self.step)
+        evaluates = self.config.eval_every_steps is not None  # the option of `should_evaluate`
+        run.name_unsaved_evaluation(self.step, evaluates=evaluates)
         self._callbacks(CallbackEvent.FIT_START, self.step)
         if run.should_save_at_start(self.step):
             self._save()

@@ -106,6 +106,7 @@ class RunSession:
         Raises:
           UserError: If an input is wrong, or the processes have different ones.
         """
+        stack.enter_context(failures.work_in_progress(failures.TRAINING))
         given = {n: x for n, x in splits.items() if x is not None}
         train = training_data(given.pop("train"), config) if "train" in given else None
         if isinstance(train, ShardedStream):
@@ -182,13 +183,14 @@ class RunSession:
         functions = {**self.identity.functions, **added.functions}
         self.identity = dataclasses.replace(self.identity, functions=functions)
 
-    def name_unsaved_evaluation(self, first: int) -> None:
+    def name_unsaved_evaluation(self, first: int, *, evaluates: bool) -> None:
         """Prints the first step that is evaluated and not saved, so that it is never the best.
 
         Args:
           first: The step from which this start continues.
+          evaluates: Whether the run evaluates.
         """
-        step = self.schedule.unsaved_evaluation()
+        step = self.schedule.unsaved_evaluation() if evaluates else None
         if step is not None and first < self.schedule.total:
             self.logger.terminal.line(
                 "the best checkpoint is the best of the steps that are evaluated and saved; step "

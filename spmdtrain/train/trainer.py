@@ -14,7 +14,6 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.sharded_stream import StreamProgress
-from spmdtrain.distributed import failures
 from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import OwnExit, PreemptedExit, StateError, UserError
@@ -195,9 +194,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
             Not in a single process without a workdir, where Ctrl-C is a KeyboardInterrupt.
-          EarlyExit: If anything calls `sys.exit` before the run is finished: a `SystemExit` with
-            the code of a failure.
-          OwnExit: In an evaluator task, after the training has ended: a `SystemExit`.
+          OwnExit: A `SystemExit`: for a `sys.exit` before the end, or at that of an evaluator task.
           UserError: If an argument is wrong.
         """
         overrides.check_fit_arguments(train, unknown, Trainer)
@@ -206,15 +203,9 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         if roles.is_evaluator():
             self.config = config
             raise OwnExit(evaluator.follow(self, self.config, train, validation))
-        with failures.work_in_progress(failures.TRAINING):
-            return self._fit(
-                config, {"train": train, "validation": validation, "test": test}, restart=restart
-            )
-
-    def _fit(self, config: RunConfig, data: Mapping[str, Any], *, restart: bool) -> FitResult:
-        """Trains with a configuration that has the totals."""
         self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
         config = resolve(config, batch_shards=self.placement.batch_shards)
+        data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
             given = self.terminal, self._clock, self._own_trackers, self._code
@@ -317,8 +308,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
         """Calls the first callbacks, saves step 0, and runs an evaluation that was interrupted."""
-        if run.validation is not None:
-            run.name_unsaved_evaluation(first)
+        run.name_unsaved_evaluation(first, evaluates=run.validation is not None)
         self._callbacks(CallbackEvent.FIT_START, first)
         if run.should_save_at_start(first):
             # Evaluated before the save, which records the metrics. A signal ends the run here.

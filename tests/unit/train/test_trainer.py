@@ -37,7 +37,7 @@ from spmdtrain.sharding.rules import Rule
 from spmdtrain.step import user_frames
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.metrics import RESERVED
+from spmdtrain.step.metric_names import RESERVED
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 

@@ -1,0 +1,34 @@
+"""The names of metrics: those that a run itself writes are reserved."""
+
+from collections.abc import Collection, Iterable
+
+from spmdtrain.errors import UserError
+from spmdtrain.step.norms import NORMS
+
+LEARNING_RATE = "learning_rate"
+"""The name of the learning rate in a line of training."""
+OF_EPOCH = ("epoch", LEARNING_RATE, "seconds", "examples_per_second", "input_wait")
+"""Names of what a run itself writes into the line of an epoch."""
+RESERVED = ("step", "split", *OF_EPOCH, *NORMS)
+"""Names of what a run itself writes into lines of metrics and the history: no metrics."""
+
+
+def check_names(names: Iterable[str], whose: str, allowed: Collection[str] = ()) -> None:
+    """Checks that the names of metrics are strings, and none that a run itself writes.
+
+    Args:
+      names: The names.
+      whose: The start of the error message, for example "the objective's".
+      allowed: Names of values that this run does not write itself.
+
+    Raises:
+      UserError: If a name is not valid.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise UserError(
+                f"{whose} {name!r} has a {type(name).__name__} as its name: use a string"
+            )
+    for name in RESERVED:
+        if name in names and name not in allowed:
+            raise UserError(f"{whose} {name!r} is a reserved name in the metrics file: rename it")
