@@ -27,6 +27,6 @@ def place_of(error: BaseException) -> str:
     Args:
         error: A raised exception.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in frames if not is_library(f.filename)] or frames
+    found = list(traceback.extract_tb(error.__traceback__))
+    frames = [f for f in found if not is_library(f.filename)] or found
     return f"in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
