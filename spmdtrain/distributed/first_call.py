@@ -94,11 +94,12 @@ class Together:
     Args:
       jitted: The result of `jax.jit`.
       constant: Number of leading arguments whose shapes are the same in all calls.
-      check: Called with the open jaxpr before the first call for given shapes; may raise.
+      check: Called with the open jaxpr and the arguments before the first call for given shapes;
+        may raise.
     """
 
     def __init__(
-        self, jitted: Any, constant: int = 0, check: Callable[[Any], None] | None = None
+        self, jitted: Any, constant: int = 0, check: Callable[[Any, Any], None] | None = None
     ) -> None:
         self._jitted, self._constant, self._check = jitted, constant, check
         self._compiled: set[Any] = set()
@@ -110,7 +111,7 @@ class Together:
             shapes = (treedef, *map(jax.typeof, leaves))
             if shapes not in self._compiled:
                 if self._check is not None:
-                    self._check(self._jitted.trace(*args).jaxpr.jaxpr)
+                    self._check(self._jitted.trace(*args).jaxpr.jaxpr, args)
                 result = call_together(self._jitted, *args)
                 self._compiled.add(shapes)
                 return result

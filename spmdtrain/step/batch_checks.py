@@ -12,7 +12,9 @@ from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.uneven_batch import why_not_in_training
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.attention import check_context_used
 from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.exact_checks import check_exact_batch
 from spmdtrain.step.forward import INPUTS, Forward
@@ -22,6 +24,7 @@ from spmdtrain.step.outputs import Combination, Scalar, outputs_of_training
 from spmdtrain.step.state import TrainState
 from spmdtrain.xla.jaxpr import equations
 from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
+from spmdtrain.xla.partitioner_faults import check_partitioning
 
 PyTree = Any
 COUPLED = "the objective is declared as batch_coupled: its values depend on the whole batch"
@@ -244,6 +247,28 @@ class BatchChecks:
             params, frozen, batch, state.model_state, jax.eval_shape(jax.random.key, 0)
         )
         return program.jaxpr
+
+
+def check_program(jaxpr: Any, args: PyTree, placement: Placement) -> None:
+    """Checks that a program computes on several devices what it does on one, and uses the mesh.
+
+    Args:
+      jaxpr: The open jaxpr of the program.
+      args: Its arguments, arrays or abstract arrays with shardings.
+      placement: The strategy and its mesh.
+
+    Raises:
+      UserError: If the axis "context" is not used, or if XLA's partitioner computes an operation
+        wrongly.
+    """
+    check_context_used(jaxpr, placement)
+    check_partitioned(jaxpr, args, placement)
+
+
+def check_partitioned(jaxpr: Any, args: PyTree, placement: Placement) -> None:
+    """Checks that XLA's partitioner computes a program rightly; see `check_program`."""
+    if placement.mesh is not None:
+        check_partitioning(jaxpr, args, placement.mesh.shape, BATCH_AXES)
 
 
 def _abstract_batch(rows: PyTree, size: int) -> PyTree:

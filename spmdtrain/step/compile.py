@@ -17,9 +17,10 @@ from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
-from spmdtrain.kernels.attention import check_context_used, describe_attention
+from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step.batch_checks import check_program
 from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, may_group, update_program
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.layer_loop import describe_layers
@@ -205,7 +206,7 @@ class Programs:
             # With the shardings of the real arguments, so that the jitted function finds the
             # program in its cache. Its calls are dispatched faster than those of `compiled`.
             traced = call.trace(self._steps.placed_state, batch)
-            check_context_used(traced.jaxpr.jaxpr, self._placement)
+            check_program(traced.jaxpr.jaxpr, (self._steps.placed_state, batch), self._placement)
             lowered = traced.lower()
             compiled = lowered.compile()
         summary = f"step compiled in {time.perf_counter() - started:.1f} s"

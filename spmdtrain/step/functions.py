@@ -25,8 +25,6 @@ from spmdtrain.data.dispatch_batches import examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.attention import check_context_used
-from spmdtrain.kernels.context_attention import CONTEXT
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.annotations import AxisRules
@@ -36,7 +34,7 @@ from spmdtrain.sharding.rules import Rule
 from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel
-from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
+from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks, check_partitioned, check_program
 from spmdtrain.step.declared_arguments import Declared
 from spmdtrain.step.dispatch import Repeat
 from spmdtrain.step.exact import ExactGradients, ExactUpdate, exact_evaluation
@@ -64,6 +62,8 @@ from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any
+Check = Callable[[Any, PyTree], None]
+"""A check of a program: of its open jaxpr and its arguments."""
 
 
 class StepFunctions:
@@ -195,14 +195,18 @@ class StepFunctions:
         places = (variables, None, None, replicated)
         evaluate: Callable[..., Any] = self._forward.evaluate
         evaluate = exact_evaluation(evaluate, self._order) if self._order else evaluate
-        uses_context = partial(check_context_used, placement=placement)
-        check = uses_context if placement.size(CONTEXT) > 1 else None
+        check: Check | None = None
+        if placement.mesh is not None and placement.mesh.size > 1:
+            check = partial(check_program, placement=placement)
         self.evaluate = self._compile(evaluate, places, check)
         # Replicated predictions, because every process returns all of them.
         self.predict = self._compile(self._forward.predictions, places, check)
         declared = None if media is None else Declared.of(locate_errors(media))
         self._media = None if declared is None else partial(self._forward.in_eval, declared)
-        self.media = None if self._media is None else self._compile(self._media, places)
+        partitioned = None if check is None else partial(check_partitioned, placement=placement)
+        self.media = (
+            None if self._media is None else self._compile(self._media, places, partitioned)
+        )
         """As `predict`, for the media to log; None if none are declared."""
 
     # -- the state -----------------------------------------------------------------------------
@@ -430,7 +434,7 @@ class StepFunctions:
         self,
         function: Callable[..., Any],
         in_shardings: Any,
-        check: Callable[[Any], None] | None = None,
+        check: Check | None = None,
     ) -> Any:
         """Compiles a function of variables and a batch; its result is replicated."""
         if not self._config.jit:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,11 @@ from spmdtrain.data.dispatch_batches import (
     examples_of,
     stacked_sharding,
 )
+from spmdtrain.distributed.first_call import Together
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step import metrics
+from spmdtrain.step.batch_checks import check_partitioned
 from spmdtrain.step.batch_loss import BatchLoss
 from spmdtrain.step.dispatch import Repeat, repeated
 from spmdtrain.step.extra_arguments import ExtraArguments
@@ -231,12 +234,13 @@ def make_gradient_step(
     if not jit:
         return eager(gradient_step)
     replicated = placement.replicated
-    return jax.jit(
+    compiled = jax.jit(
         gradient_step,
         in_shardings=(replicated, placement.batch, replicated, replicated),
         out_shardings=replicated,
         compiler_options=compiler_options or None,
     )
+    return Together(compiled, constant=1, check=partial(check_partitioned, placement=placement))
 
 
 def _evaluated(

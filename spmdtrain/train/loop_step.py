@@ -12,10 +12,10 @@ from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.attention import check_context_used
 from spmdtrain.sharding.describe import check_placed
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.batch_checks import check_program
 from spmdtrain.step.compile import describe_choices
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.hyperparameters import learning_rate
@@ -128,7 +128,7 @@ class LoopStep:
         began, loop = time.perf_counter(), self._loop
         with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
             traced = self._program.trace(state, batch)
-            check_context_used(traced.jaxpr.jaxpr, loop.placement)
+            check_program(traced.jaxpr.jaxpr, (state, batch), loop.placement)
             lowered = traced.lower()
             compiled = lowered.compile()
             await_compiled(lowered)

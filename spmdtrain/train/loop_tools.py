@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from spmdtrain.distributed.first_call import Together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step.batch_checks import check_partitioned
 from spmdtrain.step.declared_arguments import eval_key
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
@@ -154,7 +156,8 @@ class LoopTools:
                 )
             return found
 
-        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated))
+        check = partial(check_partitioned, placement=self.placement)
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated), check=check)
 
         def call(*args: PyTree) -> PyTree:
             with use_placement(self.placement):
