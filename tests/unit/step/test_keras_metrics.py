@@ -21,6 +21,7 @@ pytestmark = [  # of Keras itself
 ]
 
 Metric: Any = keras.metrics.Metric
+Mean: Any = keras.metrics.Mean
 ROWS, BATCH, CLASSES = 21, 8, 3  # the last batch is partial
 _draw = np.random.default_rng(0)
 X = _draw.normal(size=(ROWS, 4)).astype(np.float32)
@@ -42,7 +43,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "SensitivityAtSpecificity": {"specificity": 0.5},
     "SpecificityAtSensitivity": {"sensitivity": 0.5},
 }
-CLASSES_OF_KERAS = {
+CLASSES_OF_KERAS: dict[str, Any] = {
     name: each
     for name, each in vars(keras.metrics).items()
     # `Mean` and `Sum` take one array, which `compile` does not give them; see `Share` below.
@@ -78,7 +79,7 @@ def of_classes(y_true: Any, y_pred: Any) -> Any:
     return ops.max(y_pred, axis=0)  # of shape (C,), whatever the batch
 
 
-class Share(keras.metrics.Mean):  # type: ignore[misc]
+class Share(Mean):  # type: ignore[misc]
     """A mean whose count is not one of examples."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
@@ -86,7 +87,7 @@ class Share(keras.metrics.Mean):  # type: ignore[misc]
         self.count.assign_add(ops.sum(y_true[:, 0]))
 
 
-class OfBatches(keras.metrics.Mean):  # type: ignore[misc]
+class OfBatches(Mean):  # type: ignore[misc]
     """A mean over batches of their mean."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
