@@ -151,9 +151,14 @@ PROGRAMS: dict[str, Values] = {
     "svd": lambda x: jnp.linalg.svd(x, compute_uv=False),
     "fft": lambda x: jnp.abs(jnp.fft.fft(x, axis=0)) + 0.1,
 }
-OVERLAPPING = ("max of 2, stride 1", "min of 2, stride 1", "max of 3, same", "max of 5, stride 2")
+OVERLAPPING: tuple[str, ...] = (
+    "max of 2, stride 1",
+    "min of 2, stride 1",
+    "max of 3, same",
+    "max of 5, stride 2",
+)
 OVERLAPPING = (*OVERLAPPING, "max in vmap", "max in remat", "max in a loop")
-OF_ROWS = ("convolution with a kernel of rows", "convolution of rows with rows")
+OF_ROWS: tuple[str, ...] = ("convolution with a kernel of rows", "convolution of rows with rows")
 OF_ROWS = (*OF_ROWS, "convolution with a trained kernel")
 
 Shape = dict[str, int]

@@ -1,0 +1,360 @@
+"""Random crossings of features against a loop of plain JAX (`tests/covering.py`).
+
+`COVERING_SEED` is the first seed of the cells; by default it is fixed, and the date for those at
+night. A failure prints the cell and the command that repeats it. A refusal is a right answer if its
+message names two of the features that the cell crosses.
+"""
+
+import dataclasses
+import datetime
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+
+from pathlib import Path
+from typing import Any
+
+import covering
+import flax.linen as nn
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from covering import HIDDEN, OUTPUTS, WIDTH, Cell, Numbers
+from flax import nnx
+from helpers import metrics
+from jax.sharding import PartitionSpec
+
+from spmdtrain import (
+    FunctionModel,
+    KerasModel,
+    LinenModel,
+    Loop,
+    MeshSpec,
+    Rule,
+    Trainer,
+    UserError,
+    weighted_mean,
+)
+from spmdtrain.config.run_config import Purpose, derive_seed
+from spmdtrain.terminal import Terminal
+
+FIRST = int(os.environ.get("COVERING_SEED", "4700"))
+CELLS = int(os.environ.get("COVERING_CELLS", "30"))
+DATE = int(os.environ.get("COVERING_SEED", f"{datetime.date.today():%Y%m%d}000"))
+AT_NIGHT = int(os.environ.get("COVERING_CELLS", "300"))
+OPTIONS = ("strategy", "microbatches", "steps_per_dispatch", "remat", "exact", "compute_dtype")
+
+# The split of `tensor_parallel`, by columns and then by rows.
+RULES = [
+    Rule("first/kernel", PartitionSpec(None, "tensor")),
+    Rule("second/kernel", PartitionSpec("tensor", None)),
+    Rule("bias", PartitionSpec()),
+]
+# By which a message names a feature, besides its own name and value.
+WORDS = {
+    "average": ("ema_decay", "average"),
+    "batch": ("global_batch_size", "batch"),
+    "examples": ("examples", "rows"),
+    "devices": ("devices", "mesh", "parts", "shards"),
+    "draws": ("random", "key"),
+    "source": ("stream", "dataset"),
+    "continued": ("restart", "fork", "resume"),
+    "eval_batch": ("eval_batch_size",),
+    "model": ("batch statistics", "state", "statistics", "model"),
+    "weights": ("weight",),
+    "entry": ("Keras", "Loop", "compile"),
+}
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CELLS))
+def test_a_random_crossing_computes_what_a_plain_loop_does(seed: int, tmp_path: Path) -> None:
+    check(covering.draw(seed), tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(AT_NIGHT))
+def test_another_crossing_of_the_day(number: int, tmp_path: Path) -> None:
+    check(covering.draw(DATE + number), tmp_path)
+
+
+def check(cell: Cell, folder: Path) -> None:
+    print(f"{cell}\nCOVERING_SEED={cell.seed} COVERING_CELLS=1 pytest {__file__} -m 'not nightly'")
+    evaluated = covering.make_data(cell, count=21, shift=7)
+    try:
+        found = {"loop": of_loop}.get(cell.entry, of_trainer)(cell, folder, evaluated)
+    except UserError as refusal:
+        named = [name for name in cell.features if names(str(refusal), name, cell)]
+        assert len(named) > 1, f"names only {named} of {cell.features}: {refusal}"
+        return
+    key = jax.random.key(derive_seed(cell.seed, Purpose.STEP))
+    wanted, (rtol, atol) = covering.expected(cell, key, evaluated), covering.tolerance(cell)
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=rtol, atol=atol, err_msg="losses")
+    for name, value in wanted.params.items():
+        np.testing.assert_allclose(found.params[name], value, rtol=rtol, atol=atol, err_msg=name)
+    for name, number in found.evaluation.items():
+        np.testing.assert_allclose(
+            number, wanted.evaluation[name], rtol=rtol, atol=atol, err_msg=name
+        )
+    if found.predictions is not None:
+        np.testing.assert_allclose(found.predictions, wanted.predictions, rtol=rtol, atol=atol)
+
+
+def names(message: str, name: str, cell: Cell) -> bool:
+    words = (name, str(getattr(cell, name)), *WORDS.get(name, ()))
+    return any(word in message for word in words if len(word) > 2)
+
+
+# -- the models, with the initial parameters of the plain loop -------------------------------------
+
+
+def constant(value: np.ndarray) -> Any:
+    return lambda key, shape, dtype=jnp.float32: jnp.asarray(value, dtype).reshape(shape)
+
+
+class Net(nnx.Module):
+    def __init__(self, cell: Cell, rngs: nnx.Rngs) -> None:
+        initial = {name: constant(x) for name, x in covering.first_params(cell).items()}
+        self.first = nnx.Linear(
+            *(WIDTH, HIDDEN),
+            kernel_init=initial["first/kernel"],
+            bias_init=initial["first/bias"],
+            rngs=rngs,
+        )
+        if "batch_norm" in cell.model:
+            self.norm = nnx.BatchNorm(
+                HIDDEN,
+                momentum=covering.MOMENTUM,
+                epsilon=covering.EPSILON,
+                use_bias=False,
+                use_scale=False,
+                rngs=rngs,
+            )
+            if cell.model == "eval_batch_norm":
+                self.norm.eval()
+        self.second = nnx.Linear(
+            *(HIDDEN, OUTPUTS),
+            kernel_init=initial["second/kernel"],
+            bias_init=initial["second/bias"],
+            rngs=rngs,
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(self.first(x))
+        return self.second(self.norm(hidden) if hasattr(self, "norm") else hidden)
+
+
+class LinenNet(nn.Module):
+    cell: Cell
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        initial = {name: constant(v) for name, v in covering.first_params(self.cell).items()}
+        for name, size in (("first", HIDDEN), ("second", OUTPUTS)):
+            x = nn.Dense(
+                size,
+                name=name,
+                kernel_init=initial[f"{name}/kernel"],
+                bias_init=initial[f"{name}/bias"],
+            )(x)
+            x = jnp.tanh(x) if name == "first" else x
+        return x
+
+
+def keras_net(cell: Cell) -> Any:
+    import keras
+
+    layers = [
+        keras.layers.Dense(HIDDEN, activation="tanh", name="first"),
+        keras.layers.Dense(OUTPUTS, name="second"),
+    ]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    model.set_weights([*covering.first_params(cell).values()])
+    return model
+
+
+def function_net(cell: Cell) -> FunctionModel:
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return covering.forward(cell, params, (), x, training=True)[0]
+
+    initial = covering.first_params(cell)
+    return FunctionModel(lambda _: jax.tree.map(jnp.asarray, initial), apply)
+
+
+def make_model(cell: Cell) -> Any:
+    if cell.model == "linen":
+        return LinenModel(LinenNet(cell), jnp.zeros((1, WIDTH)))
+    if cell.model == "keras":
+        return KerasModel(keras_net(cell))
+    if cell.model == "function":
+        return function_net(cell)
+    return lambda rngs: Net(cell, rngs)
+
+
+def objective(cell: Cell) -> Any:
+    def values(model: Any, batch: Any, x: jax.Array) -> dict[str, Any]:
+        output = model(x)
+        params = model.args[0] if cell.weights == "params" else None
+        loss, weights = covering.values_and_weights(cell, output, batch, params)
+        off = jnp.abs(output - batch["y"]).mean(-1)
+        return {"loss": loss if cell.weights == "none" else (loss, weights), "off": off}
+
+    # Not in an evaluation: it draws from another key.
+    def with_draws(model: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
+        return values(model, batch, covering.drawn(batch["x"], key))
+
+    return with_draws if cell.draws else lambda model, batch: values(model, batch, batch["x"])
+
+
+def source(cell: Cell) -> Any:
+    data = covering.make_data(cell)
+    if cell.source == "arrays":
+        return data
+    records = [{name: x[i] for name, x in data.items()} for i in range(cell.examples)]
+    if cell.source == "records":
+        return records
+    if cell.source in ("grain", "grain_stream"):
+        dataset = grain.MapDataset.source(records)
+        return dataset if cell.source == "grain" else dataset.repeat().to_iter_dataset()
+    import datasets
+
+    hugging_face = datasets.Dataset.from_list(
+        [{name: np.asarray(x).tolist() for name, x in record.items()} for record in records]
+    ).with_format("numpy")
+    if cell.source == "hugging_face":
+        return hugging_face
+    return hugging_face.to_iterable_dataset()
+
+
+# -- the runs ----------------------------------------------------------------------------------
+
+
+def of_trainer(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Numbers:
+    in_keras = cell.entry == "from_keras"
+    data: Any = source(cell)
+    test: Any = evaluated
+    if in_keras:
+        data, test = (data["x"], data["y"]), (evaluated["x"], evaluated["y"])
+
+    def trainer(**options: Any) -> Trainer:
+        common = {
+            "seed": cell.seed,
+            "shuffle": False,
+            "global_batch_size": cell.batch,
+            "eval_batch_size": cell.eval_batch,
+            "log_every": 1,
+            "eval_every_steps": cell.eval_every,
+            "ema_decay": cell.average,
+            "terminal": Terminal(quiet=True),
+            **{name: getattr(cell, name) for name in OPTIONS},
+            **options,
+        }
+        if cell.strategy == "tensor_parallel":
+            common["rules"] = RULES
+        if cell.strategy != "default":
+            common["mesh"] = MeshSpec(devices=tuple(range(cell.devices)))
+        if "stream" in cell.source:
+            del common["shuffle"]
+            common["stream_shards"] = 1
+        if in_keras:
+            model = keras_net(cell)
+            model.compile(loss="mean_squared_error", metrics=["mean_absolute_error"])
+            return Trainer.from_keras(model, optimizer=covering.make_optimizer(cell), **common)
+        return Trainer(
+            model=make_model(cell),
+            objective=objective(cell),
+            optimizer=covering.make_optimizer(cell),
+            predict=lambda model, batch: model(batch["x"]),
+            freeze=("first",) if cell.freeze else (),
+            **common,
+        )
+
+    validation = test if cell.eval_every else None
+    middle, run = max(1, cell.steps // 2), str(folder / "run")
+    folders = [folder / "run"]
+    if cell.continued == "resumed" and cell.steps > 1:
+        trainer(workdir=run).fit(data, steps=middle, validation=validation)
+    last = trainer(workdir=run)
+    if cell.continued == "forked" and cell.steps > 1:
+        last.fit(data, steps=middle, validation=validation)
+        folders.append(folder / "fork")
+        last = trainer(workdir=str(folders[-1]), fork_from=run)
+    elif cell.continued == "twice" and cell.steps > 1:
+        last.fit(data, steps=middle, validation=validation)
+    elif cell.continued == "restarted":
+        last = trainer(callbacks={"log": lambda event: seen.append(event.metrics["loss"])})
+        seen: list[float] = []
+        last.fit(data, steps=cell.steps)
+        last.fit(data, steps=cell.steps, restart=True)
+        return results(cell, last, seen, test)
+    last.fit(data, steps=cell.steps, validation=validation)
+    lines = [line for each in folders for line in metrics(each)]
+    losses = {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
+    return results(cell, last, [losses[step] for step in sorted(losses)], test)
+
+
+def results(cell: Cell, trainer: Trainer, losses: list[float], test: Any) -> Numbers:
+    found = {} if cell.draws else trainer.evaluate(test)
+    if cell.entry == "from_keras":
+        found = {"off" if "absolute" in k else k: v for k, v in found.items()}
+    assert cell.draws or set(found) >= {"loss", "off"}
+    assert trainer.state is not None
+    return Numbers(
+        losses,
+        {name: found[name] for name in ("loss", "off") if name in found},
+        np.asarray(trainer.predict(test)),
+        by_name(trainer.state.params),
+    )
+
+
+def by_name(params: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    return {
+        name: np.asarray(next(x for path, x in named.items() if name in path), np.float32)
+        for name in ("first/kernel", "first/bias", "second/kernel", "second/bias")
+    }
+
+
+def of_loop(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Numbers:
+    optimizer = covering.make_optimizer(cell)
+    options: dict[str, Any] = {"strategy": cell.strategy, "seed": cell.seed, "log_every": 1}
+    if cell.strategy != "default":
+        options["mesh"] = MeshSpec(devices=tuple(range(cell.devices)))
+    if "stream" in cell.source:
+        options["stream_shards"] = 1
+    else:
+        options["shuffle"] = False
+    options |= {"global_batch_size": cell.batch, "workdir": str(folder), "steps": cell.steps}
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        params = jax.tree.map(jnp.asarray, covering.first_params(cell))
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    def step(state: Any, batch: Any, key: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = covering.drawn(batch["x"], key) if cell.draws else batch["x"]
+            output, _ = covering.forward(cell, params, (), x, training=True)
+            values, weights = covering.values_and_weights(cell, output, batch, params)
+            return weighted_mean(values, weights)
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), {"loss": value}
+
+    middle = max(1, cell.steps // 2)
+    parts = (middle, cell.steps) if cell.continued == "resumed" else (cell.steps,)
+    for total in parts:
+        with Loop(**{**options, "steps": total}, terminal=Terminal(quiet=True)) as loop:
+            rules = RULES if cell.strategy == "tensor_parallel" else ()
+            state = loop.start(init, train=source(cell), rules=rules)
+            compiled = loop.compile_step(step)
+            for batch in loop.batches():
+                state, output = compiled(state, batch)
+                loop.end_step(state, output)
+            params = by_name(state.params)
+    losses = {x["step"]: x["loss"] for x in metrics(folder) if x["split"] == "train"}
+    return Numbers([losses[number] for number in sorted(losses)], {}, None, params)
