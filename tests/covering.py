@@ -90,7 +90,15 @@ FEATURES: dict[str, list[tuple[Any, int]]] = {
     "average": [(None, 3), (0.9, 1)],
     "freeze": [(False, 4), (True, 1)],
 }
-FREE_IN_A_LOOP = ("optimizer", "strategy", "devices", "weights", "draws", "source", "examples")
+FREE_IN_A_LOOP: tuple[str, ...] = (
+    "optimizer",
+    "strategy",
+    "devices",
+    "weights",
+    "draws",
+    "source",
+    "examples",
+)
 FREE_IN_A_LOOP = (*FREE_IN_A_LOOP, "batch", "steps", "continued", "seed")
 """What a loop has: the user writes the model and the update."""
 
