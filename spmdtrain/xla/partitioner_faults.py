@@ -1,7 +1,7 @@
 """Operations that XLA's partitioner computes wrongly without a message, and a check for them.
 
 `tests/integration/test_partitioned_programs.py` compares small programs on several devices with one
-device, for the version of JAX that is installed: it fails if a fault is new or is mended.
+device, for the version of JAX that is installed: it fails if a fault is new or is repaired.
 
 - The gradient of a maximum or minimum over windows (`lax.reduce_window`, max pooling) that overlap
   along a split dim: rows at the borders of the devices' parts get a wrong gradient.

@@ -1,7 +1,7 @@
 """Small programs on several devices against one device, for the installed version of JAX.
 
 XLA's partitioner computes some of them wrongly, also with plain `jax.jit`: `WRONG` names these. A
-test fails if another one is wrong, and if one of them is mended: then remove its row, and what
+test fails if another one is wrong, and if one of them is repaired: then remove its row, and what
 `spmdtrain/xla/partitioner_faults.py` refuses.
 """
 
@@ -129,7 +129,7 @@ PROGRAMS: dict[str, Values] = {
     "pad": lambda x: lax.pad(x, 0.0, ((1, -2, 1), (0, 0, 0))),
     "pad, wrapped": lambda x: jnp.pad(x, ((3, 2), (0, 0)), mode="wrap"),
     "pad, reflected": lambda x: jnp.pad(x, ((3, 2), (0, 0)), mode="reflect"),
-    "neighbours": lambda x: x[1:] - x[:-1],
+    "neighbors": lambda x: x[1:] - x[:-1],
     "strided slice": lambda x: x[1::3],
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (jnp.argmax(x[:, 0]) % 20, 0), (7, WIDTH)),
     "dynamic_update_slice": lambda x: lax.dynamic_update_slice(
@@ -227,7 +227,7 @@ def test_a_program_on_several_devices_computes_what_it_does_on_one(
         ]
         refused = refusal(program, placed, mesh)
         if (name, mesh_name) in WRONG:
-            assert max(errors) > 1e-3, f"{mesh_name}: JAX {jax.__version__} has mended it"
+            assert max(errors) > 1e-3, f"{mesh_name}: JAX {jax.__version__} has repaired it"
             assert "is computed wrongly by XLA's partitioner" in refused, mesh_name
         else:
             assert max(errors) < 2e-4, f"{mesh_name}: wrong in JAX {jax.__version__}: {errors}"
@@ -243,7 +243,7 @@ def test_the_documented_product_with_swapped_splits_is_still_wrong() -> None:
     program = jax.jit(lambda a, b: lax.with_sharding_constraint(a @ b, places[0]))
     found = program(*map(jax.device_put, (left, right), places))
     off = float(np.abs(np.asarray(found) - left @ right).max())
-    assert off > 1e-2, f"JAX {jax.__version__} has mended it: remove it from docs/strategies.md"
+    assert off > 1e-2, f"JAX {jax.__version__} has repaired it: remove it from docs/strategies.md"
 
 
 # -- the trainer and the loop refuse them ----------------------------------------------------------
@@ -253,7 +253,7 @@ X = np.random.default_rng(3).normal(size=(16, 4)).astype(np.float32)
 Y = np.random.default_rng(4).normal(size=16).astype(np.float32)
 
 
-def neighbours(model: Any, batch: dict[str, jax.Array], *, gather: bool) -> dict[str, jax.Array]:
+def neighbors(model: Any, batch: dict[str, jax.Array], *, gather: bool) -> dict[str, jax.Array]:
     values = (model(batch["x"]) - batch["y"])[:, None] ** 2
     if gather:
         values = constrain_sharding(values, None, None)
@@ -264,7 +264,7 @@ def neighbours(model: Any, batch: dict[str, jax.Array], *, gather: bool) -> dict
 def trained(devices: int, *, gather: bool = False) -> np.ndarray:
     trainer = Trainer(
         model=FunctionModel(lambda _: {"w": jnp.ones(4)}, lambda params, x: x @ params["w"]),
-        objective=lambda model, batch: neighbours(model, batch, gather=gather),
+        objective=lambda model, batch: neighbors(model, batch, gather=gather),
         optimizer=optax.sgd(0.1),
         strategy="mirrored",
         mesh=MeshSpec(devices=tuple(range(devices))),
