@@ -236,7 +236,8 @@ class BoundKeras:
 
 def _check_rank(keras_model: Any, args: Sequence[Any]) -> None:
     """Raises `UserError` if each row of the only input is a batch of inputs, by its shape."""
-    found, inputs = jax.tree.leaves(args), getattr(keras_model, "inputs", None) or ()
+    found: list[Any] = jax.tree.leaves(args)
+    inputs: Sequence[Any] = getattr(keras_model, "inputs", None) or ()
     if len(found) != 1 or len(inputs) != 1:
         return
     shape, wanted = list(np.shape(found[0]))[1:], list(inputs[0].shape)[1:]

@@ -99,6 +99,7 @@ def check(cell: Cell, folder: Path) -> None:
             number, wanted.evaluation[name], rtol=rtol, atol=atol, err_msg=name
         )
     if found.predictions is not None:
+        assert wanted.predictions is not None
         np.testing.assert_allclose(found.predictions, wanted.predictions, rtol=rtol, atol=atol)
 
 

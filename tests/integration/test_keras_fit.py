@@ -135,7 +135,7 @@ def test_callbacks_get_the_epoch_of_the_history(tmp_path: Path) -> None:
     """Where batches reach over the ends of epochs, and after a resume within one."""
     begun, ended = list[int](), list[int]()
 
-    def fit(**length: int) -> Any:
+    def fit(**length: Any) -> Any:
         rates = keras.callbacks.LearningRateScheduler(lambda epoch, _: 0.5 if epoch == 2 else 0.25)
         files = keras.callbacks.ModelCheckpoint(
             str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True
@@ -144,7 +144,8 @@ def test_callbacks_get_the_epoch_of_the_history(tmp_path: Path) -> None:
             on_epoch_begin=lambda epoch, logs: begun.append(epoch),
             on_epoch_end=lambda epoch, logs: ended.append(epoch),
         )
-        options = {"callbacks": [rates, files, seen], "workdir": str(tmp_path / "run")}
+        options: dict[str, Any] = {"workdir": str(tmp_path / "run")}
+        options["callbacks"] = [rates, files, seen]
         return trainer(made(), **options).fit((X, Y), global_batch_size=30, **length).history
 
     fit(steps=7)  # epochs end at steps 3, 6, 8 and 11
