@@ -357,10 +357,10 @@ CASES = [
     ),
     Case(
         "other data",
-        lambda folder: run_twice(folder, data=(X[:6], Y[:6])),
+        lambda folder: run_twice(folder, data=(np.tile(X, (2, 1)), np.tile(Y, (2, 1)))),
         UserError,
         (
-            "FOLDER/checkpoints/2 was trained on other data: examples was 8, and is 6 now; give "
+            "FOLDER/checkpoints/2 was trained on other data: examples was 8, and is 16 now; give "
             "the same, or another workdir"
         ),
     ),

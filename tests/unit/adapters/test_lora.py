@@ -437,7 +437,7 @@ from flax import nnx
 from spmdtrain import Experiment, LoraModel, RunConfig as Config
 import numpy as np
 
-X = np.ones((16, 4), np.float32)
+X = np.ones((32, 4), np.float32)
 
 
 def build(config):

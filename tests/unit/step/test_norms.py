@@ -117,15 +117,6 @@ def test_a_step_that_is_not_logged_has_no_norms_and_the_first_and_tenth_have_the
     assert some[3:] == kept and kept[0]["loss"] == every[12]["loss"]
 
 
-def test_a_metric_of_the_objective_wins_over_a_norm_of_its_name() -> None:
-    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
-        loss = squared_error(model, batch)["loss"]
-        return {"loss": loss, "gradient_norm": jnp.full(loss.shape, 7.0)}
-
-    (line,) = lines(1, objective=objective)
-    assert line["gradient_norm"] == 7 and line["parameter_norm"] > 1
-
-
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float16, jnp.bfloat16, jnp.float32])
 def test_a_norm_is_that_of_all_parts_of_a_number(dtype: Any) -> None:
     values = np.array([3 + 4j, 12]) if dtype is jnp.complex64 else np.array([5.0, 12.0])

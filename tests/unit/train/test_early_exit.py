@@ -18,7 +18,7 @@ X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 
 
 class Rows:
-    """Data that ends the process once it is told to."""
+    """Data that ends the process once `ends` is set."""
 
     ends = False
 

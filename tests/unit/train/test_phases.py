@@ -1,4 +1,4 @@
-"""The shares of a run's time: that of the devices counts as steps, whoever waits for them."""
+"""The shares of a run's time: waiting for the devices counts as steps, also on the host."""
 
 import time
 from collections.abc import Callable
