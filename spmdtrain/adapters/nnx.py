@@ -13,6 +13,7 @@ from spmdtrain.adapters.base import Function, Mode, Variables, check_call
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import Annotation
 from spmdtrain.sharding.placement import current_batch_axis
+from spmdtrain.tree import is_key
 
 PyTree = Any
 
@@ -55,7 +56,7 @@ class NnxModel:
         if isinstance(model, nnx.Module):
             graph, state = nnx.split(model)
             # As host arrays, because the mesh may use other devices than the user's arrays.
-            given = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
+            given = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
             return cls(lambda given, rngs: nnx.merge(graph, given), given)
         if callable(model):
             what = "model must be a function of rngs, such as functools.partial(Model, size)"
@@ -219,10 +220,6 @@ def _average_statistics(model: nnx.Module, axis: str) -> None:
 _VALUE = jax.tree_util.GetAttrKey("value")  # the last entry of the path of a Variable's value
 
 
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns a leaf's path in the plain dictionary, with keys as strings as in checkpoints."""
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path if key != _VALUE)
@@ -274,7 +271,7 @@ class _Layout:
         return self._treedef.unflatten(
             [
                 _keys(jax.random.fold_in(key, index), leaf.shape)
-                if _is_key(leaf)
+                if is_key(leaf)
                 else jnp.zeros(leaf.shape, leaf.dtype)
                 for index, leaf in enumerate(self._leaves)
             ]

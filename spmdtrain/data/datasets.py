@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from spmdtrain.data.batched import BatchedDataset
-from spmdtrain.data.examples import ExampleReader, holds_numbers, is_random_key
+from spmdtrain.data.examples import ExampleReader, holds_numbers
 from spmdtrain.data.indexable import IndexableDataset
 from spmdtrain.data.libraries import NO_STREAM, from_library, known_as
 from spmdtrain.data.sources.files import SourceFile, find_files
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.tree import named_leaves
+from spmdtrain.tree import is_key, named_leaves
 
 PyTree = Any
 
@@ -64,7 +64,7 @@ class ArrayDataset:
                     f"array {name!r} of a dataset is a masked array, and JAX has no masks: fill it "
                     "(x.filled(0)), and give weights of 0 for the values that are missing"
                 )
-            if is_random_key(leaf):
+            if isinstance(leaf, jax.Array) and is_key(leaf):
                 raise UserError(
                     f"array {name!r} of a dataset holds random keys: give "
                     "jax.random.key_data(keys), and call jax.random.wrap_key_data in the objective"

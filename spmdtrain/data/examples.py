@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.tree import path_name
+from spmdtrain.tree import is_key, path_name
 
 PyTree = Any
 
@@ -28,15 +27,6 @@ def holds_numbers(dtype: np.dtype) -> bool:
     """
     longest = 16 if dtype.kind == "c" else 8  # bytes
     return dtype.kind in "biufcV" and dtype.names is None and dtype.itemsize <= longest
-
-
-def is_random_key(value: Any) -> bool:
-    """Returns whether a value is an array of JAX's random keys.
-
-    Args:
-      value: Any object.
-    """
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 @dataclass(frozen=True)
@@ -193,7 +183,7 @@ class ExampleReader:
                 f"{which} is a masked array, and JAX has no masks: fill it by a map function, and "
                 "give weights of 0 for the values that are missing"
             )
-        if is_random_key(value):
+        if isinstance(value, jax.Array) and is_key(value):
             raise UserError(
                 f"{which} holds random keys: give jax.random.key_data(keys), and call "
                 "jax.random.wrap_key_data in the objective"

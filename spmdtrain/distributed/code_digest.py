@@ -9,6 +9,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.xla.source_files import is_library
 
-_MOST = 20_000  # objects of one digest; more are left out
+# Limits of one digest; what is beyond them is left out.
+_MOST = 20_000  # objects
+_MOST_TEXTS = 200_000  # with the numbers and texts in lists, for example
+_DEEPEST = 100  # references from one object to the next
 _LARGEST_ARRAY = 2**20  # bytes of an array whose values count
 _PLAIN = (bool, int, float, complex, bytes, type(None), type(Ellipsis), np.dtype, np.generic)
 # Private attributes of Keras: the arguments of a loss, the layers of a model.
@@ -32,6 +37,7 @@ _LEFT_OUT = {
     "keras.": ("seed", "output_names", "optimizer"),
     "spmdtrain.": ("given", "_names", "optimizer"),
 }
+_OF_RUN = "spmdtrain.train."  # loops and trainers, whose attributes differ at each start
 _JITTED = type(jax.jit(lambda: None))
 _SPECIAL = {  # of a class: what Python adds itself
     *("__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__annotations__"),
@@ -46,13 +52,14 @@ def code_digest(function: Any) -> str:
 
     The code of the user counts, in whichever module it is, with the global variables and the
     variables of outer functions that it uses. A function or class of a library counts by its name,
-    and an object by its class and public attributes. Arrays of JAX count by shape and dtype.
+    and an object by its class and public attributes. Arrays of JAX count by shape and dtype, and
+    configurations, loops and trainers by their class: options are compared by name.
 
     Args:
       function: The function or object.
     """
     content = hashlib.blake2b(digest_size=6)
-    for text in _Reader().texts(function):
+    for text in itertools.islice(_Reader().texts(function), _MOST_TEXTS):
         content.update(text.encode(errors="surrogatepass") + b"\0")
     return content.hexdigest()
 
@@ -63,6 +70,7 @@ class _Reader:
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is used twice
+        self._depth = 0
 
     def texts(self, x: Any) -> Iterator[str]:
         if isinstance(x, str):
@@ -78,10 +86,12 @@ class _Reader:
             yield f"module {x.__name__}"
         elif id(x) in self._seen:
             yield f"again {self._seen[id(x)]}"
-        elif len(self._seen) < _MOST:
+        elif len(self._seen) < _MOST and self._depth < _DEEPEST:
             self._seen[id(x)] = len(self._seen)
             self._kept.append(x)
+            self._depth += 1
             yield from self._of_object(x)
+            self._depth -= 1
 
     def _all(self, items: Any) -> Iterator[str]:
         yield "("
@@ -171,13 +181,15 @@ class _Reader:
 
     def _of_instance(self, x: Any) -> Iterator[str]:
         yield from self.texts(type(x))
+        modules = [base.__module__ for base in type(x).__mro__]
+        if isinstance(x, RunConfig) or any(name.startswith(_OF_RUN) for name in modules):
+            return
         if dataclasses.is_dataclass(x):
             names = [f.name for f in dataclasses.fields(x) if f.name not in ("parent", "name")]
             values = {name: getattr(x, name, None) for name in names}
         else:
             values = getattr(x, "__dict__", {})
         has_private = _has_private_arguments(type(x))
-        modules = [base.__module__ for base in type(x).__mro__]
         left_out = {
             name
             for start, names in _LEFT_OUT.items()

@@ -5,7 +5,6 @@ record is made from the jaxpr of the update, in which numbers are kept apart fro
 """
 
 import hashlib
-import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,8 +146,8 @@ def _related(before: str, here: str) -> set[tuple[str, str]]:
 
 def parts_of(optimizer: optax.GradientTransformation) -> Sequence[optax.GradientTransformation]:
     """Returns the transformations of an `optax.chain` in order, or the optimizer alone."""
-    inits = _closure(optimizer.init).get("init_fns")
-    updates = _closure(optimizer.update).get("update_fns")
+    inits = closure_of(optimizer.init).get("init_fns")
+    updates = closure_of(optimizer.update).get("update_fns")
     if not (inits and updates and len(inits) == len(updates)):
         return [optimizer]
     return [
@@ -162,16 +161,10 @@ def name_of(optimizer: optax.GradientTransformation) -> str:
     if len(parts := parts_of(optimizer)) > 1:
         return f"chain({', '.join(map(name_of, parts))})"
     update: Any = optimizer.update
-    inner = _closure(update).get("tx")
+    inner = closure_of(update).get("tx")
     if inner is not None:
         update = inner.update
     return str(getattr(update, "__qualname__", type(optimizer).__name__)).split(".")[0]
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    if not inspect.isfunction(function):
-        return {}
-    return dict(inspect.getclosurevars(function).nonlocals)
 
 
 def _named(optimizer: optax.GradientTransformation) -> dict[str, str]:

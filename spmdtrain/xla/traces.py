@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
+
+from spmdtrain.tree import is_key
 
 PyTree = Any
 
@@ -165,8 +166,7 @@ def is_zero(operand: Any) -> bool:
 
 
 def _numbers(x: Any) -> np.ndarray:
-    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def classified_const(first: Any, second: Any) -> Value:

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
+from spmdtrain import Loop, RunConfig
 from spmdtrain.distributed.code_digest import code_digest
 from spmdtrain.step.keras_compile import CompiledKeras
 
@@ -153,3 +154,36 @@ def test_a_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
         for seed in ("1", "2")
     }
     assert len(found) == 1 and found.pop().strip()
+
+
+class _Link:
+    def __init__(self, following: "_Link | None") -> None:
+        self.following = following
+
+
+def test_large_structures_of_the_user_are_cut_off() -> None:
+    first: _Link | None = None
+    for _ in range(5000):
+        first = _Link(first)
+    many = list(range(1_000_000))
+
+    def linked() -> Any:
+        return first
+
+    def listed(last: int) -> Any:
+        values = [*many, last]
+        return lambda: values
+
+    assert code_digest(linked) == code_digest(linked)
+    assert code_digest(listed(1)) == code_digest(listed(2))
+
+
+def test_options_and_the_loop_within_a_function_do_not_count() -> None:
+    def objective(config: RunConfig) -> Any:
+        return lambda batch: batch * (config.learning_rate or 1.0)
+
+    def step(loop: Loop) -> Any:
+        return lambda state: loop.gather_params(state)
+
+    assert code_digest(objective(RunConfig())) == code_digest(objective(RunConfig(resume="must")))
+    assert code_digest(step(Loop(steps=1))) == code_digest(step(Loop(steps=2)))
