@@ -11,6 +11,7 @@ from spmdtrain.page.widths import Width
 from spmdtrain.report.metric_columns import Column
 from spmdtrain.report.reduction import mean_curve, reduce_curve
 from spmdtrain.report.run_data import RunData
+from spmdtrain.step.metric_names import OF_EPOCH
 from spmdtrain.terminal import byte_size, number
 
 MOST_POINTS = 2000  # of a curve
@@ -23,7 +24,6 @@ _METRICS = "Curves"
 _EVALUATOR = "evaluator"
 _COLORS = {Split.TRAIN: 0, Split.EPOCH: 4, Split.EVAL: 1, _EVALUATOR: 3, Split.TEST: 2}
 _LABELS = {Split.EPOCH: "epoch mean", _EVALUATOR: "evaluator"}
-_OF_EPOCH = {"epoch", "learning_rate", "seconds", "examples_per_second", "input_wait"}
 _OF_OPTIMIZER = {
     "learning_rate": "learning rate",
     "gradient_norm": "gradient norm",
@@ -150,7 +150,7 @@ def _metrics_of(run: RunData) -> list[tuple[tuple[str, str], Column]]:
     own = [
         (key, column)
         for key, column in run.metrics.columns.items()
-        if not (key[0] == Split.EPOCH and key[1] in _OF_EPOCH)
+        if not (key[0] == Split.EPOCH and key[1] in OF_EPOCH)
         and not (key[0] == Split.TRAIN and key[1] in _OF_OPTIMIZER)
     ]
     others = [((_EVALUATOR, name), column) for (_, name), column in run.evaluator.columns.items()]
@@ -178,7 +178,7 @@ def _performance(runs: Sequence[RunData]) -> list[_Plot]:
         curves = []
         for color, run in enumerate(runs):
             column = run.performance.columns.get(name)
-            if column is None and name in _OF_EPOCH:  # versions without performance.jsonl
+            if column is None and name in OF_EPOCH:  # versions without performance.jsonl
                 column = run.metrics.get(Split.EPOCH, name)
             if column is not None:
                 curves.append(_Curve(run.name if len(runs) > 1 else "", column, color))

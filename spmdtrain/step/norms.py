@@ -10,12 +10,9 @@ from jax.sharding import Sharding
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.step.finite import SMALL_ARRAY, may_branch, uses_products
 from spmdtrain.step.fixed_order import FixedOrder
+from spmdtrain.step.metric_names import NORMS
 
 PyTree = Any
-NORMS_OF_GRADIENTS = ("gradient_norm", "update_norm")
-"""The names of the norms that a `Loop` does not know, and its function may return."""
-NORMS = ("parameter_norm", *NORMS_OF_GRADIENTS)
-"""The names of the norms that `step_norms` returns."""
 Changes = Callable[[], tuple[PyTree, PyTree]]
 """Returns the gradients of the mean loss and the optimizer's updates, None in place of frozen
 parameters."""

@@ -9,9 +9,8 @@ import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.step.metric_names import check_names
+from spmdtrain.step.metric_names import NORMS_OF_GRADIENTS, check_names
 from spmdtrain.step.metrics import loss_first
-from spmdtrain.step.norms import NORMS_OF_GRADIENTS
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy

@@ -18,9 +18,9 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.files.state_hashes import StateHash
 from spmdtrain.step.finite import FLAGS, first_non_finite
-from spmdtrain.step.metric_names import LEARNING_RATE
+from spmdtrain.step.metric_names import LEARNING_RATE, NORMS
 from spmdtrain.step.metrics import component_metric, loss_first
-from spmdtrain.step.norms import NORMS, has_norms
+from spmdtrain.step.norms import has_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.session import RunSession
