@@ -194,7 +194,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
             Not in a single process without a workdir, where Ctrl-C is a KeyboardInterrupt.
-          OwnExit: A `SystemExit`: for a `sys.exit` before the end, or at that of an evaluator task.
+          OwnExit: A `SystemExit`: if `sys.exit` is called during the fit, and in an evaluator task
+            after the training has ended.
           UserError: If an argument is wrong.
         """
         overrides.check_fit_arguments(train, unknown, Trainer)
