@@ -37,6 +37,7 @@ _LEFT_OUT = {
     "keras.": ("seed", "output_names", "optimizer"),
     "spmdtrain.": ("given", "_names", "optimizer"),
 }
+_OF_PROCESS = ("logging", "os")  # loggers and `os.environ`, which count by their class
 _OF_RUN = "spmdtrain.train."  # loops and trainers, whose attributes differ at each start
 _JITTED = type(jax.jit(lambda: None))
 _SPECIAL = {  # of a class: what Python adds itself
@@ -100,7 +101,9 @@ class _Reader:
         yield ")"
 
     def _of_object(self, x: Any) -> Iterator[str]:
-        if isinstance(x, (tuple, list)):
+        if type(x).__module__ in _OF_PROCESS:
+            yield type(x).__name__
+        elif isinstance(x, (tuple, list)):
             yield from self._all(x)
         elif isinstance(x, (set, frozenset)):
             yield from sorted(map(_short, x))

@@ -1,5 +1,6 @@
 """Digests of the user's functions: what changes them, and what does not."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -187,3 +188,16 @@ def test_options_and_the_loop_within_a_function_do_not_count() -> None:
 
     assert code_digest(objective(RunConfig())) == code_digest(objective(RunConfig(resume="must")))
     assert code_digest(step(Loop(steps=1))) == code_digest(step(Loop(steps=2)))
+
+
+def test_loggers_and_the_environment_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, log = os.environ, logging.getLogger("of_objective")
+
+    def objective() -> Any:
+        log.info("called")
+        return environment.get("SCALE")
+
+    before = code_digest(objective)
+    monkeypatch.setenv("SCALE", "2")
+    monkeypatch.setattr(log, "level", logging.DEBUG)
+    assert code_digest(objective) == before
