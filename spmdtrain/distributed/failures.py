@@ -32,6 +32,10 @@ TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
 """What `work_in_progress` is about."""
 _SUCCESS = (ExitCode.DONE, ExitCode.PREEMPTED)
 _FAILURE = f"{KEY}/failure"
+# Folders of the store, each with a key for each rank.
+_ROLL_CALL = f"{KEY}/roll_call/"  # set by a process that has lost a connection
+_PRESENT = f"{KEY}/present/"  # the answers
+_WHERE = f"{KEY}/where/"  # the progress of each process
 _NO_RANK = -1  # rank in a failure that no process reported itself: a job that hangs
 _POLL_INTERVAL = 0.3  # seconds between two checks whether another process has failed
 _REPORT_TIMEOUT = 2  # seconds to wait for the report of a process whose connection is lost
@@ -115,7 +119,7 @@ def reason(error: BaseException) -> str:
     if job is None:
         return own
     other = _failure_of_another(job, wait=lost)
-    return describe_failure(other) if other else _reason_text(own, lost=lost)
+    return describe_failure(other) if other else _reason_text(job, own, lost=lost)
 
 
 def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) -> int:
@@ -284,22 +288,54 @@ def _publish_failure(job: Job, code: int, line: str, *, lost: bool) -> dict[str,
     """Returns the first failure of the job, after publishing this one if there is no other."""
     if (other := _failure_of_another(job, wait=lost)) is not None:
         return other
-    line = _reason_text(line, lost=lost)
+    line = _reason_text(job, line, lost=lost)
     own = {"rank": job.rank, "name": job.name, "code": int(code), "reason": line, "lost": lost}
     _set_failure(job, own)
     return first_failure(job) or own
 
 
 def _failure_of_another(job: Job, *, wait: bool) -> dict[str, Any] | None:
-    """Returns another process's published failure; `wait` waits up to `_REPORT_TIMEOUT` for it."""
+    """Returns another process's published failure.
+
+    `wait` waits up to `_REPORT_TIMEOUT` for it. Meanwhile the processes that are still there answer
+    a roll call, so that `_reason_text` can name the one that is gone.
+    """
+    if wait:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            job.client.key_value_set(f"{_ROLL_CALL}{job.rank}", "", allow_overwrite=True)
     until = time.monotonic() + (_REPORT_TIMEOUT if wait else 0)
     while (failure := first_failure(job)) is None and time.monotonic() < until:
         time.sleep(0.1)
     return failure if failure and failure["rank"] != job.rank else None
 
 
-def _reason_text(line: str, *, lost: bool) -> str:
-    return f"lost the connection to another process of the job ({line[:200]})" if lost else line
+def _reason_text(job: Job, line: str, *, lost: bool) -> str:
+    if not lost:
+        return line
+    try:
+        present = {key.rpartition("/")[2] for key, _ in job.client.key_value_dir_get(_PRESENT)}
+        gone = [rank for rank in range(len(job.names)) if str(rank) not in present]
+        where = dict(job.client.key_value_dir_get(_WHERE))
+    except jax.errors.JaxRuntimeError:  # process 0 keeps the store
+        gone, where = [0], {}
+    lost_ones = [_last_seen(job, rank, where) for rank in gone if rank != job.rank]
+    # Without one, all still answer: a network lost the connection.
+    who = ", ".join(lost_ones) or "another process of the job"
+    return f"lost the connection to {who} ({line[:200]})"
+
+
+def _last_seen(job: Job, rank: int, where: Mapping[str, str]) -> str:
+    """Describes a process that has ended without a report."""
+    ended = f"{job.names[rank]}, which ended without a report"
+    text = next((text for key, text in where.items() if key.endswith(f"/{rank}")), None)
+    if text is None:
+        return ended
+    report = json.loads(text)
+    record = progress.ProgressRecord(
+        **report["record"] | {"phase": Phase(report["record"]["phase"])}
+    )
+    during = f" during the {TRAINING}" if report["at_work"] else ""
+    return foreign(f"{ended}{during} (last heard of in {record.where})")
 
 
 def _set_failure(job: Job, failure: Mapping[str, Any]) -> None:
@@ -326,6 +362,7 @@ def describe_failure(failure: Mapping[str, Any]) -> str:
 def _watch(job: Job, hang_timeout: float) -> None:
     """Exits soon after another process has failed, whatever the main thread is waiting for."""
     monitor = _HangMonitor(job, hang_timeout)
+    answered = False
     while not CONTEXT.exits.finished.wait(_POLL_INTERVAL):
         if (failure := first_failure(job)) is not None and failure["rank"] != job.rank:
             # The main thread may be about to notice the failure itself, and to clean up.
@@ -339,6 +376,9 @@ def _watch(job: Job, hang_timeout: float) -> None:
             _exit(job, failure)
         # Without the store, JAX ends this process soon.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if not answered and job.client.key_value_dir_get(_ROLL_CALL):
+                job.client.key_value_set(f"{_PRESENT}{job.rank}", "", allow_overwrite=True)
+                answered = True
             monitor.poll()
 
 
@@ -362,11 +402,12 @@ class _HangMonitor:
             # As seconds ago, because each machine has its own clock.
             record = dataclasses.asdict(local) | {"at": now - local.at}
             report = {"at_work": CONTEXT.exits.training, "record": record}
-            key = f"{KEY}/where/{job.rank}"
-            job.client.key_value_set(key, json.dumps(report), allow_overwrite=True)
+            job.client.key_value_set(
+                f"{_WHERE}{job.rank}", json.dumps(report), allow_overwrite=True
+            )
         if job.rank != 0:
             return
-        reports = [json.loads(text) for _, text in job.client.key_value_dir_get(f"{KEY}/where/")]
+        reports = [json.loads(text) for _, text in job.client.key_value_dir_get(_WHERE)]
         records = [report["record"] for report in reports]
         counts = sorted((record["task"], record["changes"]) for record in records)
         at_work = any(report["at_work"] for report in reports)

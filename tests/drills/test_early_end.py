@@ -46,6 +46,16 @@ def test_the_launcher_names_a_process_that_calls_os_exit(
     assert "during the training, without an error: by os._exit, or in native code" in line
 
 
+def test_without_a_launcher_the_others_name_a_process_that_calls_os_exit(tmp_path: Path) -> None:
+    options = ("--fault", "end", "--hang-timeout", 5, "--pause", 0.2, "--workdir", tmp_path / "run")
+    ended = job(drill(tmp_path), *options, processes=3, check=False, grace=60)
+    assert ended[1].code == 0 and ended[0].code == ended[2].code == 1, show(ended)
+    why = "lost the connection to worker 0, which ended without a report during the training ("
+    assert why in ended[0].output, show(ended)
+    assert why in ended[2].output and "last heard of " in ended[2].output, show(ended)
+    assert why in status(tmp_path / "run")["reason"]
+
+
 @pytest.mark.parametrize(("fault", "why"), [("exit", "sys.exit(0)"), ("end", "ended (code 0)")])
 def test_a_trial_of_a_sweep_that_ends_with_code_0(tmp_path: Path, fault: str, why: str) -> None:
     own = ("--set", "learning_rate=0.01,0.02", "--workdir", str(tmp_path / "sweep"))
