@@ -162,7 +162,9 @@ def same_array(first: Any, second: Any) -> bool:
 
 def is_zero(operand: Any) -> bool:
     """Returns whether an operand of an equation is the number 0."""
-    return np.ndim(value := getattr(operand, "val", 1)) == 0 and bool(value == 0)
+    value = getattr(operand, "val", 1)
+    is_number = np.ndim(value) == 0 and np.asarray(value).dtype != jax.dtypes.float0
+    return is_number and bool(value == 0)
 
 
 def _numbers(x: Any) -> np.ndarray:

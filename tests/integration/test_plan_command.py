@@ -30,6 +30,9 @@ class Config(RunConfig):
     global_batch_size: int | None = 8
     epochs: int | None = 1
 
+def init(key):
+    return {"w": jnp.zeros((WIDTH, WIDTH))}
+
 def build(config):
     BUILT.append(config)
     if len(BUILT) > 1:
@@ -37,7 +40,7 @@ def build(config):
         os._exit(7)
     x = np.zeros((64, 8), np.float32)
     return Experiment(
-        model=FunctionModel(lambda key: {"w": jnp.zeros((WIDTH, WIDTH))}, lambda w, x: x.sum(-1)),
+        model=FunctionModel(init, lambda params, x: x.sum(-1) + params["w"][0, 0]),
         objective=lambda model, batch: {"loss": model(batch["x"])},
         optimizer=optax.adam(1e-3),
         train=ArrayDataset({"x": x}),
@@ -134,7 +137,7 @@ def test_an_experiment_that_ends_the_process_is_reported(tmp_path: Path) -> None
     ends.write_text(FALLS.replace("BUILT.append(config)", "os._exit(0)"))
     ended = plan(ends, "--topology", "cpu:8", "--json")
     assert ended.returncode == 1, ended.stderr
-    assert json.loads(ended.stdout)["error"] == "planning for cpu:8 ended with code 0, see above"
+    assert json.loads(ended.stdout)["error"] == "planning for cpu:8 ended without a plan"
 
 
 @pytest.mark.nightly
