@@ -25,6 +25,7 @@ from spmdtrain.step.dispatch import Dispatch, Repeat, choose_dispatch, may_group
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.step_options import describe_preset
+from spmdtrain.step.train_step import batch_shardings
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 
 PyTree = Any
@@ -206,7 +207,9 @@ class Programs:
             # With the shardings of the real arguments, so that the jitted function finds the
             # program in its cache. Its calls are dispatched faster than those of `compiled`.
             traced = call.trace(self._steps.placed_state, batch)
-            check_program(traced.jaxpr.jaxpr, (self._steps.placed_state, batch), self._placement)
+            places = batch_shardings(self._placement, repeat, by_index=by_index)
+            placed = self._steps.placed_state, jax.tree.map(_with_sharding, places, batch)
+            check_program(traced.jaxpr.jaxpr, placed, self._placement)
             lowered = traced.lower()
             compiled = lowered.compile()
         summary = f"step compiled in {time.perf_counter() - started:.1f} s"
@@ -226,6 +229,11 @@ class Programs:
         # The operations of a loop of unknown length are counted once.
         counted = 1 if repeat is Repeat.COUNTED else steps
         return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found)
+
+
+def _with_sharding(sharding: Any, batch: PyTree) -> PyTree:
+    """Returns abstract arrays with a sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

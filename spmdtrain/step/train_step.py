@@ -162,22 +162,25 @@ def make_train_step(
         after, output = train_step(state, batch, is_last)
         return _in_memory_of(state, after), output
 
-    is_single = repeat is Repeat.NONE
-    function = train_step if is_single else repeated(repeated_step, repeat)
-    batch: Any = placement.batch if is_single else stacked_sharding(placement.batch)
-    if by_index:
-        batch = IndexedBatch(batch, placement.replicated)
-    if repeat is Repeat.COUNTED:
-        batch = CountedBatches(batch, placement.replicated)
+    function = train_step if repeat is Repeat.NONE else repeated(repeated_step, repeat)
     if not jit:
         return eager(function)
     return jax.jit(
         function,
-        in_shardings=(layout.shardings, batch),
+        in_shardings=(layout.shardings, batch_shardings(placement, repeat, by_index=by_index)),
         out_shardings=(layout.shardings, placement.replicated),
         donate_argnums=0,  # the new state reuses the old one's memory
         compiler_options=compiler_options or None,
     )
+
+
+def batch_shardings(placement: Placement, repeat: Repeat, *, by_index: bool) -> Any:
+    """Returns the shardings of a train step's batch, a prefix of its tree."""
+    is_single = repeat is Repeat.NONE
+    batch: Any = placement.batch if is_single else stacked_sharding(placement.batch)
+    if by_index:
+        batch = IndexedBatch(batch, placement.replicated)
+    return CountedBatches(batch, placement.replicated) if repeat is Repeat.COUNTED else batch
 
 
 def _in_memory_of(before: TrainState, after: TrainState) -> TrainState:

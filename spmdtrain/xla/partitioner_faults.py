@@ -74,7 +74,7 @@ def _split_of(leaf: Any, axes: Mapping[str, int], rows: Sequence[str]) -> Split:
 
 
 def _from_spec(spec: PartitionSpec, rank: int, axes: Mapping[str, int]) -> Split:
-    entries = [*spec, *(None,) * (rank - len(spec))]
+    entries = [*spec, *(None,) * (rank - len(spec))][:rank]
     named = [
         (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
         for entry in entries
@@ -207,8 +207,8 @@ class _Splits:
         where = source_info_util.summarize(equation.source_info)
         whole = ", ".join(["None"] * len(_shape(equation.invars[0])))
         raise UserError(
-            f"{where}: {what} is computed wrongly by XLA's partitioner. Gather its operand: "
-            f"x = spmdtrain.constrain_sharding(x, {whole}); or use one device"
+            f"{where}: {what} is computed wrongly by XLA's partitioner. Gather its operand and its "
+            f"result: x = spmdtrain.constrain_sharding(x, {whole}); or use one device"
         )
 
 

@@ -258,10 +258,12 @@ def neighbors(model: Any, batch: dict[str, jax.Array], *, gather: bool) -> dict[
     if gather:
         values = constrain_sharding(values, None, None)
     largest = PAIRS(values)
+    if gather:
+        largest = constrain_sharding(largest, None, None)
     return {"loss": jnp.concatenate([largest, largest[:1]])[:, 0]}
 
 
-def trained(devices: int, *, gather: bool = False) -> np.ndarray:
+def trained(devices: int, *, gather: bool = False, **options: Any) -> np.ndarray:
     trainer = Trainer(
         model=FunctionModel(lambda _: {"w": jnp.ones(4)}, lambda params, x: x @ params["w"]),
         objective=lambda model, batch: neighbors(model, batch, gather=gather),
@@ -270,6 +272,7 @@ def trained(devices: int, *, gather: bool = False) -> np.ndarray:
         mesh=MeshSpec(devices=tuple(range(devices))),
         global_batch_size=16,
         terminal=Terminal(quiet=True),
+        **options,
     )
     trainer.fit({"x": X, "y": Y}, steps=3)
     assert trainer.state is not None
@@ -279,6 +282,9 @@ def trained(devices: int, *, gather: bool = False) -> np.ndarray:
 def test_the_trainer_refuses_the_gradient_and_the_remedy_in_its_message_is_right() -> None:
     with pytest.raises(UserError, match=r"overlap along dim 0 .* split over data.*constrain_shar"):
         trained(4)
+    for options in ({"steps_per_dispatch": 3}, {"data_on_device": True}):
+        with pytest.raises(UserError, match="overlap along dim 0"):
+            trained(4, **options)
     np.testing.assert_allclose(trained(4, gather=True), trained(1), rtol=1e-5)
 
 
