@@ -28,6 +28,8 @@ _NEAR = 0.9  # fraction of the address limit above which the address space count
 _NO_LIMIT = 2**60  # bytes; without a limit, version 1 reports the largest page multiple below 2^63
 _POLL_INTERVAL, _RECENT = 5.0, 60.0  # seconds
 _CGROUPS = Path("/sys/fs/cgroup")
+_OF_GROUP = "the kernel's OOM killer: the memory of its control group was exhausted"
+_OF_MACHINE = "the kernel's OOM killer, probably: it has killed a process of this machine"
 
 # -- in the process --------------------------------------------------------------------------------
 
@@ -99,35 +101,27 @@ class OomKills:
     """
 
     def __init__(self, root: Path = _CGROUPS, proc: Path = Path("/proc")) -> None:
-        self._group = _counter(root, proc)
-        self._machine = proc / "vmstat"
-        self._history = [(time.monotonic(), self._counts())]
+        # The kernel counts each kill in the group of the killed process. The counter of the machine
+        # also contains those of other jobs, so it is evidence only where a group has none.
+        group = _counter(root, proc)
+        self._evidence = _OF_MACHINE if group is None else _OF_GROUP
+        self._file = proc / "vmstat" if group is None else group
+        self._history = [(time.monotonic(), _count(self._file))]
 
     def poll(self) -> None:
-        """Records the counts. Call it often, because only recent kills explain an exit."""
+        """Records the count. Call it often, because only recent kills explain an exit."""
         now = time.monotonic()
         if now - self._history[-1][0] >= _POLL_INTERVAL:
-            self._history.append((now, self._counts()))
+            self._history.append((now, _count(self._file)))
             expired = [entry for entry in self._history[1:] if now - entry[0] >= _RECENT]
             self._history = self._history[len(expired) :]
 
     def reason(self) -> str | None:
         """Returns the evidence of a recent OOM kill, once for each kill; None without one."""
-        (group, machine), now = self._history[0][1], self._counts()
-        if now[0] > group:
-            self._count_explained(1, 1)  # the kernel counts it in both files
-            return "the kernel's OOM killer: the memory of its control group was exhausted"
-        if now[1] > machine:
-            self._count_explained(0, 1)
-            return "the kernel's OOM killer, probably: it has killed a process of this machine"
-        return None
-
-    def _count_explained(self, group: int, machine: int) -> None:
-        """Adds reported kills to the history, so that they are not reported again."""
-        self._history = [(at, (old[0] + group, old[1] + machine)) for at, old in self._history]
-
-    def _counts(self) -> tuple[int, int]:
-        return _count(self._group), _count(self._machine)
+        if _count(self._file) <= self._history[0][1]:
+            return None
+        self._history = [(at, count + 1) for at, count in self._history]
+        return self._evidence
 
 
 def _counter(root: Path, proc: Path) -> Path | None:
@@ -179,11 +173,10 @@ def _group_files(root: Path, proc: Path, first: str, second: str) -> Iterator[Pa
         yield from (top / each / name for each in (group, *group.parents))
 
 
-def _count(file: Path | None) -> int:
+def _count(file: Path) -> int:
     """Returns the value of `oom_kill` in a file of the kernel; 0 if it cannot be read."""
     with contextlib.suppress(OSError):
-        text = file.read_text() if file is not None else ""
-        if match := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
+        if match := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
             return int(match[1])
     return 0
 

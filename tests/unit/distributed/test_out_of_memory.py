@@ -33,7 +33,7 @@ BOUND = 150
         ("4:memory:/outside\n0::/\n", "memory/memory.oom_control", "under_oom 0\noom_kill {}\n"),
     ],
 )
-def test_kills_are_counted_in_the_control_group_or_else_on_the_machine(
+def test_kills_are_counted_in_the_control_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, file: str, text: str
 ) -> None:
     counter, machine = tmp_path / "cgroup" / file, tmp_path / "proc" / "vmstat"
@@ -44,12 +44,12 @@ def test_kills_are_counted_in_the_control_group_or_else_on_the_machine(
     machine.write_text("pgfault 1\noom_kill 9\n")
     kills = OomKills(tmp_path / "cgroup", tmp_path / "proc")
     assert kills.reason() is None
-    counter.write_text(text.format(8))
-    machine.write_text("pgfault 1\noom_kill 11\n")
-    assert "control group" in (kills.reason() or "")
-    assert "of this machine" in (kills.reason() or "")
+    machine.write_text("pgfault 1\noom_kill 11\n")  # a process of another job, which is no evidence
     assert kills.reason() is None
-    machine.write_text("oom_kill 12\n")
+    counter.write_text(text.format(8))
+    assert "control group" in (kills.reason() or "")
+    assert kills.reason() is None
+    counter.write_text(text.format(9))
     now = time.monotonic()
     for seconds in (6, 70, 76):  # a kill of long ago explains no death
         monkeypatch.setattr("time.monotonic", lambda at=now + seconds: at)
@@ -76,6 +76,15 @@ def test_the_memory_that_control_groups_allow(
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text + "\n")
     assert group_limit(tmp_path / "cgroup", tmp_path / "proc") == limit
+
+
+def test_without_a_counter_of_the_group_that_of_the_machine_is_evidence(tmp_path: Path) -> None:
+    machine = tmp_path / "vmstat"
+    machine.write_text("oom_kill 9\n")
+    kills = OomKills(tmp_path, tmp_path)
+    machine.write_text("oom_kill 10\n")
+    assert "probably: it has killed a process of this machine" in (kills.reason() or "")
+    assert kills.reason() is None
 
 
 def test_without_counters_nothing_is_known(tmp_path: Path) -> None:
