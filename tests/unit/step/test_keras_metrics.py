@@ -188,32 +188,39 @@ def in_f32(value: float) -> Any:
     return pytest.approx(value, rel=2e-5, abs=1e-6, nan_ok=True)
 
 
-KINDS = ("keras", "changing", "mixing", "others")
+# The kinds, with weights or without, on a number of devices. Compilation takes a minute in all.
+CASES = [
+    pytest.param(
+        *(kind, weighted, devices),
+        marks=[pytest.mark.slow]
+        + [pytest.mark.nightly] * (devices == 1 or (weighted and kind in ("changing", "mixing"))),
+    )
+    for kind in ("keras", "changing", "mixing", "others")
+    for weighted in (False, True)
+    for devices in (1, 4)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_metric_is_that_of_keras_evaluate(kind: str, weighted: bool) -> None:
-    """Over several batches and a partial one, on one device and split over four."""
+@pytest.mark.parametrize(("kind", "weighted", "devices"), CASES)
+def test_each_metric_is_that_of_keras_evaluate(kind: str, weighted: bool, devices: int) -> None:
+    """Over several batches and a partial one, on one device or split over four."""
     model, y = compiled(kind, weighted=weighted), {"dense": DENSE, "sparse": SPARSE}
     data = (X, y, WEIGHTS) if weighted else (X, y)
     expected = model.evaluate(
         X, y, BATCH, verbose=0, sample_weight=WEIGHTS if weighted else None, return_dict=True
     )
     assert len(expected) > (8 if kind == "others" else 35)
-    for devices in (1, 4):
-        model = compiled(kind, weighted=weighted)
-        found = trainer(model, devices, eval_batch_size=BATCH).evaluate(data)
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert found[name] == in_f32(value), (name, devices)
+    model = compiled(kind, weighted=weighted)
+    found = trainer(model, devices, eval_batch_size=BATCH).evaluate(data)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == in_f32(value), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_mean_of_an_epoch_is_that_of_keras_fit(kind: str, weighted: bool) -> None:
+@pytest.mark.parametrize(("kind", "weighted", "devices"), CASES)
+def test_each_mean_of_an_epoch_is_that_of_keras_fit(
+    kind: str, weighted: bool, devices: int
+) -> None:
     rows, y = 2 * BATCH, {"dense": DENSE[:16], "sparse": SPARSE[:16]}
     weights = WEIGHTS[:rows] if weighted else None
     theirs = compiled(kind, weighted=weighted).fit(
@@ -221,12 +228,11 @@ def test_each_mean_of_an_epoch_is_that_of_keras_fit(kind: str, weighted: bool) -
     )
     expected = {name: values[0] for name, values in theirs.history.items()}
     data = (X[:rows], y, weights) if weighted else (X[:rows], y)
-    for devices in (1, 4):
-        result = trainer(compiled(kind, weighted=weighted), devices).fit(
-            data, epochs=1, global_batch_size=BATCH
-        )
-        (epoch,) = result.history.epochs
-        found = {name: x for name, x in epoch.items() if name in expected}
-        assert len(found) > (5 if kind == "others" else 20)
-        for name, value in found.items():
-            assert value == in_f32(expected[name]), (name, devices)
+    result = trainer(compiled(kind, weighted=weighted), devices).fit(
+        data, epochs=1, global_batch_size=BATCH
+    )
+    (epoch,) = result.history.epochs
+    found = {name: x for name, x in epoch.items() if name in expected}
+    assert len(found) > (5 if kind == "others" else 20)
+    for name, value in found.items():
+        assert value == in_f32(expected[name]), name
