@@ -322,8 +322,9 @@ def _is_frozen(name: str, trainer: Trainer) -> bool:
 
 def _automatic(config: RunConfig) -> CollectiveOptions:
     options = config.collectives
-    chosen = options.reduction or config.exact
-    return options if chosen else dataclasses.replace(options, reduction="automatic")
+    if options.reduction or config.exact or config.batch_statistics == "replica":
+        return options
+    return dataclasses.replace(options, reduction="automatic")
 
 
 def _traffic(
