@@ -17,6 +17,7 @@ from spmdtrain.cluster.spec import ClusterSpec, from_environment
 from spmdtrain.config.option_groups import MeshSpec, ParameterServerOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
+from spmdtrain.distributed import failures
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server import ray_pool
@@ -302,5 +303,9 @@ class ServerBackend:
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
         """Starts the job as its chief; its workers and servers end with it."""
-        with ray_pool.start_job(from_environment(), timeout) as job:
+        with (
+            ray_pool.start_job(from_environment(), timeout) as job,
+            # Inside: a `sys.exit(0)` of the user's code must not end the job as finished.
+            failures.work_in_progress(failures.TRAINING),
+        ):
             yield functools.partial(ServerExecutor, job)

@@ -359,6 +359,8 @@ class RunSession:
     def record_outcome(self) -> Iterator[None]:
         """Logs the reason if the run ends before its last step."""
         try:
+            # Also entered by `open`, which covers the start. Here a `sys.exit` becomes a failure
+            # before its reason is logged.
             with failures.work_in_progress(failures.TRAINING):
                 yield
         except PreemptedExit as stop:

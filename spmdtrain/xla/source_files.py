@@ -30,3 +30,14 @@ def place_of(error: BaseException) -> str:
     found = list(traceback.extract_tb(error.__traceback__))
     frames = [f for f in found if not is_library(f.filename)] or found
     return f"in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def describe_exit(stop: SystemExit, where: str = "") -> str:
+    """Returns `sys.exit(CODE) WHERE, in FUNCTION (FILE:LINE)`.
+
+    Args:
+        stop: A raised `SystemExit`.
+        where: What the process did, or which process it is.
+    """
+    call = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
+    return ", ".join(part for part in (f"{call} {where}".rstrip(), place_of(stop)) if part)

@@ -56,6 +56,43 @@ def test_without_a_launcher_the_others_name_a_process_that_calls_os_exit(tmp_pat
     assert why in status(tmp_path / "run")["reason"]
 
 
+EXITS = """
+def in_evaluator():
+    return '"evaluator", "index"' in os.environ.get("TF_CONFIG", "")
+
+
+class Exits:
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        if index > 20:
+            {call}
+        return np.zeros(8, np.float32), np.float32(0)
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("sys.exit(0)", "sys.exit(0) during the evaluation, in __getitem__ ("),
+        ("os._exit(0)", "during the evaluation, without an error: by os._exit"),
+    ],
+)
+def test_an_evaluator_whose_dataset_ends_it(tmp_path: Path, call: str, why: str) -> None:
+    split = "validation=(rows.x[:50], rows.y[:50]),"
+    change = (split, split.replace("=", "=Exits() if in_evaluator() else ", 1))
+    exits = ("def objective(model", EXITS.format(call=call) + "def objective(model")
+    options = ("--evaluated-by", "evaluator", "--workdir", tmp_path / "run")
+    own = ("--evaluator", "--max-restarts", 0)
+    ended = launch(drill(tmp_path, change, exits), *options, own=own, processes=1)
+    said = "\n".join(ended.said)
+    assert ended.code == 1, said
+    assert "evaluator" in said and why in said, said
+
+
 @pytest.mark.parametrize(("fault", "why"), [("exit", "sys.exit(0)"), ("end", "ended (code 0)")])
 def test_a_trial_of_a_sweep_that_ends_with_code_0(tmp_path: Path, fault: str, why: str) -> None:
     own = ("--set", "learning_rate=0.01,0.02", "--workdir", str(tmp_path / "sweep"))

@@ -370,8 +370,8 @@ def listens(port: int) -> bool:
 
 WRONG = '''"""An objective that is wrong in some way."""
 
+import sys
 from dataclasses import dataclass
-from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -408,8 +408,15 @@ def build(config):
     optimizer = optax.adam(1e-2)
     if config.fault == "clip":
         optimizer = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
+
+    def model(rngs):
+        ray = sys.modules.get("ray")
+        if config.fault == "exit" and ray and ray.is_initialized():  # in a worker
+            raise SystemExit(0)
+        return MLP(4, (8,), 1, rngs=rngs)
+
     return Experiment(
-        model=partial(MLP, 4, (8,), 1),
+        model=model,
         objective=objective,
         optimizer=optimizer,
         train=(x, x.sum(1), bad),
@@ -426,6 +433,7 @@ def build(config):
             r"ZeroDivisionError: \S+wrong.py:\d+, in objective: raise ZeroDivisionError",
             marks=pytest.mark.nightly,
         ),
+        ("exit", 1, r"RuntimeError: sys.exit\(0\) in a worker, in model"),
         ("clip", 2, r"error: strategy parameter_server: the optimizer's clip_by_global_norm needs"),
     ],
 )
@@ -439,4 +447,5 @@ def test_what_is_wrong_is_said_once_and_ends_all(
     with launching(line, "--ps", servers, "--max-restarts", 0, processes=2) as (process, lines):
         assert process.wait(BOUND) == code, text_of(lines)
     assert re.search(r"\[chief\] .*" + message, text_of(lines)), text_of(lines)
+    assert not re.search(r"finished|\(code 0\)", text_of(lines)), text_of(lines)
     assert not any(of_task(name) for name in training_tasks(2, servers))
