@@ -76,6 +76,8 @@ def import_ray(spec: ClusterSpec) -> Any:
             "strategy parameter_server requires Ray, which is not installed: "
             "pip install 'spmdtrain[ps]'"
         ) from error
+    if _is_local(spec):  # the script may have imported Ray, which read the environment then
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
     ray_auth.check_enabled()
     return ray
 

@@ -370,12 +370,12 @@ def listens(port: int) -> bool:
 
 WRONG = '''"""An objective that is wrong in some way."""
 
-import sys
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+import ray  # before the command, which sets Ray's environment
 
 from spmdtrain import Experiment, RunConfig
 from spmdtrain.models import MLP
@@ -410,8 +410,7 @@ def build(config):
         optimizer = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
 
     def model(rngs):
-        ray = sys.modules.get("ray")
-        if config.fault == "exit" and ray and ray.is_initialized():  # in a worker
+        if config.fault == "exit" and ray.is_initialized():  # in a worker
             raise SystemExit(0)
         return MLP(4, (8,), 1, rngs=rngs)
 
