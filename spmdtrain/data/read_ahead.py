@@ -23,7 +23,7 @@ import numpy as np
 from spmdtrain.distributed.user_modules import user_modules
 from spmdtrain.errors import ExitCode, StorageError, UserError
 from spmdtrain.sharding.placement import bind_strategy
-from spmdtrain.xla.source_files import describe_exit
+from spmdtrain.xla.source_files import describe_sys_exit
 
 PyTree = Any
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class _WorkerItems:
         try:
             return self._items[index]
         except SystemExit as stop:
-            why = describe_exit(stop, "in a process that reads batches")
+            why = describe_sys_exit(stop, "in a process that reads batches")
             return _Failure(StorageError(f"data_workers: {why}"))
         except Exception as error:
             return _Failure.of(error)

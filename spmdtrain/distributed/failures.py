@@ -26,7 +26,7 @@ from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
 from spmdtrain.distributed.unfinished import working
 from spmdtrain.errors import EarlyExit, ExitCode, OwnExit, foreign
-from spmdtrain.xla.source_files import describe_exit
+from spmdtrain.xla.source_files import describe_sys_exit
 
 TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
 """What `work_in_progress` is about."""
@@ -197,7 +197,7 @@ def work_in_progress(what: str) -> Iterator[None]:
 def _early_exit(stop: SystemExit) -> EarlyExit:
     """Returns the failure that stands for a `sys.exit` in the midst of the work of this process."""
     what = CONTEXT.exits.work
-    reason = describe_exit(stop, f"during the {what}")
+    reason = describe_sys_exit(stop, f"during the {what}")
     if what == TRAINING:
         reason += "; to end a run early, call its stop()"
     # Codes that mean success. Of others, the system keeps the last 8 bits.

@@ -12,7 +12,7 @@ from spmdtrain.distributed import initialize, progress
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.parameter_server.server import Counts, Pulled, Push, PushResult, Server, ServerState
 from spmdtrain.parameter_server.state_partition import ServerPartition
-from spmdtrain.xla.source_files import describe_exit
+from spmdtrain.xla.source_files import describe_sys_exit
 
 
 class ServerActor:
@@ -84,7 +84,7 @@ def _exit_as_error() -> Iterator[None]:
     try:
         yield
     except SystemExit as stop:
-        raise RuntimeError(describe_exit(stop, "in a worker")) from stop
+        raise RuntimeError(describe_sys_exit(stop, "in a worker")) from stop
 
 
 def _initialize_process() -> None:

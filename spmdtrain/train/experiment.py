@@ -22,7 +22,7 @@ from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks
 from spmdtrain.weights.weight_map import WeightMap
-from spmdtrain.xla.source_files import describe_exit
+from spmdtrain.xla.source_files import describe_sys_exit
 
 PyTree = Any
 
@@ -218,7 +218,7 @@ def _guarded(path: Path, call: Callable[[], Any]) -> Any:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise
-        raise UserError(f"{path}: {describe_exit(stop)}") from stop
+        raise UserError(f"{path}: {describe_sys_exit(stop)}") from stop
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}" if error.filename else str(path)
         raise UserError(f"{where}: {error.msg}") from error

@@ -32,7 +32,7 @@ def place_of(error: BaseException) -> str:
     return f"in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-def describe_exit(stop: SystemExit, where: str = "") -> str:
+def describe_sys_exit(stop: SystemExit, where: str = "") -> str:
     """Returns `sys.exit(CODE) WHERE, in FUNCTION (FILE:LINE)`.
 
     Args:
