@@ -8,7 +8,14 @@ from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.storage import failures, folder_of, one_line
-from spmdtrain.files.validation import LARGEST_LOG, Malformed, check, parse_object, read_bytes
+from spmdtrain.files.validation import (
+    LARGEST_LOG,
+    Malformed,
+    check,
+    parse_object,
+    read_bytes,
+    without_other_fields,
+)
 
 EVENTS_FILE = "events.jsonl"
 _STEP = "step"  # the phase whose time is productive
@@ -54,7 +61,7 @@ def read_events(workdir: str) -> list[RunEvent]:
 
 def _parsed(name: str, line: bytes) -> RunEvent | None:
     try:
-        content: Any = parse_object(line)
+        content: Any = without_other_fields(parse_object(line), RunEvent)
         check(content, RunEvent, name)
     except Malformed:
         return None

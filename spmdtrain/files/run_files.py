@@ -25,7 +25,9 @@ from spmdtrain.files.storage import failures, folder_of, is_url, one_line, sourc
 from spmdtrain.files.validation import (
     LARGEST_LOG,
     Malformed,
+    OtherFields,
     check,
+    check_fields,
     parse_object,
     read_bytes,
 )
@@ -62,6 +64,21 @@ class Status(enum.StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     PREEMPTED = "preempted"
+
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "config.json": (
+        *("config", "versions", "mesh", "devices", "device_kind", "skipped_records"),
+        *("experiment", "experiment_sha256"),
+    ),
+    "status.json": ("status", "step", "reason", "sentinel"),
+    "program.json": (
+        *("parameters", "flops_per_step", "flops_convention", "flops_unknown"),
+        *("peak_flops_per_device", "devices", "mesh", "sharding"),
+        *("collectives", "collectives_unknown"),
+    ),
+}
+"""The fields of a run's JSON files."""
 
 
 class Writer(enum.StrEnum):
@@ -340,7 +357,12 @@ def status_of(workdir: str) -> dict[str, Any] | None:
         return None
     try:
         content = parse_object(text)
+        check_fields(content, FIELDS["status.json"])
         check(content, _StatusFile, "status")
+    except OtherFields as error:
+        raise UserError(
+            f"{path}: {error} Another version of spmdtrain may have written it"
+        ) from error
     except Malformed as error:
         start = text[:60].decode(errors="replace")
         raise UserError(f"{path}: not the status of a run: {start!r}") from error

@@ -10,7 +10,14 @@ from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.storage import failures, folder_of, one_line
-from spmdtrain.files.validation import LARGEST_LOG, Malformed, check, parse_object, read_bytes
+from spmdtrain.files.validation import (
+    LARGEST_LOG,
+    Malformed,
+    check,
+    parse_object,
+    read_bytes,
+    without_other_fields,
+)
 
 HASHES_FILE = "hashes.jsonl"
 
@@ -116,9 +123,9 @@ def _parsed(path: epath.Path, line: bytes) -> StateHash | ResumedAt | None:
     try:
         content = parse_object(line)
         if "resumed" in content:
-            check(content, _ResumedLine, path.name)
+            check(without_other_fields(content, _ResumedLine), _ResumedLine, path.name)
             return ResumedAt(content["resumed"])
-        check(content, _Line, path.name)
+        check(without_other_fields(content, _Line), _Line, path.name)
     except Malformed:
         return None
     return StateHash(content["step"], content["arrays"], content.get("loss"))

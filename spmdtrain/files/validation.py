@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import IO, Any, TypeVar, get_type_hints
 
 from etils import epath
@@ -175,6 +175,27 @@ def check(value: Any, schema: Any, name: str) -> None:
         raise Malformed(f"{name}: {error}") from error
 
 
+def check_fields(content: Mapping[str, Any], known: Collection[str], prefix: str = "") -> None:
+    """Checks that a JSON object has no unknown fields.
+
+    Args:
+      content: The object.
+      known: The names of its fields.
+      prefix: Stands before the name of a field in the message.
+
+    Raises:
+      OtherFields: If it has one; names the nearest known field.
+    """
+    for name in content:
+        if name not in known:
+            raise OtherFields(f"{prefix}{name[:60]} is unknown.{did_you_mean(name[:60], known)}")
+
+
+def without_other_fields(content: Mapping[str, Any], schema: Any) -> dict[str, Any]:
+    """Returns the fields of a JSON object that a TypedDict has: other versions may write more."""
+    return {name: value for name, value in content.items() if name in schema.__annotations__}
+
+
 def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
     """Returns a dataclass of a JSON object, after a check of each field by its annotation.
 
@@ -194,10 +215,9 @@ def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
     types, fields = get_type_hints(schema), dataclasses.fields(schema)
     required = {f.name for f in fields if f.default_factory is f.default is dataclasses.MISSING}
     prefix = f"{name}." if name else ""
-    for unknown in [*content.keys() - types.keys(), *required - content.keys()]:
-        state = "missing" if unknown in required else "unknown"
-        near = f".{did_you_mean(unknown[:60], types)}" if state == "unknown" else ""
-        raise OtherFields(f"{prefix}{unknown[:60]} is {state}{near}")
+    check_fields(content, types, prefix)
+    for missing in required - content.keys():
+        raise OtherFields(f"{prefix}{missing} is missing")
     values: dict[str, Any] = {}
     for field, value in content.items():
         if dataclasses.is_dataclass(types[field]):

@@ -9,10 +9,17 @@ from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_events import RunEvent, last_step, read_events
-from spmdtrain.files.run_files import Split, Writer, status_of, written_metrics
+from spmdtrain.files.run_files import FIELDS, Split, Writer, status_of, written_metrics
 from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
 from spmdtrain.files.storage import failures, folder_of, one_line
-from spmdtrain.files.validation import Malformed, check, parse_object, read_bytes
+from spmdtrain.files.validation import (
+    Malformed,
+    OtherFields,
+    check,
+    check_fields,
+    parse_object,
+    read_bytes,
+)
 
 _NOTHING: Mapping[str, float] = {}
 _NO_SUMS: Mapping[str, str] = {}
@@ -179,11 +186,16 @@ def _read_config(workdir: str) -> dict[str, Any]:
     path = folder_of(workdir) / "config.json"
     try:
         content = parse_object(read_bytes(path))
+        check_fields(content, FIELDS[path.name])
         for name, kind in _CONFIG_FILE.items():
             if name in content:
                 check(content[name], kind, name)
     except FileNotFoundError:
         return {}
+    except OtherFields as error:
+        raise UserError(
+            f"{path}: {error} Another version of spmdtrain may have written it"
+        ) from error
     except Malformed as error:
         raise UserError(f"{path}: not the configuration of a run: {error}") from error
     except failures(path) as error:

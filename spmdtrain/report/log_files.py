@@ -8,8 +8,17 @@ from typing import Any
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
+from spmdtrain.files.run_files import FIELDS
 from spmdtrain.files.storage import failures, is_url, one_line
-from spmdtrain.files.validation import LARGEST, LARGEST_LOG, Malformed, parse_object, read_bytes
+from spmdtrain.files.validation import (
+    LARGEST,
+    LARGEST_LOG,
+    Malformed,
+    OtherFields,
+    check_fields,
+    parse_object,
+    read_bytes,
+)
 
 OnBytes = Callable[[int], None]
 _CHUNK = 2**20  # bytes between two reports of the progress
@@ -139,10 +148,15 @@ def read_object(path: epath.Path) -> tuple[dict[str, Any] | None, str]:
       StorageError: If the file cannot be accessed.
     """
     try:
-        return parse_object(read_bytes(path, LARGEST)), ""
+        content = parse_object(read_bytes(path, LARGEST))
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except UserError as error:
         return None, f"{path.name}: {error}"
     except failures(path) as error:
         raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+    try:
+        check_fields(content, FIELDS[path.name])
+    except OtherFields as error:
+        return content, f"{path.name}: {error}"
+    return content, ""

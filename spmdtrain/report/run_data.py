@@ -7,14 +7,13 @@ from typing import Any
 from spmdtrain.checkpoints.listing import Listing
 from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.run_files import Writer
+from spmdtrain.files.run_files import FIELDS, Writer
 from spmdtrain.files.storage import folder_of
 from spmdtrain.report.log_files import FileState, GrowingFile, file_state, in_chunks, read_object
 from spmdtrain.report.media_files import MediaLog
 from spmdtrain.report.metric_columns import MetricColumns, PerformanceColumns
 from spmdtrain.report.starts import EventLog
 
-_OBJECTS = ("config.json", "status.json", "program.json")
 # The logs: file name to attribute of `RunData`, and the class that collects its lines.
 _LOGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "metrics.jsonl": ("metrics", MetricColumns),
@@ -98,7 +97,7 @@ class RunReader:
         self.data = RunData(workdir, name)
         self._logs = {name: GrowingFile(self.folder / name) for name in _LOGS}
         self._state: tuple[object, ...] | None = None
-        names = (*_OBJECTS, "metrics.jsonl", "checkpoints")
+        names = (*FIELDS, "metrics.jsonl", "checkpoints")
         if not any(file_state(self.folder / name) for name in names):
             raise UserError(
                 f"{workdir} is not the workdir of a run: it has no {', no '.join(names[:2])} and "
@@ -126,7 +125,7 @@ class RunReader:
             return False
         data, faults = self.data, list[str]()
         objects = []
-        for name in _OBJECTS:
+        for name in FIELDS:
             content, fault = read_object(self.folder / name)
             objects.append(content or {})
             faults += [fault] if fault else []
@@ -160,5 +159,5 @@ class RunReader:
         return True
 
     def _states(self) -> tuple[FileState | None, ...]:
-        names = (*_OBJECTS, *_LOGS, "checkpoints")
+        names = (*FIELDS, *_LOGS, "checkpoints")
         return tuple(file_state(self.folder / name) for name in names)

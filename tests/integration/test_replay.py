@@ -86,6 +86,10 @@ def test_a_step_that_differs_from_the_log_names_the_first_step_and_the_parameter
     assert "has recorded neither of step 20" in capsys.readouterr().err
     assert replay([str(other), "--step", "12"]) == 2
     assert "has recorded nothing of step 12; the nearest step" in capsys.readouterr().err
+    config = json.loads((run / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"experimnt": config["experiment"]}))
+    assert replay([str(other), "--step", "20"]) == 2
+    assert "experimnt is unknown. Did you mean 'experiment'?" in capsys.readouterr().err
 
 
 def test_two_runs_are_compared_up_to_the_first_step_that_differs(

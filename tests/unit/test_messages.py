@@ -401,6 +401,15 @@ CASES = [
         "FOLDER/status.json: not the status of a run: '[]'",
     ),
     Case(
+        "field of another version",
+        lambda folder: status_of(str(written(folder / "status.json", '{"stap": 1}').parent)),
+        UserError,
+        (
+            "FOLDER/status.json: stap is unknown. Did you mean 'step'? Another version of "
+            "spmdtrain may have written it"
+        ),
+    ),
+    Case(
         "file of another format",
         lambda folder: read_idx(written(folder / "labels", "no IDX")),
         UserError,

@@ -114,5 +114,9 @@ def test_hashes_after_the_step_of_a_resume_are_void(tmp_path: Path) -> None:
     lines = (tmp_path / "hashes.jsonl").read_text().split("\n")[:-2]
     steps = [line.get("step", line.get("resumed")) for line in map(json.loads, lines)]
     assert steps == [1, 2, 3, 4, 2, 3]
-    assert list(read_hashes(str(tmp_path))) == [1, 2, 3]
+    found = read_hashes(str(tmp_path))
+    assert list(found) == [1, 2, 3]
+    newer = "".join(json.dumps(json.loads(line) | {"host": "a"}) + "\n" for line in lines)
+    (tmp_path / "hashes.jsonl").write_text(newer)
+    assert read_hashes(str(tmp_path)) == found
     assert read_hashes(str(tmp_path / "nothing")) == {}

@@ -48,6 +48,10 @@ def test_the_goodput_of_a_killed_and_resumed_run_counts_each_step_once(tmp_path:
     assert run_times(events, now=1300.0).goodput == pytest.approx(62 / 300)
 
 
+def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
+    assert read_events(written(tmp_path, *[line | {"host": "a"} for line in KILLED])) == KILLED
+
+
 def test_corrupted_and_forged_lines_are_left_out(tmp_path: Path) -> None:
     forged = [
         '{"time": 1e999, "event": "start", "step": 0}',

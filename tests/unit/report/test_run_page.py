@@ -49,6 +49,17 @@ def text_of(page: Page) -> str:
     return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page_content(page)["main"]))
 
 
+@pytest.mark.parametrize("name", ["config.json", "status.json", "program.json"])
+def test_an_unknown_field_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    path = write_run(tmp_path / "run") / name
+    assert "is unknown" not in text_of(page_of(tmp_path / "run"))
+    content = json.loads(path.read_text())
+    first = next(iter(content))
+    path.write_text(json.dumps(content | {f"{first}_": 1}))
+    expected = f"{name}: {first}_ is unknown. Did you mean &#39;{first}&#39;?"
+    assert expected in text_of(page_of(tmp_path / "run"))
+
+
 def test_a_run_with_all_files_has_all_sections(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run"))
     assert titles(page) == [
