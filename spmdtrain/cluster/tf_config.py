@@ -14,20 +14,12 @@ _MASTER = "master"  # TensorFlow 1's name of the chief
 _CLUSTER = '{"worker": ["host:port"]}'
 _KEYS = ("cluster", "task")
 _TASK_KEYS = ("type", "index")
-_OTHERS = {
-    "environment": "TFJob and Google Cloud write it for Estimators before TensorFlow 1.4",
-    "job": "Google Cloud: the specification of the job",
-    "rpc_layer": "TFConfigClusterResolver: how TensorFlow's servers communicate",
-    "session_master": "Estimators: the server of a TensorFlow session",
-    "eval_session_master": "Estimators: that of an evaluation",
-    "service": "Estimators: options of Google's own services",
-    "model_dir": "Estimators: the folder of checkpoints, here the option --workdir",
-}
-"""Keys that schedulers and TensorFlow's users write, and that name no task of the cluster."""
-_TASK_OTHERS = {
-    "cloud": "Google Cloud: an identifier of the machine",
-    "trial": "Google Cloud: the number of the trial of a search",
-}
+# Keys that TFJob, Google Cloud and TensorFlow's estimators and resolvers write. They name no task.
+_OTHERS = (
+    *("environment", "job", "rpc_layer", "session_master", "eval_session_master"),
+    *("service", "model_dir"),
+)
+_TASK_OTHERS = ("cloud", "trial")  # of Google Cloud
 _SPARSE = "sparseCluster"
 _EXAMPLE = '"task": {"type": "worker", "index": 0}'
 

@@ -24,7 +24,6 @@ from spmdtrain.distributed import hangs, out_of_memory, process_group, progress
 from spmdtrain.distributed.context import CONTEXT, ignore_failure
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
-from spmdtrain.distributed.unfinished import working
 from spmdtrain.errors import EarlyExit, ExitCode, OwnExit, foreign
 from spmdtrain.xla.source_files import describe_sys_exit
 
@@ -178,7 +177,7 @@ def work_in_progress(what: str) -> Iterator[None]:
         if is_outermost := exits.at_work != os.getpid():
             exits.at_work, exits.work = os.getpid(), what
             stack.callback(_end_work)
-            stack.enter_context(working(what))
+            stack.enter_context(progress.working(what))
             atexit.unregister(_report_open_work)
             atexit.register(_report_open_work)
         try:

@@ -210,6 +210,26 @@ def begin(*, always: bool = False) -> None:
     os.register_at_fork(after_in_child=_forget)
 
 
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Tells the launcher while entered that this process has not finished what it does.
+
+    It is a file, which stays if the process ends in a way that runs no further code.
+
+    Args:
+      what: What it does, such as `training`.
+    """
+    folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
+    if not folder or not task or (file := path(folder, task, "work")).exists():
+        yield  # without a launcher, or in a child process of the task
+        return
+    file.write_text(what)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def begin_for_task() -> None:
     """Starts to publish in the record of the task that started this process.
 
@@ -425,6 +445,14 @@ def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:
     except (FileNotFoundError, ValueError):
         return None
     return Reason(content["code"], content["reason"], content["own"])
+
+
+def unfinished_work(folder: str | os.PathLike[str], task: str) -> str | None:
+    """Returns what a task has not finished (see `working`); None if it does no such work."""
+    try:
+        return path(folder, task, "work").read_text()
+    except FileNotFoundError:
+        return None
 
 
 def take_without(folder: str | os.PathLike[str]) -> str | None:

@@ -12,7 +12,6 @@ from types import TracebackType
 from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.distributed.hangs import IdleTimer, find_hung_task
 from spmdtrain.distributed.progress import Phase, ProgressRecord
-from spmdtrain.distributed.unfinished import unfinished_work
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch import stacks
 from spmdtrain.launch.child import Child, Output, Reaper, Signals
@@ -224,7 +223,7 @@ class Launcher:
             reason=reason,
             errors=child.errors,
             peak=child.peak,
-            work=unfinished_work(self.folder, child.name),
+            work=progress.unfinished_work(self.folder, child.name),
         )
         if ended.signal not in child.sent:
             return dataclasses.replace(ended, memory=self._memory(ended, child))

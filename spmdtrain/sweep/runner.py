@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Literal
 
 from spmdtrain.distributed import out_of_memory, progress
-from spmdtrain.distributed.unfinished import unfinished_work
 from spmdtrain.errors import ExitCode
 from spmdtrain.files import no_follow
 from spmdtrain.files.run_files import Status, status_of
@@ -224,7 +223,7 @@ class SweepRunner:
             reason=progress.read_reason(self._folder, child.name),
             errors=child.errors,
             peak=child.peak,
-            work=unfinished_work(self._folder, child.name),
+            work=progress.unfinished_work(self._folder, child.name),
         )
         if ended.signal is signal.SIGKILL and not child.sent:
             return dataclasses.replace(ended, memory=self._oom_kills.reason())

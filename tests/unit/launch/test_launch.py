@@ -903,7 +903,7 @@ def test_in_a_terminal_lines_are_aligned_and_colored(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_task_that_ends_with_code_0_before_its_work_is_done_has_failed(tmp_path: Path) -> None:
     script = """
-from spmdtrain.distributed.unfinished import working
+from spmdtrain.distributed.progress import working
 with working("training"):
     if task == "worker 0" and attempt == 0: os._exit(0)
     if attempt == 0: time.sleep(60)
