@@ -19,6 +19,7 @@ from helpers import DIGITS, MNIST, command, environment, metrics, run, status
 from processes import launch, launching
 from server_jobs import BOUND, Lines, made, of_task, send, stale_updates, text_of, until
 
+from spmdtrain.files.run_events import read_events
 from spmdtrain.launch.task_env import tf_configs, training_tasks
 
 pytestmark = [
@@ -448,3 +449,23 @@ def test_what_is_wrong_is_said_once_and_ends_all(
     assert re.search(r"\[chief\] .*" + message, text_of(lines)), text_of(lines)
     assert not re.search(r"finished|\(code 0\)", text_of(lines)), text_of(lines)
     assert not any(of_task(name) for name in training_tasks(2, servers))
+
+
+BATCH = "        x, y, bad = batch\n"
+SLOW = f"""{BATCH}
+        from jax import lax
+
+        long = lax.fori_loop(0, 100, lambda _, a: a @ a / 500, jnp.ones((500, 500)) + bad[0])
+        y = y + 0 * long[0, 0]
+"""
+
+
+def test_the_time_of_the_workers_counts_as_steps(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(WRONG.replace(BATCH, SLOW))
+    line = command(path, *ASYNCHRONOUS, "--workdir", tmp_path / "run")
+    with launching(line, "--ps", 1, "--max-restarts", 0, processes=2) as (process, lines):
+        assert process.wait(BOUND) == 0, text_of(lines)
+    found = [x["seconds"] for x in read_events(str(tmp_path / "run")) if x["event"] == "phases"][-1]
+    others = sum(found.get(name, 0.0) for name in ("host", "load"))
+    assert found["step"] > 3 * others, found
