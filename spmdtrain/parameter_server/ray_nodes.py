@@ -77,7 +77,9 @@ def import_ray(spec: ClusterSpec) -> Any:
             "pip install 'spmdtrain[ps]'"
         ) from error
     if _is_local(spec):  # the script may have imported Ray, which read the environment then
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+        from ray._private import ray_constants
+
+        ray_constants.ENABLE_RAY_CLUSTER = False
     ray_auth.check_enabled()
     return ray
 
