@@ -40,4 +40,5 @@ def describe_sys_exit(stop: SystemExit, where: str = "") -> str:
         where: What the process did, or which process it is.
     """
     call = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
-    return ", ".join(part for part in (f"{call} {where}".rstrip(), place_of(stop)) if part)
+    said = f"{call} {where}," if where else call
+    return f"{said} {place_of(stop)}".rstrip(" ,")
