@@ -1,5 +1,6 @@
 """Checks of a batch before its program is compiled: padding, precision."""
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -20,14 +21,17 @@ from spmdtrain.step.exact_checks import check_exact_batch
 from spmdtrain.step.forward import INPUTS, Forward
 from spmdtrain.step.gradients import ON_ONE_DEVICE
 from spmdtrain.step.optimizer import Update
-from spmdtrain.step.outputs import Combination, Scalar, outputs_of_training
+from spmdtrain.step.outputs import Combination, Scalar, loss_terms, outputs_of_training
 from spmdtrain.step.state import TrainState
 from spmdtrain.xla.jaxpr import equations
-from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
+from spmdtrain.xla.padding import why_not_means, why_padding_matters, why_parts_differ
 from spmdtrain.xla.partitioner_faults import check_partitioning
 
 PyTree = Any
 COUPLED = "the objective is declared as batch_coupled: its values depend on the whole batch"
+_WEIGHTED = (
+    ". Scalar(value, weight) declares that the mean over microbatches, with these weights, is meant"
+)
 ABSTRACT_DRAW: Any = np.zeros(2, np.uint32)
 """The `draw` argument of an evaluation that is only traced."""
 
@@ -145,8 +149,8 @@ class BatchChecks:
     def _check_microbatches(self, batch: PyTree, microbatches: int) -> None:
         """Checks that the objective's values are those of the whole batch.
 
-        Those of a `Scalar` are averaged over microbatches by its definition. The batch statistics
-        of a model are those of each microbatch: a model with state is analyzed in evaluation mode.
+        The batch statistics of a model are those of each microbatch: a model with state is analyzed
+        in evaluation mode.
 
         Raises:
           UserError: If this cannot be proven, and the objective does not declare it.
@@ -157,32 +161,56 @@ class BatchChecks:
         params, frozen = self._update.partition(state.params)
         mode = Mode.EVAL if jax.tree.leaves(state.model_state) else Mode.TRAIN
 
-        def values(given: PyTree, rows: PyTree, is_weighted: bool) -> PyTree:
+        scalars: dict[str, bool] = {}  # and whether their mean is the loss
+
+        def outputs(given: PyTree, rows: PyTree) -> Mapping[str, Any]:
             key = jax.random.key(0)
             params, frozen, model_state = given
             found = self._forward.outputs(params, frozen, rows, model_state, key, mode)[0]
             found = outputs_of_training(found)
-            known = found.values() if isinstance(found, Mapping) else []
+            if not isinstance(found, Mapping):
+                return {}
+            for name, x in found.items():
+                if isinstance(x, Scalar):
+                    scalars[name] = x.weight is None and name in loss_terms(found)
+            return found
+
+        def values(given: PyTree, rows: PyTree, is_weighted: bool) -> PyTree:
             return [
                 x
-                for x in known
+                for x in outputs(given, rows).values()
                 if isinstance(x, tuple) == is_weighted and not isinstance(x, (Scalar, Combination))
             ]
+
+        def numbers(given: PyTree, rows: PyTree) -> list[Any]:
+            found = outputs(given, rows)
+            return [jnp.asarray(found[name].value) for name in scalars]
+
+        given = params, frozen, state.model_state
 
         why = COUPLED if objective.batch_coupled else None
         for is_weighted in () if why else (True, False):
             why = why or why_parts_differ(
                 partial(values, is_weighted=is_weighted),
-                (params, frozen, state.model_state),
+                given,
                 batch,
                 microbatches,
                 own_draws=True,
                 gradients=True,
-                backward=False,
+                vjps=True,
                 averages=not is_weighted,
             )
+        size = jax.tree.leaves(batch)[0].shape[0]
+        if why and (describe := getattr(_owner(objective.function), "describe_losses", None)):
+            raise UserError(
+                f"microbatches is {microbatches}, and the loss or a metric of the compiled Keras "
+                f"model may combine examples of the batch: its losses are {describe()} ({why}). It "
+                f"would combine only the {size // microbatches} examples of a microbatch, which is "
+                "another loss. Leave out microbatches; to save memory, use more devices or remat. "
+                "If no example depends on others, use KerasModel with an objective that declares "
+                "it: batch_coupled(objective, coupled=False)"
+            )
         if why:
-            size = jax.tree.leaves(batch)[0].shape[0]
             raise UserError(
                 f"microbatches is {microbatches}, and the objective's values may depend on other "
                 f"examples of the batch ({why}): it would combine only the {size // microbatches} "
@@ -191,6 +219,17 @@ class BatchChecks:
                 "is (values, weights) or a Scalar; batch_coupled(objective, coupled=False) "
                 "declares that the values of an example do not depend on others"
             )
+        reasons = why_not_means(numbers, given, batch, microbatches) if scalars else []
+        for (name, is_loss), (why, is_sum) in zip(scalars.items(), reasons, strict=True):
+            if is_sum or (why and is_loss):
+                what = "is a sum over the examples" if is_sum else "may not be a mean over examples"
+                raise UserError(
+                    f"microbatches is {microbatches}, and the Scalar {name!r} {what} of the batch "
+                    f"({why}): the mean over microbatches would be another number. Return a value "
+                    "for each example, or Scalar(x.mean()). Set microbatches to 1 otherwise"
+                    + _WEIGHTED
+                    * (not is_sum)
+                )
 
     def _check_padded(self, batch: PyTree, size: int) -> None:
         """Checks that padding rows cannot change what a step computes."""
@@ -269,6 +308,11 @@ def check_partitioned(jaxpr: Any, args: PyTree, placement: Placement) -> None:
     """Checks that XLA's partitioner computes a program rightly; see `check_program`."""
     if placement.mesh is not None:
         check_partitioning(jaxpr, args, placement.mesh.shape, BATCH_AXES)
+
+
+def _owner(function: Any) -> Any:
+    """Returns the object whose method a function is; None if there is none."""
+    return getattr(inspect.unwrap(function), "__self__", None)
 
 
 def _abstract_batch(rows: PyTree, size: int) -> PyTree:

@@ -105,6 +105,19 @@ class CompiledKeras:
         """
         return model(_parts(batch)[0])
 
+    def describe_losses(self) -> str:
+        """Returns the compiled losses, and what else may add one, for an error message."""
+        given = [each for each in self._keras.tree.flatten(self._loss) if each is not None]
+        names = [
+            each
+            if isinstance(each, str)
+            else getattr(each, "__name__", None) or f"keras.losses.{type(each).__name__}"
+            if type(each).__module__.startswith("keras.")
+            else type(each).__name__
+            for each in given
+        ]
+        return " and ".join((*dict.fromkeys(names), "what layers add (regularizers, add_loss)"))
+
     # -- losses --------------------------------------------------------------------------------
 
     def _loss_values(

@@ -9,8 +9,8 @@ from spmdtrain.xla.padding_rules import CALLS
 from spmdtrain.xla.traces import FIXED, Mixed, Op, Rows, Value, differing
 
 _NAMES = """
-add add_any broadcast_in_dim concatenate cumsum neg reduce_sum reshape rev slice squeeze stack sub
-transpose
+add add_any broadcast_in_dim concatenate copy cumsum neg reduce_sum reshape rev sharding_constraint
+slice squeeze stack sub transpose
 """
 _ADDITIVE = frozenset(_NAMES.split())
 """Primitives whose results are sums over the rows if all operands are."""
@@ -46,18 +46,23 @@ def _sum(op: Op) -> Mixed | None:
     """
     name = op.first.primitive.name
     sums = [isinstance(x, Mixed) and x.is_sum for x in op.ins]
+    or_zeros = [a or b for a, b in zip(sums, op.zeros or sums, strict=True)]
     if name == "reduce_sum" and isinstance(rows := op.ins[0], Rows):
         found = rows.dim in op.params["axes"] and not rows.positional
-    elif name in ("scatter-add", "scatter_add") and op.into_zeros:
+    elif name in ("scatter-add", "scatter_add") and op.zeros[0]:
         found = _adds_rows(op)
     elif name == "convert_element_type":
         found = sums[0] and not _rounds(op.first)
-    elif name in ("mul", "div"):
+    elif name == "dot_general" and not any(sums):
+        found = _contracts_rows(op)
+    elif name == "select_n":
+        found = op.ins[0] is FIXED and any(sums) and all(or_zeros[1:])
+    elif name in ("mul", "div", "dot_general"):
         found = (sums[0] and _is_constant(op.ins[1])) or (
-            name == "mul" and sums[1] and _is_constant(op.ins[0])
+            name != "div" and sums[1] and _is_constant(op.ins[0])
         )
     else:
-        found = name in _ADDITIVE and bool(sums) and all(sums)
+        found = name in _ADDITIVE and any(sums) and all(or_zeros)
     if not found:
         return None
     # The reason for an error is the operation that added up the rows.
@@ -182,6 +187,15 @@ def _adds_rows(op: Op) -> bool:
     paired = indices.dim < len(dims) and dims[indices.dim] == updates.dim
     unbatched = not numbers.operand_batching_dims
     return paired and unbatched and indices.inner == updates.inner and not updates.positional
+
+
+def _contracts_rows(op: Op) -> bool:
+    """Returns whether a product adds up products of a row with the same row: `x.T @ y`."""
+    (left, right), _ = op.params["dimension_numbers"]
+    a, b = op.ins
+    if not isinstance(a, Rows) or not isinstance(b, Rows) or a.positional or b.positional:
+        return False
+    return (a.dim, b.dim) in zip(left, right, strict=True) and a.inner == b.inner
 
 
 def _rounds(equation: Any) -> bool:

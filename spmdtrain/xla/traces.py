@@ -51,7 +51,7 @@ class Op:
     second: Any
     ins: Sequence[Value]
     sizes: tuple[int, int]  # of the batches
-    into_zeros: bool = False  # whether the first operand is created as an array of zeros
+    zeros: Sequence[bool] = ()  # whether each operand is created as an array of zeros
 
     @property
     def params(self) -> dict[str, Any]:
@@ -165,6 +165,15 @@ def is_zero(operand: Any) -> bool:
     value = getattr(operand, "val", 1)
     is_number = np.ndim(value) == 0 and np.asarray(value).dtype != jax.dtypes.float0
     return is_number and bool(value == 0)
+
+
+def creates_zeros(jaxpr: Any, variable: Any) -> bool:
+    """Returns whether a result of an open jaxpr is an array that it creates as zeros."""
+    if is_zero(variable):
+        return True
+    made = next((x for x in jaxpr.eqns if any(variable is out for out in x.outvars)), None)
+    creates = made is not None and made.primitive.name == "broadcast_in_dim"
+    return creates and is_zero(made.invars[0])
 
 
 def _numbers(x: Any) -> np.ndarray:

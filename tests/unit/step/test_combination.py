@@ -1,5 +1,6 @@
 """Losses of several terms with their own weights, scalars, and batch-coupled objectives."""
 
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -322,6 +323,41 @@ def test_another_number_of_the_batch_is_refused_with_microbatches(kind: str) -> 
     # What the analysis cannot prove can be declared; here that is wrong.
     declared = batch_coupled(of_batch(kind), coupled=False)
     gradients(trainer(objective=declared, microbatches=4, **options), batch)
+
+
+SCALARS: dict[str, Callable[[Any, Any], Scalar]] = {
+    "mean": lambda output, _: Scalar(0.2 * (output**2).mean()),
+    "mean by row": lambda output, _: Scalar((output**2).sum() / len(output)),
+    "penalty": lambda _, model: Scalar((model(jnp.ones((1, 3, 5))) ** 2).sum()),
+    "ratio": lambda output, _: Scalar(jnp.sin(output).sum() / (output**2).sum(), (output**2).sum()),
+    "sum": lambda output, _: Scalar((output**2).sum()),
+    "weighted sum": lambda output, _: Scalar((output**2).sum(), 1.0),
+    "deviation": lambda output, _: Scalar(output.std()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_loss", [True, False])
+@pytest.mark.parametrize("kind", SCALARS)
+def test_a_scalar_with_microbatches_is_that_of_the_batch_or_refused(
+    kind: str, is_loss: bool
+) -> None:
+    def objective(model: Any, batch: Any) -> dict[str, Any]:
+        output = model(batch["x"])
+        terms = {"error": ((output - batch["y"]) ** 2).mean(1), "a": SCALARS[kind](output, model)}
+        return terms | {"loss": Combination({"error": 1.0} | ({"a": 0.5} if is_loss else {}))}
+
+    batch = tokens_batch(np.random.default_rng(1))
+    options: dict[str, Any] = {"model": tokens_model(), "objective": objective, "mesh": on(1)}
+    whole = gradients(trainer(**options), batch)
+    if "sum" in kind or (kind == "deviation" and is_loss):
+        what = "is a sum over the examples" if "sum" in kind else "may not be a mean over examples"
+        with pytest.raises(UserError, match=f"the Scalar 'a' {what} .*Set microbatches to 1"):
+            gradients(trainer(microbatches=4, **options), batch)
+    else:
+        found = gradients(trainer(microbatches=4, **options), batch)
+        if kind != "deviation":  # by definition the mean over microbatches
+            check_equal(found, whole)
 
 
 # -- weights that depend on trained parameters ---------------------------------------------------

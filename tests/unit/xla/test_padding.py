@@ -395,6 +395,110 @@ def test_rules_of_derivatives_are_examined_if_there_are_gradients(
         assert why is not None and found in why
 
 
+def backward_by(rule: Any, forward: Any = None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A product of rows with parameters, or another function, and the rule of its backward pass."""
+    forward = forward or (lambda x, w: x @ w)
+    function = jax.custom_vjp(lambda x, w: forward(x, w))
+    function.defvjp(lambda x, w: (forward(x, w), (x, w)), lambda kept, g: rule(*kept, g))
+    return function
+
+
+@jax.custom_gradient
+def scaled_by_gradient(x: jax.Array) -> Any:
+    return x, lambda g: g / jnp.linalg.norm(g)
+
+
+def of_parameters(rule: Any) -> Any:
+    function = jax.custom_vjp(lambda w: w)
+    function.defvjp(lambda w: (w, w), lambda w, g: (rule(w, g),))
+    return lambda x, w: jnp.tanh(x @ function(w))
+
+
+def ruled(name: str) -> Any:
+    """The sine of JAX, with a derivative of a user that combines rows."""
+    if name == "custom_jvp":
+        forward = jax.custom_jvp(jnp.sin)
+        forward.defjvp(lambda x, t: (jnp.sin(x[0]), t[0] - t[0].mean(0)))
+        return lambda x, w: forward(x @ w)
+    backward = jax.custom_vjp(jnp.sin)
+    backward.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g - g.mean(0),))
+    return lambda x, w: backward(x @ w)
+
+
+def in_a_scan(function: Any) -> Any:
+    return lambda x, w: jax.lax.scan(lambda c, _: (function(c, w), None), x, length=2)[0]
+
+
+LAYER = backward_by(lambda x, w, g: (g @ w.T, x.T @ g))
+BY_TOKEN = backward_by(
+    lambda x, w, g: (jnp.clip(g, -1, 1) @ w.T, jnp.einsum("bti,btj->ij", x, g)),
+    lambda x, w: jnp.einsum("bti,ij->btj", x, w),
+)
+FAKE = jax.custom_vjp(lambda w: jnp.round(w))  # quantization of weights
+FAKE.defvjp(lambda w: (jnp.round(w), w), lambda w, g: (jnp.where(jnp.abs(w) < 0.8, g, 0.0),))
+CLIPPED = jax.custom_vjp(lambda x: x)
+CLIPPED.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.3, 0.3),))
+SEPARATE: dict[str, Any] = {
+    "layer": LAYER,
+    "layer of tokens": lambda x, w: BY_TOKEN(jnp.stack([x, 2 * x], 1), w).sum(1),
+    "clipped by row": lambda x, w: CLIPPED(x @ w),
+    "divided by the norm of a row": lambda x, w: jax.vmap(scaled_by_gradient)(x @ w),
+    "rounded parameters": lambda x, w: x @ FAKE(w),
+    "scaled parameters": of_parameters(lambda w, g: -0.5 * g),
+    "turned parameters": of_parameters(lambda w, g: jnp.tanh(w) @ (w.T @ g)),
+    "without gradient": backward_by(lambda x, w, g: (g @ w.T, None)),
+    "zeros": backward_by(lambda x, w, g: (jnp.zeros_like(x), jnp.zeros_like(w))),
+    "in a scan": in_a_scan(LAYER),
+    "in remat": jax.checkpoint(LAYER),
+    "in jit": jax.jit(LAYER),
+}
+COMBINED: dict[str, Any] = {
+    "centered": backward_by(lambda x, w, g: ((g - g.mean(0)) @ w.T, x.T @ g)),
+    "mean": backward_by(lambda x, w, g: (g @ w.T, x.T @ g / len(x))),
+    "clipped layer": backward_by(lambda x, w, g: (g @ w.T, jnp.clip(x.T @ g, -1, 1))),
+    "constant": backward_by(lambda x, w, g: (g @ w.T, jnp.ones_like(w))),
+    "penalty": backward_by(lambda x, w, g: (g @ w.T, x.T @ g + 0.1 * w)),
+    "norm of all": lambda x, w: scaled_by_gradient(x @ w),
+    "clipped parameters": of_parameters(lambda w, g: jnp.clip(g, -0.3, 0.3)),
+    "parameters by norm": of_parameters(lambda w, g: g / jnp.linalg.norm(g)),
+    "decayed parameters": of_parameters(lambda w, g: g + 0.1 * w),
+    "other rows": backward_by(lambda x, w, g: (g[::-1] @ w.T, x.T @ g)),
+    "rule for JAX's function": ruled("custom_vjp"),
+    "rule in forward mode": ruled("custom_jvp"),
+    "in a scan": in_a_scan(backward_by(lambda x, w, g: ((g - g.mean(0)) @ w.T, x.T @ g))),
+    "in remat": jax.checkpoint(of_parameters(lambda w, g: jnp.clip(g, -0.3, 0.3))),
+}
+
+
+@pytest.mark.parametrize("name", [*SEPARATE, *(f"combined: {name}" for name in COMBINED)])
+def test_a_rule_of_a_user_is_proven_if_the_gradients_of_parts_add_up(name: str) -> None:
+    function = SEPARATE.get(name) or COMBINED[name.removeprefix("combined: ")]
+    generator = np.random.default_rng(0)
+    w, v = (generator.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
+    x = generator.normal(size=(8, 4)).astype(np.float32)
+
+    def values(params: Any, rows: jax.Array) -> jax.Array:
+        v, w = params
+        return (jnp.sin(function(rows @ v, w)) ** 2).sum(1)
+
+    gradients = jax.grad(lambda params, rows: values(params, rows).sum())
+    parts = [gradients((v, w), x[part::2]) for part in range(2)]
+    apart = jax.tree.map(np.add, *parts)
+    whole = gradients((v, w), x)
+    off = max(
+        np.abs(a - b).max() / (1 + np.abs(b).max()) for a, b in zip(apart, whole, strict=True)
+    )
+    proof = why_parts_differ(values, (v, w), x, 2, gradients=True, vjps=True)
+    # Neither device by device, where a rule of rows is not examined.
+    strict = why_parts_differ(values, (v, w), x, 2, gradients=True)
+    if name in SEPARATE:
+        assert off < 1e-5 and proof is None
+        assert (strict is None) == ("parameters" in name)
+    else:
+        assert off > 1e-3 and proof is not None and strict is not None
+        assert " at " in proof and "test_padding.py" in proof
+
+
 def experiment(name: str) -> Any:
     return load_experiment(str(REPOSITORY / "experiments" / f"{name}.py"), frozenset()).module
 
