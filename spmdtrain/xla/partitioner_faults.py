@@ -8,6 +8,10 @@ device, for the version of JAX that is installed: it fails if a fault is new or 
 - A convolution whose input and kernel are both split along the same spatial dim, if the mesh has
   another axis with several devices: it adds up the copies on that axis. The gradient of a kernel is
   such a convolution if a spatial dim of the input is split.
+- A product of two matrices that are both split along the contracted dim over one axis, if the
+  result, or a value computed from it element by element, is constrained to have one dim split over
+  this axis and the other over two more axes. It is wrong if the last of the two splits the free dim
+  of the second matrix, or if they are not in the order of the mesh (not in all of these cases).
 
 The shardings of a program's arguments say which of their dims are split. A rule for each kind of
 operation tells which dims of its results may be split. An unknown operation may split every dim.
@@ -54,7 +58,23 @@ def check_partitioning(jaxpr: Any, args: Any, axes: Mapping[str, int], rows: Seq
 def _is_suspect(equation: Any) -> bool:
     if equation.primitive.name == "conv_general_dilated":
         return len(equation.invars[0].aval.shape) > 2
+    if equation.primitive.name == "sharding_constraint":
+        return _with_pair(equation) is not None
     return equation.primitive.name == "select_and_scatter_add" and any(_overlapping(equation))
+
+
+def _with_pair(constraint: Any) -> tuple[str, tuple[str, str]] | None:
+    """Returns the axis of one dim of a matrix and the two of the other, if it is split so."""
+    sharding = constraint.params["sharding"]
+    if not isinstance(sharding, NamedSharding) or len(_shape(constraint.invars[0])) != 2:
+        return None
+    sizes = sharding.mesh.shape
+    named = [(x,) if isinstance(x, str) else x for x in sharding.spec if x]
+    used = [tuple(axis for axis in x if sizes[axis] > 1) for x in named if isinstance(x, tuple)]
+    match sorted(used, key=len):
+        case [(one,), (first, second)]:
+            return one, (first, second)
+    return None
 
 
 def _overlapping(equation: Any) -> list[bool]:
@@ -87,6 +107,9 @@ class _Splits:
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self._axes = axes
+        # Results computed from a product: the axes that split its contracted dim, and those of the
+        # free dim of the second matrix.
+        self._products: dict[Any, tuple[frozenset[str], frozenset[str]]] = {}
 
     def of_results(self, jaxpr: Any, given: Sequence[Split]) -> list[Split]:
         """Returns the splits of the results of an open jaxpr."""
@@ -99,6 +122,7 @@ class _Splits:
         for equation in jaxpr.eqns:
             ins = [read(x) for x in equation.invars]
             self._check(equation, ins)
+            self._follow_products(equation, ins)
             known |= dict(zip(equation.outvars, self._outputs(equation, ins), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
@@ -117,7 +141,10 @@ class _Splits:
             return [_from_spec(spec, len(_shape(x)), self._axes) for x, spec in pairs]
         inner = next(inner_jaxprs(equation), None)
         if inner is not None and len(inner.invars) == len(ins) and _calls(equation):
-            return self.of_results(inner, ins)
+            self._rename_products(equation.invars, inner.invars)
+            found = self.of_results(inner, ins)
+            self._rename_products(inner.outvars, equation.outvars)
+            return found
         if not any(map(any, ins)) and name != "sharding_constraint":
             return [(NONE,) * len(_shape(x)) for x in equation.outvars]
         if name == "sharding_constraint":
@@ -178,6 +205,28 @@ class _Splits:
                 return carry
             carry = joined
 
+    def _follow_products(self, equation: Any, ins: list[Split]) -> None:
+        name, shapes = equation.primitive.name, [_shape(x) for x in equation.invars]
+        if name == "dot_general" and all(len(shape) == 2 for shape in shapes):
+            (left, right), batched = equation.params["dimension_numbers"]
+            if len(left) == 1 and not batched[0]:
+                axes = ins[0][left[0]]
+                if len(axes) == 1 and axes == ins[1][right[0]]:
+                    self._products[equation.outvars[0]] = axes, ins[1][1 - right[0]]
+        elif name == "transpose":
+            self._rename_products(equation.invars, equation.outvars)
+        elif name not in ("sharding_constraint", "reshape", *_RULES):
+            for x, shape in zip(equation.invars, shapes, strict=True):
+                self._rename_products([x] * len(equation.outvars), equation.outvars, shape)
+
+    def _rename_products(
+        self, before: Sequence[Any], after: Sequence[Any], shape: tuple[int, ...] | None = None
+    ) -> None:
+        for old, new in zip(before, after, strict=True):
+            product = None if hasattr(old, "val") else self._products.get(old)
+            if product is not None and shape in (None, _shape(new)):
+                self._products[new] = product
+
     # -- the faults ------------------------------------------------------------------------------
 
     def _check(self, equation: Any, ins: list[Split]) -> None:
@@ -202,6 +251,20 @@ class _Splits:
                         f"{_shape(equation.invars[0])} (or the gradient of its kernel), which "
                         f"{_named(axes)}, on a mesh with the axis {', '.join(sorted(others))},",
                     )
+
+        elif equation.primitive.name == "sharding_constraint":
+            x, split = equation.invars[0], _with_pair(equation)
+            product = None if hasattr(x, "val") else self._products.get(x)
+            if split is None or product is None or product[0] != {split[0]}:
+                return
+            in_order = split[1] == tuple(axis for axis in self._axes if axis in split[1])
+            if not in_order or split[1][1] in product[1]:
+                pair = " and ".join(split[1])
+                self._refuse(
+                    equation,
+                    f"a product {_shape(x)} whose contracted dim is split over {split[0]}, and "
+                    f"which is constrained to be split over {split[0]} and over {pair},",
+                )
 
     def _refuse(self, equation: Any, what: str) -> None:
         where = source_info_util.summarize(equation.source_info)

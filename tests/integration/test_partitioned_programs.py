@@ -234,16 +234,50 @@ def test_a_program_on_several_devices_computes_what_it_does_on_one(
             assert not refused, mesh_name
 
 
-def test_the_documented_product_with_swapped_splits_is_still_wrong() -> None:
-    """`docs/strategies.md` describes it: no check refuses it."""
+def plain(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a @ b
+
+
+def transposed(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (b.T @ a.T).T
+
+
+def after_gather(a: jax.Array, b: jax.Array) -> jax.Array:
+    return gathered(a @ b)
+
+
+BATCH = ("data", "fsdp")
+PRODUCTS: list[tuple[Any, Any, Any, Any, bool]] = [
+    (plain, P(BATCH, "tensor"), P("tensor", "fsdp"), P(BATCH, "tensor"), True),
+    (plain, P("data", "tensor"), P("tensor", "fsdp"), P("tensor", BATCH), True),
+    (plain, P(None, "tensor"), P("tensor", None), P(BATCH[::-1], "tensor"), True),
+    (jax.jit(plain), P(BATCH, "tensor"), P("tensor", "fsdp"), P(BATCH, "tensor"), True),
+    (transposed, P(BATCH, "tensor"), P("tensor", "fsdp"), P(BATCH, "tensor"), True),
+    (lambda a, b: a @ b + 1, P(BATCH, "tensor"), P("tensor", "fsdp"), P(BATCH, "tensor"), True),
+    # its neighbors, with the usual splits of models and the remedy
+    (after_gather, P(BATCH, "tensor"), P("tensor", "fsdp"), P(BATCH, "tensor"), False),
+    (plain, P(BATCH, "tensor"), P("tensor", None), P(BATCH, "tensor"), False),
+    (plain, P(BATCH, "tensor"), P("tensor", "data"), P(BATCH, "tensor"), False),
+    (plain, P(BATCH, "tensor"), P("tensor", "fsdp"), P(BATCH, None), False),
+    (plain, P(BATCH, None), P("fsdp", "tensor"), P(BATCH, "tensor"), False),
+    (plain, P(BATCH, "tensor"), P("fsdp", "tensor"), P(BATCH, "tensor"), False),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PRODUCTS)))
+def test_a_product_with_swapped_splits_is_refused_where_it_is_wrong(number: int) -> None:
+    function, *specs, is_wrong = PRODUCTS[number]
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
-    places = [NamedSharding(mesh, s) for s in (P(("data", "fsdp"), "tensor"), P("tensor", "fsdp"))]
+    _MESH[:] = [mesh]
+    *places, result = [NamedSharding(mesh, spec) for spec in specs]
     generator = np.random.default_rng(0)
-    left, right = (generator.normal(size=(8, 8)).astype(np.float32) for _ in range(2))
-    program = jax.jit(lambda a, b: lax.with_sharding_constraint(a @ b, places[0]))
-    found = program(*map(jax.device_put, (left, right), places))
-    off = float(np.abs(np.asarray(found) - left @ right).max())
-    assert off > 1e-2, f"JAX {jax.__version__} has repaired it: remove it from docs/strategies.md"
+    given = [generator.normal(size=(8, 8)).astype(np.float32) for _ in range(2)]
+    program = jax.jit(lambda a, b: lax.with_sharding_constraint(function(a, b), result))
+    placed = [*map(jax.device_put, given, places)]
+    expected = function(*map(jnp.asarray, given))
+    off = float(np.abs(np.asarray(program(*placed)) - expected).max())
+    assert (off > 1e-2) == is_wrong, f"JAX {jax.__version__} differs: {off}"
+    assert ("contracted dim is split over tensor" in refusal(program, placed, mesh)) == is_wrong
 
 
 # -- the trainer and the loop refuse them ----------------------------------------------------------
