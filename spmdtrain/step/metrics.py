@@ -78,10 +78,9 @@ def weighted_sums(
       UserError: If the outputs have another form or shape.
     """
     if not isinstance(outputs, Mapping) or "loss" not in outputs:
-        returned = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise UserError(
-            f"the objective returned {returned}: it must return a dictionary of per-example values "
-            'with "loss" among them'
+            f"the objective returned {_kind_of_outputs(outputs)}: it must return a dictionary "
+            'of per-example values with "loss" among them'
         )
     check_names(outputs, "the objective's")
     if is_of_evaluation(outputs["loss"]):
@@ -98,6 +97,15 @@ def weighted_sums(
         else:
             sums[name] = _sums_of_output(what, value, batch_size, mask, training)
     return sums
+
+
+def _kind_of_outputs(outputs: object) -> str:
+    """Returns the names of outputs, or a description of what is not a dictionary."""
+    if isinstance(outputs, Mapping):
+        return str(sorted(outputs))
+    if isinstance(outputs, jax.Array):
+        return f"an array of shape {outputs.shape}"
+    return type(outputs).__name__
 
 
 def training_sums(

@@ -267,6 +267,15 @@ CASES = [
         ),
     ),
     Case(
+        "values without names",
+        lambda _: fit(objective=losses(lambda z, x, y: jnp.square(z - y)[:, 0])),
+        UserError,
+        (
+            "the objective returned an array of shape (8,): it must return a dictionary of "
+            'per-example values with "loss" among them'
+        ),
+    ),
+    Case(
         "reserved name",
         lambda _: fit(objective=losses(lambda z, x, y: {"loss": (z - y) ** 2, "step": z})),
         UserError,
