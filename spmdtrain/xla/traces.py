@@ -77,7 +77,8 @@ class Op:
 
     def mixed(self) -> Mixed:
         where = source_info_util.summarize(self.first.source_info)
-        return Mixed(f"{self.first.primitive.name} at {where}")
+        name = self.first.primitive.name
+        return Mixed(f"{name} at {where}" if where else name)
 
     def same(self) -> Rows | None:
         """Returns the layout of the rows if all operands with rows have the same, else None."""

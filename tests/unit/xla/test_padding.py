@@ -577,3 +577,9 @@ def test_sums_over_the_rows_of_a_batch_are_proven(case: str) -> None:
     if case in SUMS:
         parts = [function(batch[:2]), function(batch[2:3]), function(batch[3:])]
         np.testing.assert_allclose(sum(parts), function(batch), rtol=1e-5)
+
+
+def test_a_reason_without_a_line_of_the_user_names_the_operation_alone() -> None:
+    x = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    reasons = {why_parts_differ(lambda _, x: jnp.roll(x, 1, 0), None, x, 2) for _ in range(2)}
+    assert not any(str(reason).endswith(" at ") for reason in reasons)
