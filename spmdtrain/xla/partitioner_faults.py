@@ -142,9 +142,9 @@ class _Splits:
         inner = next(inner_jaxprs(equation), None)
         if inner is not None and len(inner.invars) == len(ins) and _calls(equation):
             self._rename_products(equation.invars, inner.invars)
-            found = self.of_results(inner, ins)
+            results = self.of_results(inner, ins)
             self._rename_products(inner.outvars, equation.outvars)
-            return found
+            return results
         if not any(map(any, ins)) and name != "sharding_constraint":
             return [(NONE,) * len(_shape(x)) for x in equation.outvars]
         if name == "sharding_constraint":

@@ -173,8 +173,9 @@ def creates_zeros(jaxpr: Any, variable: Any) -> bool:
     if is_zero(variable):
         return True
     made = next((x for x in jaxpr.eqns if any(variable is out for out in x.outvars)), None)
-    creates = made is not None and made.primitive.name == "broadcast_in_dim"
-    return creates and is_zero(made.invars[0])
+    if made is None or made.primitive.name != "broadcast_in_dim":
+        return False
+    return is_zero(made.invars[0])
 
 
 def _numbers(x: Any) -> np.ndarray:

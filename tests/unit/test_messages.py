@@ -51,7 +51,7 @@ def fit(data: Any = (X, Y), steps: int | None = 1, **options: Any) -> None:
     linear_model.trainer(**options).fit(data, validation=split, steps=steps)
 
 
-def losses(values: Callable[[Any, Any, Any], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def losses(values: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
     """Returns an objective of the model's output, x and y."""
     return lambda model, batch: values(model(batch[0]), *batch)
 

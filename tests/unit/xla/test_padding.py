@@ -403,7 +403,7 @@ def backward_by(rule: Any, forward: Any = None) -> Callable[[jax.Array, jax.Arra
     return function
 
 
-@jax.custom_gradient
+@jax.custom_gradient  # type: ignore[untyped-decorator]
 def scaled_by_gradient(x: jax.Array) -> Any:
     return x, lambda g: g / jnp.linalg.norm(g)
 
