@@ -1,11 +1,13 @@
 """The files of a source: their paths in order, and a check that they have not changed since."""
 
 import glob
+import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, NoReturn, cast
 
 from etils import epath
@@ -18,6 +20,9 @@ Files = Path | Sequence[Path]
 """A file, a folder, a pattern with `*`, `?` or `[...]`, or a list of these."""
 
 _PATTERN = frozenset("*?[")
+_SMALL = 2**20  # bytes of a file whose digest is of all of it
+_PARTS, _PART = 8, 2**15  # number and bytes of the parts of a larger one, the first and last too
+_THREADS = 16  # which read these, because a network file system answers slowly
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,18 @@ class SourceFile:
       size: Its size in bytes.
       version: The time of modification of a local file in ns; the generation of an object.
       changed: The time at which content or attributes of a local file changed, in ns.
-      attributes: The attributes of a local file that a run does not depend on.
+      inode: The number of a local file in its file system.
+      digest: The digest of a local file's content, or of parts of it, if it is large.
     """
 
     path: str
     size: int
     version: int
     changed: int = 0
-    attributes: tuple[int, ...] = ()
+    inode: int = 0
+    digest: str = ""
+    # The last time of change at which the content was that of the digest.
+    _compared: list[int] = field(default_factory=list, compare=False, repr=False)
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -92,22 +101,39 @@ class SourceFile:
         except failures(self.path) as error:
             self.fail(error)
 
-    def _compare(
-        self, size: int, version: int, changed: int = 0, attributes: tuple[int, ...] = ()
-    ) -> None:
+    def with_digest(self) -> "SourceFile":
+        """Returns the file with the digest of its content; an object has its generation.
+
+        Raises:
+          StorageError: If it cannot be read.
+        """
+        if is_url(self.path):
+            return self
+        with self._failures():
+            return replace(self, digest=_digest(self.path, self.size))
+
+    def _compare(self, size: int, version: int, changed: int = 0, inode: int = 0) -> None:
+        same = (size, version) == (self.size, self.version)
+        if same and (changed == self.changed or changed in self._compared):
+            return
         # A writer can set the time of modification, as `cp -p` does, but not that of a change,
-        # which is also that of a change of attributes, such as a further link of a backup.
-        written = changed != self.changed and attributes == self.attributes
-        if (size, version) != (self.size, self.version) or written:
-            how = "the same size, but another version"
-            if size == self.size and version == self.version:
-                how = "the same size and time of modification, but another time of change (ctime)"
-            if size != self.size:
-                how = f"{self.size:,} bytes at the start, {size:,} now"
-            raise UserError(
-                f"{self}: the file has changed since the run started ({how}): start again. Files "
-                "must not change while a run reads them"
-            )
+        # which is also that of new permissions, of another name, and of a further link of a backup.
+        how = "the same size, but another version"
+        if size != self.size:
+            how = f"{self.size:,} bytes at the start, {size:,} now"
+        elif same and inode != self.inode:
+            how = "the same size and time of modification, but another file (inode)"
+        elif same:
+            how = "the same size and time of modification, but another time of change (ctime)"
+            with self._failures():
+                if _digest(self.path, self.size) == self.digest:
+                    self._compared[:] = [changed]
+                    return
+                how += " and other content"
+        raise UserError(
+            f"{self}: the file has changed since the run started ({how}): start again. Files "
+            "must not change while a run reads them"
+        )
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises the error for a failure of storage.
@@ -170,7 +196,10 @@ def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[Source
         if place in seen:
             raise UserError(f"{file}: given twice, so its examples would be read twice an epoch")
         seen.add(place)
-    return tuple(found)
+    if len(found) == 1:
+        return (found[0].with_digest(),)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return tuple(pool.map(SourceFile.with_digest, found))
 
 
 def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]:
@@ -262,12 +291,22 @@ def _source_file(path: str) -> SourceFile:
         raise UserError(f"{printable(path)}: no such file") from None
 
 
-def _status(path: str) -> tuple[int, int, int, tuple[int, ...]]:
-    """Returns the attributes of a `SourceFile`."""
+def _status(path: str) -> tuple[int, int, int, int]:
+    """Returns size, version, time of change and inode of a file."""
     if is_url(path):
-        return *_of_object(file_system(path).info(path)), 0, ()
+        return *_of_object(file_system(path).info(path)), 0, 0
     local = os.stat(path)
     if not stat.S_ISREG(local.st_mode):  # opening a pipe would block
         raise UserError(f"{printable(path)}: not a regular file")
-    attributes = (local.st_mode, local.st_uid, local.st_gid, local.st_nlink)
-    return local.st_size, local.st_mtime_ns, local.st_ctime_ns, attributes
+    return local.st_size, local.st_mtime_ns, local.st_ctime_ns, local.st_ino
+
+
+def _digest(path: str, size: int) -> str:
+    """Returns a digest of a local file's content, or of parts of it, if it is large."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as content:
+        if size <= _SMALL:
+            found.update(content.read(_SMALL))
+        for part in range(_PARTS if size > _SMALL else 0):
+            found.update(os.pread(content.fileno(), _PART, part * (size - _PART) // (_PARTS - 1)))
+    return found.hexdigest()

@@ -221,7 +221,7 @@ def mapped(path: Path) -> Any:
 
 def rewrite(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-20:-10] = content[-10:]
+    content[-20:-10] = (x ^ 1 for x in content[-20:-10])
     with path.open("r+b") as file:
         file.write(content)
 
@@ -276,13 +276,59 @@ def test_a_file_is_compared_whenever_it_is_read(
         dataset.rows(np.array([0]))
 
 
-def test_attributes_of_a_file_may_change(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_text('{"x": 1}\n')
-    source = text(path)
-    os.link(path, tmp_path / "backup")
+def rename(path: Path) -> None:
+    path.rename(path.with_name("other")).rename(path)
+
+
+def link_and_permit(path: Path) -> None:
+    os.link(path, path.with_name("backup"))
     path.chmod(0o600)
-    assert source[0] == {"x": 1}
+
+
+def set_the_time_of_access(path: Path) -> None:
+    os.utime(path, ns=(0, path.stat().st_mtime_ns))
+
+
+@pytest.mark.parametrize("read", _READERS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize("change", [rename, link_and_permit, set_the_time_of_access])
+def test_a_file_whose_content_is_the_same_is_read_on(
+    read: Callable[[Path], Any],
+    change: Callable[[Path], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    path = tmp_path / "data"
+    path.write_bytes(b"".join(b'{"x": %3d}\n' % x for x in range(160)))
+    dataset = Subset(read(path), np.arange(1))
+    expected = jax.tree.leaves(dataset.rows(np.array([0])))
+    before = path.stat().st_ctime_ns
+    while path.stat().st_ctime_ns == before:  # the clock of a file system is coarse
+        change(path)
+        path.with_name("backup").unlink(missing_ok=True)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.leaves(dataset.rows(np.array([0]))), expected
+    )
+    rewrite_and_set_the_time(path)  # also after the comparison of its content
+    with pytest.raises(UserError, match=f"{path}: the file has {CHANGED}.*other content"):
+        dataset.rows(np.array([0]))
+
+
+@pytest.mark.parametrize("place", [0, 1_300_000, 2_700_000])
+def test_parts_of_a_large_file_are_compared(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    np.arange(800_000, dtype=np.uint32).tofile(path)
+    before = path.stat()
+    dataset = TokenFile(path, 8, dtype="uint32")
+    dataset.rows(np.array([0]))
+    path.chmod(0o600)
+    dataset.rows(np.array([0]))
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes(500_000))  # more than between two parts
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(UserError, match=f"{path}: the file has {CHANGED}.*other content"):
+        dataset.rows(np.array([0]))
 
 
 def test_an_image_is_compared_with_what_was_read_before(tmp_path: Path) -> None:
