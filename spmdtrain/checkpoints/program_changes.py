@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # `run_identity` imports this module
     from spmdtrain.checkpoints.run_identity import Identity
 
 ANYWAY = "continue with other numbers (--resume-anyway)"
+_MOST_NAMED = 3  # functions in one line
 # Libraries on whose version the digests of functions depend.
 _OF_DIGESTS = ("python", "jax", "flax", "optax", "keras", "spmdtrain")
 
@@ -78,7 +79,27 @@ def changed_functions(saved: "Identity", now: "Identity") -> list[str]:
         if saved.versions.get(library) != now.versions.get(library):
             reason = f"the version of {library} differs"
             return [f"code of {', '.join(names)}: not compared, because {reason}"]
-    return [f"code of {n}: {saved.functions[n]} -> {now.functions[n]}" for n in names]
+    return [
+        f"code of {name}{_changed_parts(saved.parts.get(name, {}), now.parts.get(name, {}))}: "
+        f"{saved.functions[name]} -> {now.functions[name]}"
+        for name in names
+    ]
+
+
+def _changed_parts(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Returns the names and places of functions that differ; "" if they are not known."""
+    changed = {}
+    for name in [*now, *(name for name in saved if name not in now)]:
+        before, _, old_place = saved.get(name, "").partition(" ")
+        here, _, new_place = now.get(name, "").partition(" ")
+        if before != here:
+            kind = "" if before and here else ("new " if here else "removed ")
+            place = new_place or old_place
+            changed[name] = f"{kind}{name}" + f" ({place})" * bool(place)
+    # One that is changed says more than those that this adds or removes.
+    shown = sorted(changed, key=lambda name: name not in saved or name not in now)[:_MOST_NAMED]
+    more = f" and {len(changed) - len(shown)} more" * (len(changed) > len(shown))
+    return f", {', '.join(changed[name] for name in shown)}{more}" if saved and changed else ""
 
 
 def _optimizer_changes(saved: "Identity", now: "Identity") -> list[str]:

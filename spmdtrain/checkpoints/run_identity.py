@@ -63,6 +63,8 @@ class Identity:
     """The optimizer's update; empty if it is not recorded, and for a `Loop`."""
     functions: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's functions by their use: model, objective, augment, ..."""
+    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """For each use, the functions within: digest and place, `FILE:LINE`, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of JAX, XLA and CUDA that change results; empty if they are not recorded."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -4,17 +4,28 @@ A digest depends on code and on the values that it uses, not on files, lines, co
 names of local variables, or the numbers in a model's arrays.
 """
 
+import ast
 import dataclasses
 import enum
 import functools
 import hashlib
 import inspect
 import itertools
+import linecache
 import os
 import sys
+from collections import ChainMap, Counter, UserDict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import jax
@@ -40,6 +51,14 @@ _LEFT_OUT = {
 _OF_PROCESS = ("logging", "os")  # loggers and `os.environ`, which count by their class
 _OF_RUN = "spmdtrain.train."  # loops and trainers, whose attributes differ at each start
 _JITTED = type(jax.jit(lambda: None))
+_CACHED = type(functools.cache(lambda: None))
+_CHANGEABLE = (dict, list, set, deque, bytearray, int, float, str, type(None), np.ndarray)
+_IN_MEMORY = (dict, MappingProxyType)  # other mappings may read a file when they are read
+_CHANGING = {  # methods that change a list, a dictionary or a set
+    *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
+    *("popleft", "remove", "reverse", "setdefault", "sort", "update"),
+}
+_FIRST = ("__init__", "__post_init__", "__new__", "__setstate__", "setup", "build")  # of an object
 _SPECIAL = {  # of a class: what Python adds itself
     *("__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__annotations__"),
     *("__firstlineno__", "__static_attributes__", "__slots__", "__match_args__", "__hash__"),
@@ -48,30 +67,69 @@ _SPECIAL = {  # of a class: what Python adds itself
 }
 
 
-def code_digest(function: Any) -> str:
-    """Returns a digest of a function, a class or an object with functions, a model for example.
+@dataclasses.dataclass(frozen=True)
+class CodeRecord:
+    """What a later start compares of a function or object of the user.
+
+    Attributes:
+      digest: The digest of all of it.
+      parts: The digest and the place, `FILE:LINE`, of each function within, by its name.
+    """
+
+    digest: str
+    parts: Mapping[str, str]
+
+
+def code_record(function: Any) -> CodeRecord:
+    """Returns the digests of a function, a class or an object with functions, such as a model.
 
     The code of the user counts, in whichever module it is, with the global variables and the
-    variables of outer functions that it uses. A function or class of a library counts by its name,
-    and an object by its class and public attributes. Arrays of JAX count by shape and dtype, and
-    configurations, loops and trainers by their class: options are compared by name.
+    variables of outer functions that it uses, unless a function changes them, as a cache. A
+    function or class of a library counts by its name, and an object by its class and public
+    attributes. Arrays of JAX count by shape and dtype, and configurations, loops and trainers by
+    their class: options are compared by name.
 
     Args:
       function: The function or object.
     """
-    content = hashlib.blake2b(digest_size=6)
-    for text in itertools.islice(_Reader().texts(function), _MOST_TEXTS):
-        content.update(text.encode(errors="surrogatepass") + b"\0")
-    return content.hexdigest()
+    return _Reader(function).record(function)
 
 
 class _Reader:
     """Yields texts of an object and of what it refers to."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Any) -> None:
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is used twice
         self._depth = 0
+        # Digests of what each function alone consists of, by name and place.
+        self._parts: dict[tuple[str, str], Any] = {}
+        self._around: list[Any] = []  # those that are being read
+        name = getattr(root, "__qualname__", type(root).__qualname__)
+        self._root = self._part(name, _place(root))
+
+    def record(self, root: Any) -> CodeRecord:
+        content = hashlib.blake2b(digest_size=6)
+        with self._root:
+            for text in itertools.islice(self.texts(root), _MOST_TEXTS):
+                encoded = text.encode(errors="surrogatepass") + b"\0"
+                content.update(encoded)
+                # An object that is used again has a number, which depends on what comes before.
+                self._around[-1].update(b"again" if encoded.startswith(b"again ") else encoded)
+        parts: dict[str, str] = {}
+        numbers: Counter[str] = Counter()  # of functions of the same name
+        for (name, place), found in self._parts.items():
+            numbers[name] += 1
+            unique = name if numbers[name] == 1 else f"{name} #{numbers[name]}"
+            parts[unique] = f"{found.hexdigest()} {place}"
+        return CodeRecord(content.hexdigest(), parts)
+
+    @contextmanager
+    def _part(self, name: str, place: str) -> Iterator[None]:
+        new = hashlib.blake2b(digest_size=6)
+        self._around.append(self._parts.setdefault((name.replace("<locals>.", ""), place), new))
+        yield
+        self._around.pop()
 
     def texts(self, x: Any) -> Iterator[str]:
         if isinstance(x, str):
@@ -107,10 +165,15 @@ class _Reader:
             yield from self._all(x)
         elif isinstance(x, (set, frozenset)):
             yield from sorted(map(_short, x))
-        elif isinstance(x, Mapping):
+        elif isinstance(x, _IN_MEMORY) or (isinstance(x, Mapping) and _is_of(type(x), "flax.")):
             for key in sorted(x, key=str):
                 yield f"key {key}"
                 yield from self.texts(x[key])
+        elif isinstance(x, Mapping) and not (
+            isinstance(x, (UserDict, ChainMap)) or _is_own_class(type(x))
+        ):
+            yield _name(type(x))
+            yield from sorted(map(_short, itertools.islice(x, _MOST)))
         elif isinstance(x, functools.partial):
             yield from self._all((x.func, x.args, x.keywords))
         elif isinstance(x, MethodType):
@@ -123,12 +186,12 @@ class _Reader:
             yield from self.texts(x.__func__)
         elif isinstance(x, property):
             yield from self._all((x.fget, x.fset))
-        elif isinstance(x, _JITTED):
+        elif isinstance(x, (_JITTED, _CACHED)):
             function: Any = x
             yield from self.texts(function.__wrapped__)
         elif isinstance(x, np.ndarray) and x.nbytes <= _LARGEST_ARRAY and x.dtype != object:
             yield f"{x.dtype}{x.shape} {hashlib.sha256(x.tobytes()).hexdigest()}"
-        elif hasattr(type(x), "shape") and hasattr(type(x), "dtype"):
+        elif _is_array(x):
             yield f"{x.dtype}{x.shape}"
         elif isinstance(x, BuiltinFunctionType) or (callable(x) and not hasattr(x, "__dict__")):
             yield f"builtin {getattr(x, '__qualname__', type(x).__name__)}"
@@ -138,28 +201,43 @@ class _Reader:
     def _of_function(self, function: FunctionType) -> Iterator[str]:
         code = function.__code__
         is_own = not is_library(code.co_filename)
-        if is_own:
-            yield from self._of_code(code, function.__doc__)
-            yield from self._all((function.__defaults__, function.__kwdefaults__))
-        else:
-            yield f"{function.__module__}.{function.__qualname__}"
-        for cell in function.__closure__ or ():
-            try:
-                yield from self.texts(cell.cell_contents)
-            except ValueError:  # a variable without a value yet
-                yield "empty"
-        if is_own:
-            yield from self._of_globals(function, set(_names(code)))
+        changed = _changed_names(code.co_filename) if is_own else frozenset()
+        part = self._part(function.__qualname__, _place(function)) if is_own else nullcontext()
+        with part:
+            if is_own:
+                yield from self._of_code(code, function.__doc__)
+                defaults = (function.__defaults__, function.__kwdefaults__)
+                if f"{function.__name__}()" not in changed:
+                    yield from self._all(defaults)
+            else:
+                yield f"{function.__module__}.{function.__qualname__}"
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                try:
+                    value = cell.cell_contents
+                except ValueError:  # a variable without a value yet
+                    yield "empty"
+                else:
+                    yield from self._of_variable(name, value, changed)
+            if is_own:
+                yield from self._of_globals(function, set(_names(code)), changed)
 
-    def _of_globals(self, function: FunctionType, names: set[str]) -> Iterator[str]:
+    def _of_variable(self, name: str, value: Any, changed: frozenset[str]) -> Iterator[str]:
+        """Yields texts of a variable outside of a function, unless a function changes it."""
+        if name not in changed or not isinstance(value, _CHANGEABLE):  # not `optimizer.update`
+            yield from self.texts(value)
+
+    def _of_globals(
+        self, function: FunctionType, names: set[str], changed: frozenset[str]
+    ) -> Iterator[str]:
         """Yields texts of the global variables that a function uses by these names."""
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
             yield f"global {name}"
-            yield from self.texts(value)
+            yield from self._of_variable(name, value, changed)
             if isinstance(value, ModuleType) and _is_own(value):
+                of_module = _changed_names(getattr(value, "__file__", None) or "")
                 for part in sorted(names & vars(value).keys()):
-                    yield from self.texts(vars(value)[part])
+                    yield from self._of_variable(part, vars(value)[part], of_module)
 
     def _of_code(self, code: CodeType, doc: str | None = None) -> Iterator[str]:
         yield code.co_code.hex()
@@ -175,12 +253,13 @@ class _Reader:
         yield _name(kind)
         if not _is_own_class(kind):
             return
-        yield from self._all(kind.__bases__)
-        for name, value in sorted(vars(kind).items()):
-            own = inspect.isroutine(value) or isinstance(value, (property, *_PLAIN, str, tuple))
-            if name not in _SPECIAL and own:
-                yield f"attribute {name}"
-                yield from self.texts(value)
+        with self._part(kind.__qualname__, _place(kind)):
+            yield from self._all(kind.__bases__)
+            for name, value in sorted(vars(kind).items()):
+                own = inspect.isroutine(value) or isinstance(value, (property, *_PLAIN, str, tuple))
+                if name not in _SPECIAL and own:
+                    yield f"attribute {name}"
+                    yield from self.texts(value)
 
     def _of_instance(self, x: Any) -> Iterator[str]:
         yield from self.texts(type(x))
@@ -199,9 +278,11 @@ class _Reader:
             for name in names
             if any(module.startswith(start) for module in modules)
         }
+        changed = _changed_attributes(type(x))
         for name, value in sorted(values.items(), key=lambda item: str(item[0])):
             is_private = str(name).startswith("_") and not has_private
             is_counted = name not in left_out and name != "name"
+            is_counted &= not (name in changed and isinstance(value, _CHANGEABLE))
             if name in _OF_KERAS or (is_counted and not is_private):
                 yield f"attribute {name}"
                 yield from self.texts(value)
@@ -220,6 +301,133 @@ def _has_private_arguments(kind: type) -> bool:
     )
 
 
+def _is_array(x: Any) -> bool:
+    """Returns whether an object is an array, a variable of a model, or the shape of one."""
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        return True
+    converts = hasattr(type(x), "__array__") or hasattr(type(x), "__jax_array__")
+    return converts and hasattr(type(x), "shape") and hasattr(type(x), "dtype")
+
+
+def _place(x: Any) -> str:
+    """Returns the file and line of a function, or of the first function of an object's class."""
+    inner = inspect.unwrap(x) if callable(x) else x
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    kind = inner if isinstance(inner, type) else type(inner)
+    inner = getattr(inner, "__func__", inner)
+    code = getattr(inner, "__code__", None)
+    for value in () if isinstance(code, CodeType) else vars(kind).values():
+        code = getattr(value, "__code__", None)
+        if isinstance(code, CodeType) and code.co_filename != "<string>":
+            break
+    if not isinstance(code, CodeType):
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+@functools.lru_cache(maxsize=1000)
+def _changed_names(file: str) -> frozenset[str]:
+    """Returns what functions of a source file change beyond their own variables.
+
+    These are global variables and those of outer functions by name, attributes as `CLASS.NAME`,
+    and `FUNCTION()` if a function changes the default of an argument. Empty without the source.
+    """
+    changes = _Changes()
+    try:
+        changes.visit(ast.parse("".join(linecache.getlines(file))))
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+    return frozenset(changes.found)
+
+
+def _changed_attributes(kind: type) -> set[str]:
+    """Returns the attributes that methods of the user change, other than those that begin."""
+    found = set()
+    for base in kind.__mro__ if _is_own_class(kind) else ():
+        for file in _files(base):
+            names = (name.partition(".") for name in _changed_names(file))
+            found |= {attribute for owner, _, attribute in names if owner == base.__name__}
+    return found - {""}
+
+
+class _Changes(ast.NodeVisitor):
+    """Collects what functions change beyond their own variables; see `_changed_names`."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._kind = ""  # the class
+        # The functions around a node: name, variables, arguments with defaults, and "self".
+        self._around: list[tuple[str, set[str], set[str], str]] = []
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        outer, self._kind = self._kind, node.name
+        self.generic_visit(node)
+        self._kind = outer
+
+    def visit_FunctionDef(self, node: Any) -> None:
+        within = list(ast.walk(node))
+        variables = {x.id for x in within if isinstance(x, ast.Name) and _is_set(x)}
+        for each in within:
+            if isinstance(each, (ast.Global, ast.Nonlocal)):
+                variables -= set(each.names)
+        of_node = node.args
+        places = [*of_node.posonlyargs, *of_node.args]
+        arguments = [x.arg for x in places]
+        defaults = set(arguments[len(arguments) - len(of_node.defaults) :])
+        keywords = [x.arg for x in of_node.kwonlyargs]
+        first = arguments[0] if self._kind and arguments and not self._around else ""
+        name = getattr(node, "name", "<lambda>")
+        variables |= {*arguments, *keywords}
+        self._around.append((name, variables, defaults | set(keywords), first))
+        self.generic_visit(node)
+        self._around.pop()
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if _is_set(node) and self._around and node.id not in self._around[-1][1]:
+            self.found.add(node.id)  # declared as global or nonlocal
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if _is_set(node):
+            self._change(node)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if _is_set(node):
+            self._change(node)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+            self._change(node.func.value)
+        self.generic_visit(node)
+
+    def _change(self, node: ast.expr) -> None:
+        """Adds the variable or attribute that an expression refers to."""
+        attribute = ""
+        while isinstance(node, (ast.Attribute, ast.Subscript)):
+            attribute = node.attr if isinstance(node, ast.Attribute) else attribute
+            node = node.value
+        if not isinstance(node, ast.Name) or not self._around:
+            return
+        method, _, _, itself = self._around[0]
+        name, variables, defaults, _ = self._around[-1]
+        if node.id == itself:
+            if method not in _FIRST:
+                self.found.add(f"{self._kind}.{attribute}")
+        elif node.id in defaults:
+            self.found.add(f"{name}()")
+        elif node.id not in variables:
+            self.found.add(node.id)
+
+
+def _is_set(node: ast.Name | ast.Attribute | ast.Subscript) -> bool:
+    """Returns whether a statement gives a variable, an attribute or an item a value."""
+    return isinstance(node.ctx, (ast.Store, ast.Del))
+
+
 def _short(x: Any) -> str:
     return repr(x) if isinstance(x, (str, *_PLAIN)) else type(x).__name__
 
@@ -232,12 +440,21 @@ def _is_own(module: ModuleType) -> bool:
 
 def _is_own_class(kind: type) -> bool:
     """Returns whether a class is the user's."""
-    files = {x.__code__.co_filename for x in vars(kind).values() if isinstance(x, FunctionType)}
-    files.discard("<string>")  # of the methods of a dataclass
-    if files:
+    if files := _files(kind):
         return not all(map(is_library, files))
     module = sys.modules.get(kind.__module__)
     return module is None or _is_own(module)
+
+
+def _files(kind: type) -> set[str]:
+    """Returns the source files of the methods of a class."""
+    functions = [x for x in vars(kind).values() if isinstance(x, FunctionType)]
+    files = {function.__code__.co_filename for function in functions}
+    return files - {"<string>"}  # of the methods of a dataclass
+
+
+def _is_of(kind: type, library: str) -> bool:
+    return any(base.__module__.startswith(library) for base in kind.__mro__)
 
 
 def _is_doc(code: CodeType) -> bool:

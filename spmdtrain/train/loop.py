@@ -16,7 +16,7 @@ from spmdtrain.data.loader import train_batches
 from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures
-from spmdtrain.distributed.code_digest import code_digest
+from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
@@ -182,7 +182,7 @@ class Loop(LoopTools, MediaLogger):
             self.terminal,
             self._clock,
             self._own_trackers,
-            {"init": code_digest(init), "augment": code_digest(augment)},
+            {"init": code_record(init), "augment": code_record(augment)},
         )
         run.callback_states = self._callbacks.states
         options = options_for_one_run(self.placement.devices[0].platform)

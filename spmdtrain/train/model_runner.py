@@ -18,7 +18,7 @@ from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset, classes_of
 from spmdtrain.data.dispatch_batches import IndexedBatch
 from spmdtrain.distributed import failures, process_group
-from spmdtrain.distributed.code_digest import code_digest
+from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import AxisRules
@@ -86,7 +86,7 @@ class ModelRunner:
         self._weight_map = weight_map
         # Of what the user has given, before it is used: objects may change later.
         functions = {"model": model, "objective": objective, "reduction": reduction}
-        self._code = {use: code_digest(function) for use, function in functions.items()}
+        self._code = {use: code_record(function) for use, function in functions.items()}
         self._identity: Identity | None = None  # the run that trained the state
         self._fitting = False
         self._restored: Variables | None = None  # used to evaluate before any training

@@ -13,6 +13,7 @@ from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.training_data import TrainingData, data_fingerprint, examples_per_epoch
 from spmdtrain.distributed import numeric_settings, process_group
+from spmdtrain.distributed.code_digest import CodeRecord
 from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.storage import is_url
@@ -131,7 +132,7 @@ def identity_of(
     config: RunConfig,
     train: TrainingData | None,
     trained: Trainable,
-    functions: Mapping[str, str],
+    functions: Mapping[str, CodeRecord],
 ) -> Identity:
     """Returns what a run computes: configuration, data, the shapes of its state, its program."""
     base, state = trained.base, trained.abstract_state
@@ -144,7 +145,8 @@ def identity_of(
         hyperparameters=trained.initial_hyperparameters,
         lora=LoraRecord() if base is None else LoraRecord(alpha=base.alpha),
         update=trained.optimizer_record if is_compared else OptimizerRecord(),
-        functions=functions,
+        functions={use: record.digest for use, record in functions.items()},
+        parts={use: record.parts for use, record in functions.items()},
         settings=numeric_settings.of_run(),
         versions=numeric_settings.versions_of_run(),
     )
@@ -168,7 +170,7 @@ def check_same_inputs(
     inputs = source_digests() | dataclasses.asdict(identity)
     inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
     # Compared as source files, and at the rendezvous; Keras may be imported in one process alone.
-    del inputs["functions"], inputs["versions"]
+    del inputs["functions"], inputs["parts"], inputs["versions"]
     inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
     inputs["data"] = {split: data_fingerprint(dataset) for split, dataset in data.items()}
     inputs["data"] |= {} if train is None else {"train": data_fingerprint(train)}

@@ -17,7 +17,7 @@ from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sharded_stream import ShardedStream, StreamProgress
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.distributed import failures, process_group, progress
-from spmdtrain.distributed.code_digest import code_digest
+from spmdtrain.distributed.code_digest import CodeRecord, code_record
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import (
     NonFiniteError,
@@ -86,7 +86,7 @@ class RunSession:
         terminal: Terminal,
         clock: Callable[[], float],
         trackers: Sequence[Tracker] = (),
-        functions: Mapping[str, str] | None = None,
+        functions: Mapping[str, CodeRecord] | None = None,
     ) -> "RunSession":
         """Checks the inputs of a run and opens its files.
 
@@ -98,7 +98,7 @@ class RunSession:
           terminal: Receives the log.
           clock: Returns seconds, for `checkpoint_every_seconds`.
           trackers: The user's own trackers.
-          functions: Digests of the user's functions by their use.
+          functions: Records of the user's functions by their use.
 
         Returns:
           The session of the run.
@@ -177,11 +177,12 @@ class RunSession:
           use: Its use, for the message.
           function: A function that is known only after the state was restored.
         """
-        added = dataclasses.replace(self.identity, functions={use: code_digest(function)})
+        record, here = code_record(function), self.identity
+        added = dataclasses.replace(here, functions={use: record.digest}, parts={use: record.parts})
         for change in changed_functions(self.earlier, added) if self.earlier else ():
             self.logger.terminal.line(f"changed since: {change}")
-        functions = {**self.identity.functions, **added.functions}
-        self.identity = dataclasses.replace(self.identity, functions=functions)
+        functions, parts = {**here.functions, **added.functions}, {**here.parts, **added.parts}
+        self.identity = dataclasses.replace(here, functions=functions, parts=parts)
 
     def name_unsaved_evaluation(self, first: int, *, evaluates: bool) -> None:
         """Prints the first step that is evaluated and not saved, so that it is never the best.

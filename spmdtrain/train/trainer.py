@@ -14,7 +14,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.sharded_stream import StreamProgress
-from spmdtrain.distributed.code_digest import code_digest
+from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import OwnExit, PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split
@@ -121,7 +121,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             weight_map=weight_map,
         )
         overrides.check_augment(augment, self.config)
-        self._augment, self._code["augment"] = augment, code_digest(augment)
+        self._augment, self._code["augment"] = augment, code_record(augment)
         self._clock, self._init_timeout = clock, init_timeout
         at_steps = self._backend.state_at_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)

@@ -1,5 +1,6 @@
 """Digests of the user's functions: what changes them, and what does not."""
 
+import functools
 import logging
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from flax import linen, nnx
 
 from spmdtrain import Loop, RunConfig
-from spmdtrain.distributed.code_digest import code_digest
+from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.step.keras_compile import CompiledKeras
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
@@ -63,6 +64,10 @@ NO_CHANGES: dict[str, tuple[str, str]] = {
     "order": ('{"a", "b"}', '{"b", "a"}'),
     "unused": ("def outer", "OTHER = 3\n\ndef outer"),
 }
+
+
+def code_digest(x: Any) -> str:
+    return code_record(x).digest
 
 
 def digest(source: str, file: str = "here/mine.py") -> str:
@@ -141,8 +146,8 @@ def test_initial_values_and_paths_do_not_count() -> None:
 def test_a_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        f"{SOURCE}\nfrom spmdtrain.distributed.code_digest import code_digest\n"
-        "print(code_digest(function))\n"
+        f"{SOURCE}\nfrom spmdtrain.distributed.code_digest import code_record\n"
+        "print(code_record(function))\n"
     )
     found = {
         subprocess.run(
@@ -201,3 +206,112 @@ def test_loggers_and_the_environment_do_not_count(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SCALE", "2")
     monkeypatch.setattr(log, "level", logging.DEBUG)
     assert code_digest(objective) == before
+
+
+CACHES = """
+import collections
+CACHE, ROWS, SEEN, CALLS, TABLE, SCALES = {}, [], set(), 0, collections.Counter(), {"a": 2.0}
+
+def of(x):
+    return CACHE.setdefault(x, len(ROWS))
+
+class Scaled:
+    def __init__(self, rate):
+        self.rate, self.calls, self.values = rate, 0, {}
+    def __call__(self, x):
+        self.calls += 1
+        self.values[x] = x * self.rate
+        return self.values[x]
+
+def outer(rate):
+    known, number, scaled = {}, 0, Scaled(rate)
+    def objective(x, found=[]):
+        global CALLS
+        nonlocal number
+        CALLS, number = CALLS + 1, number + 1
+        TABLE[x] += 1
+        SEEN.add(x)
+        ROWS.append(x)
+        known[x] = x
+        found.append(x)
+        return of(x) * scaled(x) * SCALES["a"]
+    return objective
+
+function = outer(0.5)
+"""
+
+
+def functions_of(source: str, file: Path) -> dict[str, Any]:
+    file.write_text(source)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, str(file), "exec"), names)
+    return names
+
+
+def test_what_functions_change_does_not_count(tmp_path: Path) -> None:
+    names = functions_of(CACHES, tmp_path / "mine.py")
+    before = code_digest(names["function"])
+    names["function"](3)
+    assert names["CACHE"] and names["CALLS"] == 1
+    assert code_digest(names["function"]) == before
+    for number, (old, new) in enumerate({"2.0": "3.0", "outer(0.5)": "outer(0.25)"}.items()):
+        other = functions_of(CACHES.replace(old, new), tmp_path / f"other{number}.py")
+        assert code_digest(other["function"]) != before
+
+
+def test_results_that_a_library_keeps_do_not_count_and_the_function_does() -> None:
+    def cached(power: int) -> Any:
+        return functools.cache(lambda x: x**power)
+
+    function = cached(2)
+    before = code_digest(function)
+    function(3)
+    assert code_digest(function) == before == code_digest(cached(2)) != code_digest(cached(3))
+
+
+class Shaped:
+    def __init__(self, rate: float) -> None:
+        self.shape, self.dtype, self.rate = (2,), "float32", rate
+
+    shape: Any = property(lambda self: (2,), lambda self, x: None)
+    dtype: Any = property(lambda self: "float32", lambda self, x: None)
+
+
+def test_an_object_with_a_shape_and_a_dtype_is_no_array() -> None:
+    assert code_digest(Shaped(0.5)) == code_digest(Shaped(0.5)) != code_digest(Shaped(0.25))
+    arrays = [jax.numpy.full(3, x) for x in (1.0, 2.0)]
+    assert code_digest(arrays[0]) == code_digest(arrays[1]) != code_digest(jax.numpy.ones(4))
+
+
+def test_a_mapping_that_reads_a_file_counts_by_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for name in ("a", "b"):
+        np.savez(tmp_path / "mine.npz", **{name: np.ones(3)})
+        with np.load(tmp_path / "mine.npz") as values, monkeypatch.context() as patched:
+            patched.setattr(np.lib.format, "read_array", lambda *_, **__: pytest.fail("read"))
+            found[name] = [code_digest(lambda values=values: values) for _ in range(2)]
+    assert found["a"] != found["b"] and len(set(found["a"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("x * SCALE", "x + SCALE", ["helper"]),
+        ("= 2.0,", "= 3.0,", ["helper"]),
+        ("x * self._rate", "x / self._rate", ["Table.__call__"]),
+        ("** power", "** 3", ["outer.objective"]),
+        ("def helper", "\n\n# a comment\ndef helper", []),
+    ],
+)
+def test_the_functions_that_changed_are_known(
+    old: str, new: str, changed: list[str], tmp_path: Path
+) -> None:
+    before, after = (
+        code_record(functions_of(source, tmp_path / file)["function"]).parts
+        for source, file in ((SOURCE, "a.py"), (SOURCE.replace(old, new), "b.py"))
+    )
+    assert before.keys() == after.keys()
+    assert before["helper"].partition(" ")[2] == "a.py:5"
+    assert [n for n in after if before[n].split()[0] != after[n].split()[0]] == changed
