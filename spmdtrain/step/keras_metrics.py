@@ -1,6 +1,7 @@
 """Keras metrics as outputs of an objective: what Keras' own update adds to their variables."""
 
 import functools
+import importlib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -104,7 +105,7 @@ class OutputMetric:
         if is_of_keras and has_variables(self.metric):
             with jax.ensure_compile_time_eval(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about no examples
-                self._number(self.metric.stateless_result(self._initial()))
+                self._number(_result(self.metric, self._initial()))
 
     # -- the update ----------------------------------------------------------------------------
 
@@ -115,7 +116,9 @@ class OutputMetric:
         it does not add up examples; None if it does not add up batches.
 
         Raises:
-          UserError: If it creates variables besides those that it has.
+          UserError: If it creates variables besides those that it has, or cannot be weighted.
+          TypeError: If its own update raises it.
+          ValueError: If its own update raises it.
         """
         if not has_variables(self.metric):  # the first update creates them: not within a step
             return None
@@ -125,6 +128,9 @@ class OutputMetric:
             program = jax.make_jaxpr(update)(variables, batch)
         except _ON_HOST:  # it computes with values of NumPy or Python
             return None
+        except (TypeError, ValueError) as error:
+            self._check_weights(variables, batch, error)
+            raise
         if len(self.metric.variables) != len(variables):
             raise UserError(
                 f"the metric {self.name!r} ({type(self.metric).__name__}) creates variables in "
@@ -151,6 +157,24 @@ class OutputMetric:
         )
         return 1 if one == several else 2
 
+    def _check_weights(
+        self, variables: Sequence[Any], batch: Mapping[str, Any], error: Exception
+    ) -> None:
+        """Raises `UserError` if an update fails with the sample weights only."""
+        unweighted = {name: x for name, x in batch.items() if name != "weights"}
+        if len(unweighted) == len(batch):
+            return
+        try:
+            jax.eval_shape(functools.partial(_updated, self.metric), variables, unweighted)
+        except (TypeError, ValueError):
+            return
+        raise UserError(
+            f"the metric {self.name!r} cannot be weighted: with sample weights of shape "
+            f"{batch['weights'].shape}, its update fails ({str(error).splitlines()[0]}). "
+            "Give it in `metrics` instead of `weighted_metrics` of `compile`, or let it return a "
+            "value for each example"
+        ) from error
+
     def _added(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Returns what a batch adds to the variables, one after the other."""
         zeros = [jnp.zeros(v.shape, v.dtype) for v in self.metric.variables]
@@ -168,7 +192,7 @@ class OutputMetric:
         ends = np.cumsum([v.size for v in initial])
         parts = zip(initial, np.split(sums, ends[:-1]), strict=True)
         values = [(v + x.reshape(v.shape)).astype(v.dtype) for v, x in parts]
-        return self._number(self.metric.stateless_result(values))
+        return self._number(_result(self.metric, values))
 
     def _initial(self) -> list[np.ndarray]:
         return [np.asarray(x) for x in self.metric.stateless_reset_state()]
@@ -232,6 +256,16 @@ def _updated(
 ) -> list[jax.Array]:
     """Returns the variables of a metric after a batch, as a pure function."""
     return list(metric.stateless_update_state(variables, *_arguments(batch), **_weights(batch)))
+
+
+def _result(metric: Any, values: Sequence[Any]) -> Any:
+    """Returns the result of a metric whose variables have these values."""
+    keras = importlib.import_module("keras")
+    with keras.StatelessScope(list(zip(metric.variables, values, strict=True))):
+        # A variable that the metric returns has its own value again outside of the scope.
+        return keras.tree.map_structure(
+            lambda x: x.value if isinstance(x, keras.Variable) else x, metric.result()
+        )
 
 
 def _arguments(batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spmdtrain import MeshSpec, Trainer
+from spmdtrain.errors import UserError
 from spmdtrain.terminal import Terminal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
@@ -236,3 +237,38 @@ def test_each_mean_of_an_epoch_is_that_of_keras_fit(
     assert len(found) > (5 if kind == "others" else 20)
     for name, value in found.items():
         assert value == in_f32(expected[name]), name
+
+
+class Counted(Metric):  # type: ignore[misc]
+    """A count of batches, or of examples, whose result is the variable itself."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        of_examples = ops.sum(ops.ones_like(y_pred[:, 0]))
+        self.count.assign_add(of_examples if self.name == "examples" else 1.0)
+
+    def result(self) -> Any:
+        return self.count
+
+
+def compiled_with(**metrics: Any) -> Any:
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES)(inputs))
+    model.compile(keras.optimizers.SGD(0.0), "mse", **metrics)
+    return model
+
+
+def test_a_metric_may_return_its_variable() -> None:
+    """Keras itself fails with it since JAX 0.9 asks for explicit conversions."""
+    model = compiled_with(metrics=[Counted("batches"), Counted("examples")])
+    found = trainer(model, 4, eval_batch_size=BATCH).evaluate((X, DENSE))
+    assert (found["batches"], found["examples"]) == (3, ROWS)
+
+
+def test_a_function_of_a_batch_cannot_be_weighted() -> None:
+    model = compiled_with(weighted_metrics=[rmse])
+    with pytest.raises(UserError, match=r"'rmse' cannot be weighted: .*`metrics` instead of"):
+        trainer(model, 1, eval_batch_size=BATCH).evaluate((X, DENSE, WEIGHTS))
