@@ -6,6 +6,7 @@ names of local variables, or the numbers in a model's arrays.
 
 import ast
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
@@ -205,7 +206,7 @@ class _Reader:
         part = self._part(function.__qualname__, _place(function)) if is_own else nullcontext()
         with part:
             if is_own:
-                yield from self._of_code(code, function.__doc__)
+                yield from self._of_code(code)
                 defaults = (function.__defaults__, function.__kwdefaults__)
                 if f"{function.__name__}()" not in changed:
                     yield from self._all(defaults)
@@ -239,15 +240,16 @@ class _Reader:
                 for part in sorted(names & vars(value).keys()):
                     yield from self._of_variable(part, vars(value)[part], of_module)
 
-    def _of_code(self, code: CodeType, doc: str | None = None) -> Iterator[str]:
-        yield code.co_code.hex()
+    def _of_code(self, code: CodeType) -> Iterator[str]:
+        steps = [x for x in dis.get_instructions(code) if x.opcode != dis.EXTENDED_ARG]
+        is_constant = [x.opcode in dis.hasconst for x in steps]
+        # A docstring shifts the positions of constants, which count by their values instead.
+        places = ("" if known else x.arg for x, known in zip(steps, is_constant, strict=True))
+        yield " ".join(f"{x.opcode} {n}" for x, n in zip(steps, places, strict=True))
         yield " ".join(code.co_names)
-        for number, constant in enumerate(code.co_consts):
-            if isinstance(constant, CodeType):
-                first = constant.co_consts[:1]
-                yield from self._of_code(constant, first[0] if _is_doc(constant) else None)
-            elif not (number == 0 and doc is not None and constant == doc):
-                yield from self.texts(constant)
+        for x in itertools.compress(steps, is_constant):
+            is_code = isinstance(x.argval, CodeType)
+            yield from self._of_code(x.argval) if is_code else self.texts(x.argval)
 
     def _of_class(self, kind: type) -> Iterator[str]:
         yield _name(kind)
@@ -455,11 +457,6 @@ def _files(kind: type) -> set[str]:
 
 def _is_of(kind: type, library: str) -> bool:
     return any(base.__module__.startswith(library) for base in kind.__mro__)
-
-
-def _is_doc(code: CodeType) -> bool:
-    """Returns whether the first constant of a function may be its docstring."""
-    return code.co_consts[:1] != () and isinstance(code.co_consts[0], str)
 
 
 def _names(code: CodeType) -> Iterator[str]:

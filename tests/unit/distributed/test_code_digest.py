@@ -60,6 +60,8 @@ CHANGES: dict[str, tuple[str, str]] = {
 NO_CHANGES: dict[str, tuple[str, str]] = {
     "lines": ("def helper", "\n\n# a comment\n\ndef helper"),
     "docstring": ("Returns a loss.", "Returns another loss."),
+    "new docstring": ("(x):\n    return x * SCALE", "(x):\n    'Scales.'\n    return x * SCALE"),
+    "no docstring": ('        "Returns a loss."\n', ""),
     "local variable": ("value", "renamed"),
     "order": ('{"a", "b"}', '{"b", "a"}'),
     "unused": ("def outer", "OTHER = 3\n\ndef outer"),
