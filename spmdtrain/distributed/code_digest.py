@@ -138,6 +138,7 @@ class _Reader:
             yield "path" if os.path.isabs(x) else f"str {x}"
         elif isinstance(x, enum.Enum):
             yield f"{_name(type(x))}.{x.name}"
+            yield from self.texts(x.value)
         elif isinstance(x, _PLAIN):
             yield f"{type(x).__name__} {x!r}"
         elif isinstance(x, PurePath):
@@ -257,8 +258,12 @@ class _Reader:
             return
         with self._part(kind.__qualname__, _place(kind)):
             yield from self._all(kind.__bases__)
+            if issubclass(kind, enum.Enum):
+                yield from self._all(kind)
             for name, value in sorted(vars(kind).items()):
                 own = inspect.isroutine(value) or isinstance(value, (property, *_PLAIN, str, tuple))
+                # Libraries keep registries of their own in private attributes.
+                own |= isinstance(value, (list, dict, np.ndarray)) and not name.startswith("_")
                 if name not in _SPECIAL and own:
                     yield f"attribute {name}"
                     yield from self.texts(value)
@@ -268,12 +273,18 @@ class _Reader:
         modules = [base.__module__ for base in type(x).__mro__]
         if isinstance(x, RunConfig) or any(name.startswith(_OF_RUN) for name in modules):
             return
+        has_private = _has_private_arguments(type(x))
+        # Libraries count names and link their objects with others.
+        has_name = has_private and not type(x).__module__.startswith("spmdtrain.")
         if dataclasses.is_dataclass(x):
-            names = [f.name for f in dataclasses.fields(x) if f.name not in ("parent", "name")]
+            names = [
+                f.name
+                for f in dataclasses.fields(x)
+                if has_name or f.name not in ("parent", "name")
+            ]
             values = {name: getattr(x, name, None) for name in names}
         else:
             values = getattr(x, "__dict__", {})
-        has_private = _has_private_arguments(type(x))
         left_out = {
             name
             for start, names in _LEFT_OUT.items()
@@ -283,7 +294,7 @@ class _Reader:
         changed = _changed_attributes(type(x))
         for name, value in sorted(values.items(), key=lambda item: str(item[0])):
             is_private = str(name).startswith("_") and not has_private
-            is_counted = name not in left_out and name != "name"
+            is_counted = name not in left_out and (has_name or name != "name")
             is_counted &= not (name in changed and isinstance(value, _CHANGEABLE))
             if name in _OF_KERAS or (is_counted and not is_private):
                 yield f"attribute {name}"

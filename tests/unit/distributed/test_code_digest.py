@@ -22,11 +22,37 @@ from spmdtrain.step.keras_compile import CompiledKeras
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 
 SOURCE = """
+import dataclasses, enum, functools
 import numpy as np
 SCALE, NAMES, WEIGHTS = 2.0, {"a", "b"}, np.ones(3)
 
+class Kind(enum.Enum):
+    MEAN = "mean of all"
+    def upper(self):
+        return self.name.upper()
+
+class Sizes:
+    widths = [4, 5]
+    def __len__(self):
+        return 2
+
+@dataclasses.dataclass
+class Options:
+    name: str = "huber"
+    def __str__(self):
+        return self.name
+
+options = Options()
+
+@functools.lru_cache
+def cached():
+    return 7
+
 def helper(x):
     return x * SCALE
+
+def choose(x):
+    return x if options.name == Kind.MEAN else x * Sizes.widths[0] * cached()
 
 class Table:
     def __init__(self, rate):
@@ -38,7 +64,7 @@ def outer(rate):
     table = Table(rate)
     def objective(model, batch, power=2):
         "Returns a loss."
-        value = helper(model(batch)) ** power
+        value = choose(helper(model(batch)) ** power)
         inner = lambda x: [table(each) for each in x if each in {"loss", "other"}]
         return {"loss": value * WEIGHTS[0] + inner(NAMES)}
     return objective
@@ -56,6 +82,10 @@ CHANGES: dict[str, tuple[str, str]] = {
     "method": ("x * self._rate", "x / self._rate"),
     "lambda": ("table(each) for", "each for"),
     "name": ("helper(model", "abs(model"),
+    "value of an enum": ("mean of all", "sum of all"),
+    "list of a class": ("[4, 5]", "[4, 6]"),
+    "field named name": ('"huber"', '"hinge"'),
+    "cached function": ("return 7", "return 8"),
 }
 NO_CHANGES: dict[str, tuple[str, str]] = {
     "lines": ("def helper", "\n\n# a comment\n\ndef helper"),
