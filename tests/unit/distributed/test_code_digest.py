@@ -345,5 +345,6 @@ def test_the_functions_that_changed_are_known(
         for source, file in ((SOURCE, "a.py"), (SOURCE.replace(old, new), "b.py"))
     )
     assert before.keys() == after.keys()
-    assert before["helper"].partition(" ")[2] == "a.py:5"
+    line = SOURCE[: SOURCE.index("def helper")].count("\n") + 1
+    assert before["helper"].partition(" ")[2] == f"a.py:{line}"
     assert [n for n in after if before[n].split()[0] != after[n].split()[0]] == changed
