@@ -44,6 +44,7 @@ class Cell:
     steps: int = 6
     eval_every: int | None = None
     continued: str = "no"
+    begun_with: tuple[tuple[str, Any], ...] = ()  # other options of the part before a resume
     average: float | None = None
     freeze: bool = False
     seed: int = 0

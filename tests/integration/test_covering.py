@@ -120,6 +120,34 @@ def test_a_refusal_names_both_features(pair: tuple[str, str], cell: Cell, tmp_pa
     assert excludes(cell, pair, str(refusal.value)), refusal.value
 
 
+@pytest.mark.parametrize(
+    "begun_with",
+    [
+        (("mesh", MeshSpec(devices=(0, 1))), ("strategy", "zero")),
+        (("microbatches", 2), ("steps_per_dispatch", 3), ("remat", "full")),
+    ],
+)
+def test_a_resume_under_other_settings_computes_what_one_run_does(
+    begun_with: tuple[tuple[str, Any], ...], tmp_path: Path
+) -> None:
+    cell = Cell(
+        continued="resumed",
+        begun_with=begun_with,
+        optimizer="adam",
+        devices=4,
+        strategy="fully_sharded",
+        weights="zeros",
+        examples=37,
+    )
+    check(cell, tmp_path)
+
+
+def test_a_resume_that_would_change_the_batches_is_refused(tmp_path: Path) -> None:
+    cell = Cell(continued="resumed", begun_with=(("global_batch_size", 16),))
+    with pytest.raises(UserError, match=r"global_batch_size\D+(16\D+8|8\D+16)\D"):
+        of_trainer(cell, tmp_path, covering.make_data(cell, count=21, shift=7))
+
+
 # -- the models, with the initial parameters of the plain loop -------------------------------------
 
 
@@ -288,7 +316,8 @@ def of_trainer(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Nu
     middle, run = max(1, cell.steps // 2), str(folder / "run")
     folders = [folder / "run"]
     if cell.continued == "resumed" and cell.steps > 1:
-        trainer(workdir=run).fit(data, steps=middle, validation=validation)
+        first = trainer(workdir=run, **dict(cell.begun_with))
+        first.fit(data, steps=middle, validation=validation)
     last = trainer(workdir=run)
     if cell.continued == "forked" and cell.steps > 1:
         last.fit(data, steps=middle, validation=validation)
