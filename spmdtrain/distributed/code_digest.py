@@ -70,7 +70,7 @@ _SPECIAL = {  # of a class: what Python adds itself
 
 @dataclasses.dataclass(frozen=True)
 class CodeRecord:
-    """What a later start compares of a function or object of the user.
+    """The digests of a function or object of the user, which a later start compares.
 
     Attributes:
       digest: The digest of all of it.
