@@ -21,6 +21,7 @@ from spmdtrain.files.storage import (
     silence_tensorstore_shutdown,
     why_failed,
 )
+from spmdtrain.files.validation import Malformed, check_array_names
 from spmdtrain.tree import is_key, named_leaves, path_name
 
 with epy.lazy_imports():  # because importing it takes long, and only restoring needs it
@@ -115,7 +116,15 @@ def read_host_arrays(folder: epath.Path, manifest: Manifest, field: str) -> PyTr
 
 
 def _saved_tree(folder: epath.Path) -> PyTree:
-    """Returns the structure of an item with the headers of its arrays, from Orbax' metadata."""
+    """Returns the structure of an item with the headers of its arrays, from Orbax' metadata.
+
+    Raises:
+      CheckpointCorruptedError: If the metadata are not valid, or name a path out of the checkpoint.
+    """
+    try:
+        check_array_names(folder)
+    except Malformed as error:
+        raise CheckpointCorruptedError(f"{folder.name} cannot be read: {error}") from error
     return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
 
@@ -214,6 +223,9 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
         try:
             with storage_errors(folder):
                 tree = _saved_tree(folder / item)
+        except CheckpointCorruptedError as error:
+            yield item, str(error)
+            continue
         except Exception as error:
             if not is_corruption(error):
                 raise

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Collection, Mapping
 from typing import IO, Any, TypeVar, get_type_hints
@@ -21,6 +22,8 @@ from spmdtrain.files.storage import is_url
 T = TypeVar("T")
 
 LARGEST = 2**25  # bytes; a manifest has about 300 for each array
+ORBAX_METADATA = "_METADATA"
+"""File with the names of the arrays of an Orbax item."""
 LARGEST_LOG = 2**31
 _MAX_DEPTH = 32
 _MOST_CONTAINERS = 10**6  # a list takes 80 bytes of memory for 3 in the file
@@ -152,7 +155,31 @@ def _integer(text: str) -> int:
     return value
 
 
+_ELSEWHERE = re.compile(r"[/\\]|[A-Za-z]:[/\\]|[A-Za-z][A-Za-z0-9+.-]*:/")
 _DECODER = json.JSONDecoder(parse_int=_integer)  # `json.loads` makes one for each call
+
+
+def check_array_names(item: epath.Path) -> None:
+    """Checks that Orbax' metadata of a folder name arrays inside it, without opening the arrays.
+
+    Orbax joins each name to the folder's path, and an absolute path or `..` would lead elsewhere.
+
+    Args:
+      item: The folder of an Orbax item, with a file `_METADATA`.
+
+    Raises:
+      Malformed: If the metadata are not valid, or a name leads out of the folder.
+      OSError: If they cannot be read.
+    """
+    entries = parse_object(read_bytes(item / ORBAX_METADATA)).get("tree_metadata")
+    check(entries, dict[str, dict[str, Any]], "tree_metadata")
+    for entry in entries.values():
+        keys = entry.get("key_metadata")
+        check(keys, list[dict[str, Any]], "key_metadata")
+        name = ".".join(str(key.get("key")) for key in keys)
+        # Also the forms of other systems and libraries: C:\, file://, kvstore URLs.
+        if _ELSEWHERE.match(name) or ".." in re.split(r"[/\\]", name) or "\0" in name:
+            raise Malformed(f"it names an array by {name[:200]!r}, a path out of the checkpoint")
 
 
 def check(value: Any, schema: Any, name: str) -> None:

@@ -14,6 +14,7 @@ from etils import epath, epy
 
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.files.storage import absolute, in_short, is_corruption, silence_tensorstore_shutdown
+from spmdtrain.files.validation import ORBAX_METADATA, Malformed, check_array_names
 from spmdtrain.tree import path_name
 from spmdtrain.weights.region import Box, slices
 from spmdtrain.weights.source import ArrayHeader
@@ -21,7 +22,6 @@ from spmdtrain.weights.source import ArrayHeader
 with epy.lazy_imports():  # because importing it takes long
     import orbax.checkpoint as ocp
 
-_ITEM = "_METADATA"
 _DEEPEST = 32
 
 
@@ -44,15 +44,20 @@ class OrbaxWeights:
         folder = absolute(folder)
         _check_kinds(folder)
         silence_tensorstore_shutdown()
-        items = [x for x in sorted(folder.iterdir()) if (x / _ITEM).is_file()]
-        prefixes = {"": folder} if (folder / _ITEM).is_file() else {f"{x.name}/": x for x in items}
+        items = [x for x in sorted(folder.iterdir()) if (x / ORBAX_METADATA).is_file()]
+        prefixes = (
+            {"": folder}
+            if (folder / ORBAX_METADATA).is_file()
+            else {f"{x.name}/": x for x in items}
+        )
         headers: dict[str, ArrayHeader] = {}
         self._where: dict[str, tuple[epath.Path, Any, Any]] = {}
         for prefix, item in prefixes.items():
             try:
+                check_array_names(item)
                 tree = ocp.PyTreeCheckpointHandler().metadata(item).tree
             except Exception as error:
-                if not is_corruption(error):
+                if not is_corruption(error) and not isinstance(error, Malformed):
                     raise
                 raise UserError(f"{item} cannot be read: {in_short(error)}") from error
             for at, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from helpers import small_experiment
@@ -25,6 +27,7 @@ from spmdtrain.files import run_files
 from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status_of
 from spmdtrain.files.validation import Malformed, check, parse_object
 from spmdtrain.run import main
+from spmdtrain.weights.orbax_folder import OrbaxWeights
 
 # A FIFO must not be waited for.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -271,9 +274,36 @@ def string_in_place_of_an_array(metadata: Path) -> None:
     metadata.write_text(json.dumps(content))
 
 
+PLACES = ("/etc", "../../1/params", "C:\\w", "file:///etc/w", "gs://b/w", "\\\\host\\w", "a\0")
+
+
+def named(place: str) -> Callable[[Path], None]:
+    """Names an array by a path out of the checkpoint."""
+
+    def forge_metadata(metadata: Path) -> None:
+        content = json.loads(metadata.read_text())
+        first = next(iter(content["tree_metadata"].values()))
+        first["key_metadata"] = [{"key": place, "key_type": 2}]
+        metadata.write_text(json.dumps(content))
+
+    return forge_metadata
+
+
+def test_an_array_named_by_a_path_of_another_checkpoint_is_not_read(tmp_path: Path) -> None:
+    for name in ("own", "secret"):
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(tmp_path / name, {"w": np.full(3, len(name), np.float32)})
+    for place in (str(tmp_path / "secret" / "w"), "../secret/w"):
+        named(place)(tmp_path / "own" / "_METADATA")
+        with pytest.raises(UserError, match="a path out of the checkpoint"):
+            OrbaxWeights("own", epath.Path(tmp_path / "own"))
+
+
 METADATA: dict[str, Callable[[Path], object]] = {
     "a string": string_in_place_of_an_array,
     "nested": lambda path: path.write_text("[" * 100_000),
+    **{f"array at {place!r}": named(place) for place in PLACES},
 }
 
 
@@ -285,6 +315,8 @@ def test_forged_metadata_of_arrays_is_corruption(
     METADATA[name](folder / "params" / "_METADATA")
     forge(folder, lambda m: m.update(files=sizes(epath.Path(folder))))
     assert checkpoints(["verify", str(workdir)]) == 1
+    if name.startswith("array at"):
+        assert "a path out of the checkpoint" in "".join(capsys.readouterr().out.split("\n"))
     fit(workdir, 3)
     assert (workdir / "checkpoints" / "2.corrupted").is_dir()
 
