@@ -36,7 +36,7 @@ def print_examples(run: RecordedRun, step: int, file: str | None, terminal: Term
     Raises:
       UserError: If the examples cannot be found.
     """
-    experiment_file, config = restore_config(run, file)
+    experiment_file, config = restore_config(run, file, terminal)
     configure_backend(config)
     experiment = experiment_file.build(config)
     data = training_data(experiment.train, config)

@@ -61,7 +61,7 @@ def rerun(
     Raises:
       UserError: If the run cannot be continued here, or no checkpoint is valid.
     """
-    experiment, config = restore_config(run, file)
+    experiment, config = restore_config(run, file, terminal)
     if strategy(config.strategy).by_servers:
         raise UserError(
             f"strategy is {config.strategy}: its steps depend on the order in which workers send "

@@ -1,6 +1,8 @@
 """The experiment and the configuration of a run, from its `config.json`."""
 
 import dataclasses
+import os
+import stat
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 from spmdtrain.config.option_groups import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.errors import UserError, foreign
+from spmdtrain.files.storage import is_url
 from spmdtrain.replay.recorded_run import RecordedRun
 from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
 from spmdtrain.strategies import strategy
@@ -31,15 +34,19 @@ class _Options:
     preset: str | None = None
 
 
-def restore_config(run: RecordedRun, file: str | None) -> tuple[ExperimentFile, RunConfig]:
-    """Returns the experiment of a run and its resolved configuration.
+def restore_config(
+    run: RecordedRun, file: str | None, terminal: Terminal
+) -> tuple[ExperimentFile, RunConfig]:
+    """Returns the experiment of a run, executed, and its resolved configuration.
 
     Args:
       run: The run.
       file: The experiment's file; None for that which the run has recorded.
+      terminal: Receives a line with the file, if the run has named it.
 
     Raises:
-      UserError: If the file or the configuration is not known, or they do not belong together.
+      UserError: If the file or the configuration is not known, or they do not belong together, or
+        the file that the run names may be another user's.
     """
     path = file or run.experiment
     if path is None or not run.config:
@@ -55,6 +62,13 @@ def restore_config(run: RecordedRun, file: str | None) -> tuple[ExperimentFile, 
             f"{foreign(path)}, the experiment of {run.workdir}, does not exist: give the place of "
             "the file: --config FILE"
         )
+    if file is None:
+        if why := _distrust(path, run.workdir):
+            raise UserError(
+                f"config.json of {run.workdir} names {foreign(path)} as its experiment, and {why}. "
+                "A replay executes that file: read it, and give --config FILE if you trust it"
+            )
+        terminal.line(f"executing {foreign(path)}, as config.json of the run says")
     experiment = load_experiment(path, frozenset())
     default = experiment.preset(None)
     arguments = list(_arguments(run.config, default, path))
@@ -68,6 +82,20 @@ def restore_config(run: RecordedRun, file: str | None) -> tuple[ExperimentFile, 
         learning_rate_table={},
     )
     return command.experiment, config
+
+
+def _distrust(path: str, workdir: str) -> str | None:
+    """Returns why a file that a run names as its experiment is not executed unasked, or None."""
+    status = os.stat(path)
+    if not os.path.isabs(path):
+        return "that is no absolute path"
+    if not is_url(workdir) and Path(path).resolve().is_relative_to(Path(workdir).resolve()):
+        return "the file lies inside the run, which may come from someone else"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"the file belongs to user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH:
+        return "every user can write to the file"
+    return None
 
 
 def config_on_devices(config: RunConfig, devices: int | None, terminal: Terminal) -> RunConfig:

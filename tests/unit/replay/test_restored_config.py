@@ -1,6 +1,7 @@
 """The configuration of a run from its `config.json`."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,44 @@ def build(config):
 '''
 
 
+def test_a_file_that_may_be_of_someone_else_is_not_executed_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside.py"
+    run.mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def restore(named: str, config: str | None = None) -> None:
+        (run / "config.json").write_text(json.dumps({"config": {"seed": 1}, "experiment": named}))
+        restore_config(read_run(str(run)), config, Terminal())
+
+    for file in (run / "inside.py", outside):
+        file.write_text(EXPERIMENT + "\nprint('executed')\n")
+    (tmp_path / "link.py").symlink_to(run / "inside.py")
+    for named, why in (
+        (run / "inside.py", "lies inside the run"),
+        (tmp_path / "link.py", "lies inside the run"),
+        (run / ".." / "run" / "inside.py", "lies inside the run"),
+        ("outside.py", "no absolute path"),
+    ):
+        with pytest.raises(UserError, match=rf"{why}.*--config FILE"):
+            restore(str(named))
+    outside.chmod(0o666)
+    with pytest.raises(UserError, match="every user can write to the file"):
+        restore(str(outside))
+    outside.chmod(0o644)
+    if os.geteuid() == 0:
+        os.chown(outside, 12345, -1)
+        with pytest.raises(UserError, match="the file belongs to user 12345"):
+            restore(str(outside))
+        os.chown(outside, 0, -1)
+    assert "executed" not in capsys.readouterr().out
+    restore(str(outside))
+    assert f"executing {outside}, as config.json" in capsys.readouterr().out.replace("\n", "")
+    restore(str(run / "inside.py"), str(run / "inside.py"))  # the user has named it
+    assert "executed" in capsys.readouterr().out
+
+
 def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
     file = tmp_path / "kinds.py"
     file.write_text(EXPERIMENT)
@@ -62,7 +101,7 @@ def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
     run.mkdir()
     content: Any = {"config": config_as_json(used), "experiment": str(file)}
     (run / "config.json").write_text(json.dumps(content))
-    _, found = restore_config(read_run(str(run)), None)
+    _, found = restore_config(read_run(str(run)), None, Terminal())
     # Of another class, because the file was loaded again.
     assert vars(found) == vars(used) | {"workdir": str(run)}
 
@@ -71,14 +110,14 @@ def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"trained with gone=1, and the configuration of .*kinds.py"
     ):
-        restore_config(read_run(str(run)), None)
+        restore_config(read_run(str(run)), None, Terminal())
     file.rename(tmp_path / "moved.py")
     with pytest.raises(UserError, match=r"kinds\.py.* does not exist: .*--config FILE"):
-        restore_config(read_run(str(run)), None)
+        restore_config(read_run(str(run)), None, Terminal())
     del content["experiment"]
     (run / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="does not record its experiment"):
-        restore_config(read_run(str(run)), None)
+        restore_config(read_run(str(run)), None, Terminal())
     with pytest.raises(UserError, match="not the workdir of a run"):
         read_run(str(tmp_path))
 
