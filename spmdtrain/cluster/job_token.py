@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -74,9 +75,16 @@ def read(
 
 
 def _content(path: Path, source: str, warn: Callable[[str], None]) -> str:
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # opening a FIFO would wait for its writer
     try:
-        with path.open(encoding="utf-8", errors="surrogateescape") as file:
-            if os.fstat(file.fileno()).st_mode & 0o004:
+        descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+        with open(descriptor, encoding="utf-8", errors="surrogateescape") as file:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise UserError(
+                    f"{source}: not a regular file: give a file with the token; {_HINT}"
+                )
+            if mode & 0o004:
                 warn(f"warning: {source} is readable by all users of this machine: chmod 600 it")
             return file.read(_MAX_LENGTH + 2)
     except OSError as error:

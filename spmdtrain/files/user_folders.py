@@ -1,13 +1,20 @@
 """Folders of the current user, who may have no home folder and no entry in /etc/passwd."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from spmdtrain.errors import UserError
+
+_SECONDS_FOR_OTHERS = 120  # in which another process finds ports, or starts a node of Ray
 
 
 def cache_folder() -> Path:
@@ -77,3 +84,45 @@ def private_folder() -> Path:
             "a folder of your own"
         )
     return folder
+
+
+@contextlib.contextmanager
+def exclusive_file(name: str) -> Iterator[IO[str]]:
+    """Opens a file of `private_folder()` for this process alone, after the others that use it.
+
+    Args:
+      name: The name of the file, which is created if there is none.
+
+    Yields:
+      The file, open for reading and writing.
+
+    Raises:
+      UserError: If it is not a regular file, or another process keeps it for minutes.
+    """
+    path = private_folder() / name
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for its other end.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened: {error.strerror}: remove it") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is not a regular file: remove it")
+    with open(descriptor, "r+", encoding="ascii", errors="replace") as file:
+        until = time.monotonic() + _SECONDS_FOR_OTHERS
+        while not _is_locked(file):
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{path}: another process has locked it for {_SECONDS_FOR_OTHERS} s: end it "
+                    "(lsof and fuser name it)"
+                )
+            time.sleep(0.05)
+        yield file
+
+
+def _is_locked(file: IO[str]) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

@@ -1,13 +1,12 @@
 """Free TCP ports of this machine for the tasks of a launched job."""
 
-import fcntl
 import itertools
 import random
 from pathlib import Path
 
 from spmdtrain.cluster.network_check import why_not_free
 from spmdtrain.errors import UserError
-from spmdtrain.files.user_folders import private_folder
+from spmdtrain.files.user_folders import exclusive_file
 
 _FIRST = 20_000  # the ports below are those of well-known services and of Ray's workers
 PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of the ephemeral ports
@@ -28,10 +27,9 @@ def free_ports(count: int) -> list[int]:
       UserError: If fewer ports are free.
     """
     ports = candidate_ports()
-    with (private_folder() / "next-port").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with exclusive_file("next-port") as file:
         file.seek(0)
-        text = file.read()
+        text = file.read(20)
         start = int(text) if text.isdecimal() else random.randrange(len(ports))
         in_turn = (ports[(start + i) % len(ports)] for i in range(len(ports)))
         free = list(itertools.islice((p for p in in_turn if why_not_free(p) is None), count))

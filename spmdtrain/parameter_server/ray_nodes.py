@@ -6,7 +6,6 @@ It is imported here, only if parameter servers are used, after its environment v
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import os
 import shutil
@@ -24,7 +23,7 @@ from spmdtrain.cluster.spec import ClusterSpec, Task, from_environment
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.distributed import progress
 from spmdtrain.errors import ClusterError, ExitCode, UserError
-from spmdtrain.files.user_folders import private_folder
+from spmdtrain.files.user_folders import exclusive_file, private_folder
 from spmdtrain.parameter_server import ray_auth
 
 TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # process id of the task whose output actors write to
@@ -372,8 +371,7 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
 @contextlib.contextmanager
 def _exclusive_start() -> Iterator[None]:
     """Serializes the starts of nodes on a host, which would otherwise take each other's ports."""
-    with (private_folder() / "ray.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with exclusive_file("ray.lock"):
         yield
 
 

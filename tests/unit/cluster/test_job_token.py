@@ -1,6 +1,7 @@
 """The job's token: from the environment or a file, made by the launcher, checked by the doctor."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,14 @@ def test_a_file_that_holds_no_token_is_an_error(
     with pytest.raises(UserError) as error:
         job_token.read({TOKEN_FILE: str(file)}, warn=unheard)
     assert str(error.value).startswith(f"{TOKEN_FILE}={file}: ") and said in str(error.value)
+
+
+@pytest.mark.timeout(30)
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token")
+    for place in ("token", "."):
+        with pytest.raises(UserError, match=r"not a regular file|cannot be read"):
+            job_token.read({TOKEN_FILE: str(tmp_path / place)}, warn=unheard)
 
 
 def test_a_short_token_is_an_error_that_does_not_show_it() -> None:

@@ -1,5 +1,6 @@
 """Ports of launched tasks: free until the tasks listen at them."""
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.errors import UserError
+from spmdtrain.files import user_folders
 from spmdtrain.files.user_folders import private_folder
 from spmdtrain.launch import free_ports as module
 from spmdtrain.launch.free_ports import free_ports
@@ -50,3 +52,25 @@ def test_all_high_ports_are_taken_where_the_ephemeral_ones_leave_none(
     for text, last in (("32768\t60999\n", 32767), ("1024\t65535\n", 65535)):
         setting.write_text(text)
         assert module.candidate_ports()[-1] == last
+
+
+@pytest.mark.timeout(30)
+def test_a_file_of_the_turn_that_is_no_regular_file_is_named(tmp_path: Path) -> None:
+    path = private_folder() / "next-port"
+    makers = (os.mkfifo, os.mkdir, lambda path: path.symlink_to(tmp_path / "target"))
+    for make in makers:
+        make(path)
+        with pytest.raises(UserError, match=r"next-port .*: remove it"):
+            free_ports(1)
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert not (tmp_path / "target").exists()
+
+
+def test_the_wait_for_another_process_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_folders, "_SECONDS_FOR_OTHERS", 0.2)
+    with (
+        user_folders.exclusive_file("next-port"),
+        pytest.raises(UserError, match="another process has locked it"),
+    ):
+        free_ports(1)
+    assert free_ports(1)
