@@ -10,6 +10,7 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.errors import UserError, foreign
+from spmdtrain.files.npz import read_npy_header
 from spmdtrain.files.storage import in_short
 from spmdtrain.weights.region import Box, slices
 from spmdtrain.weights.source import ArrayHeader
@@ -86,14 +87,10 @@ class NpzWeights:
 
 def _read_header(member: Any, where: str) -> tuple[ArrayHeader, bool, int]:
     """Returns the header of an array, whether it is in Fortran's order, and where data begin."""
-    version = np.lib.format.read_magic(member)
-    if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-    else:
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(member)
-    if dtype.hasobject or dtype.kind == "V" or min(shape, default=0) < 0:
+    shape, fortran, dtype, start = read_npy_header(member)
+    if dtype.hasobject or dtype.kind == "V":
         raise UserError(
             f"{where} has Python objects, records, or a dtype that NumPy's format lacks, such as "
             f"bfloat16 ({dtype}): save it as float32"
         )
-    return ArrayHeader(tuple(shape), dtype), fortran, member.tell()
+    return ArrayHeader(shape, dtype), fortran, start

@@ -14,6 +14,7 @@ from spmdtrain.data.scans import cached_scan
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
 from spmdtrain.data.sources.local_reader import LocalReader
 from spmdtrain.errors import BadRecordError, UserError, printable
+from spmdtrain.files.npz import read_npy_header
 from spmdtrain.files.storage import is_url, one_line
 
 _LARGEST = np.iinfo(np.int32).max
@@ -267,12 +268,7 @@ class TokenDocuments:
 def _npy_layout(file: SourceFile, wanted: np.dtype[Any] | None) -> _Layout:
     try:
         with file.open() as content:
-            version = np.lib.format.read_magic(content)
-            read = getattr(np.lib.format, f"read_array_header_{version[0]}_0", None)
-            if read is None:
-                raise ValueError(f"version {version[0]}.{version[1]} is not known")
-            shape, _, dtype = read(content)
-            offset = content.tell()
+            shape, _, dtype, offset = read_npy_header(content)
     except (ValueError, OSError) as error:
         if isinstance(error, UserError):
             raise

@@ -1,6 +1,7 @@
 """Files of tokens: windows and documents at each index, and files that are refused."""
 
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from spmdtrain.data.documents import document_lengths
 from spmdtrain.data.packing import Packed
 from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
 from spmdtrain.errors import StorageError, UserError
+from spmdtrain.weights.source import open_weights
 
 LLM_C = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
 
@@ -216,3 +218,34 @@ def test_a_file_that_is_truncated_or_removed_is_named(tmp_path: Path) -> None:
 def test_a_wrong_last_token_is_named(tmp_path: Path, end: Any) -> None:
     path = write(tmp_path / "a.bin", range(9))
     assert f"end_of_document is {end!r}: it must" in refusal(lambda: TokenDocuments(path, end))
+
+
+def npy(header: str, version: int = 1) -> bytes:
+    """A file of NumPy with any text as its header."""
+    text = header.encode("latin1")
+    return b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2 * version, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npy("{'descr': " + "'" * 3),  # tokenize.TokenError
+        npy("(" * 5000),  # RecursionError or MemoryError
+        npy("{'descr': '<i4', 'fortran_order': False, 'shape': (" + "1" * 5000 + ",)}"),
+        npy("{'descr': '<i4', 'fortran_order': False, 'shape': (-4,)}"),
+        npy("{'descr': [1], 'fortran_order': False, 'shape': (4,)}"),
+        npy("{'descr': '<i4', 'fortran_order': False, 'shape': (4,)}", 3),
+        npy("{}", 2)[:-4] + b"\xff\xff\xff\xff",  # a header of 4 GB
+        b"\x93NUMPY",
+    ],
+)
+def test_a_forged_header_of_numpy_is_refused_by_both_readers(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.npy: not a \.npy file: "):
+        TokenFile(str(tmp_path / "a.npy"), 2)
+    with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
+        archive.writestr("w.npy", content)
+    with pytest.raises(UserError, match=r"w\.npz is not a valid \.npz file: "):
+        open_weights(str(tmp_path / "w.npz"))
