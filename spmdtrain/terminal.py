@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spmdtrain.errors import printable
+
 LINE_WIDTH = 80
 """Columns that lines about the start of a run use at most."""
 
@@ -56,7 +58,7 @@ def byte_size(count: int) -> str:
 
 def metric_texts(metrics: Mapping[str, float]) -> list[str]:
     """Returns the text of each metric: `loss 0.1234`."""
-    return [f"{name} {number(value)}" for name, value in metrics.items()]
+    return [f"{printable(name)} {number(value)}" for name, value in metrics.items()]
 
 
 def short_lines(parts: Sequence[str], width: int = LINE_WIDTH) -> list[str]:

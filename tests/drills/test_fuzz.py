@@ -43,10 +43,11 @@ from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
-from spmdtrain.cluster import rendezvous, tf_config
+from spmdtrain.cluster import job_token, rendezvous, tf_config
 from spmdtrain.cluster.json_lines import Line, Side
 from spmdtrain.data.idx import read_idx
 from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
+from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status_of
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
@@ -412,6 +413,54 @@ def weights_file() -> Target:
     )
 
 
+def numpy_header() -> Target:
+    """Files of tokens, and members of `.npz` files, with any text as their header."""
+    file = io.BytesIO()
+    np.save(file, np.arange(64, dtype=np.int32))
+    sound = file.getvalue()
+    pieces = [
+        "'" * 3,
+        "(",
+        "{",
+        "shape",
+        "descr",
+        "[1]",
+        "9" * 5000,
+        "<i4",
+        ",",
+        "None",
+        "\\N{",
+        "#",
+    ]
+
+    def with_header(text: str) -> bytes:
+        header = text.encode("latin1", "replace")[:9000]
+        return b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header
+
+    headers = st.lists(st.sampled_from(pieces) | st.text(max_size=6), max_size=8).map("".join)
+
+    def read(content: bytes, folder: Path) -> object:
+        (folder / "a.npy").write_bytes(content)
+        with zipfile.ZipFile(folder / "w.npz", "w") as archive:
+            archive.writestr("w.npy", content)
+        with contextlib.suppress(UserError, StorageError):
+            _ = open_weights(str(folder / "w.npz")).headers
+        return TokenFile(str(folder / "a.npy"), 2)
+
+    return Target(sound, changed_bytes(sound) | headers.map(with_header), read)
+
+
+def token_of_a_job() -> Target:
+    def read(content: bytes, folder: Path) -> object:
+        (folder / "token").write_bytes(content)
+        (folder / "token").chmod(0o600)
+        environment = {job_token.TOKEN_FILE: str(folder / "token")}
+        return job_token.read(environment, warn=lambda text: None)
+
+    sound = b"0123456789abcdef"
+    return Target(sound, changed_bytes(sound) | st.binary(max_size=5000), read)
+
+
 def plan_summary() -> Target:
     def read(content: bytes, folder: Path) -> object:
         (folder / "x.json").write_bytes(content)
@@ -440,6 +489,8 @@ TARGETS = [
     image,
     metrics_lines,
     weights_file,
+    numpy_header,
+    token_of_a_job,
     hlo_text,
     plan_summary,
 ]

@@ -9,7 +9,14 @@ import pytest
 from jax import Array
 
 from spmdtrain import EarlyStopping, Loop, TrainState
-from spmdtrain.terminal import LINE_WIDTH, LineColor, Terminal, number, short_lines
+from spmdtrain.terminal import (
+    LINE_WIDTH,
+    LineColor,
+    Terminal,
+    metric_texts,
+    number,
+    short_lines,
+)
 
 TEXTS = ["loss 0.1234", "accuracy 0.9", "10,508 examples/s", "164.2 steps/s"]
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -156,3 +163,7 @@ def test_pieces_of_a_line_are_printed_at_once_and_not_interpreted(
     assert capsys.readouterr().out == "[bold]a\n:b"
     terminal.piece(" c")
     assert capsys.readouterr().out == " c"
+
+
+def test_control_characters_in_names_of_metrics_are_escaped() -> None:
+    assert metric_texts({"a\x1b[31m\r\u202eb": 0.5}) == [r"a\x1b[31m\r\u202eb 0.5"]
