@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -12,8 +13,9 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -30,6 +32,12 @@ T = TypeVar("T")
 
 _BATCHES_PER_WORKER = 2  # that wait to be taken; each worker computes another one meanwhile
 _SECONDS_TO_CLOSE = 30
+_SECONDS_TO_END = 5  # that Grain needs to notice that its workers are gone
+_WORKER = "grain-process-prefetch"  # how the names begin that Grain gives to its worker processes
+# What a worker that ended with code 0 before its last batch is reported to have ended with: no
+# process has this code.
+_ENDED_EARLY = 256
+_SECONDS_BETWEEN_CHECKS = 0.5  # of the workers' exit codes
 # Signals that a scheduler or a terminal sends to all processes of a job: the run has to read the
 # batches of the steps before its last save, so its workers must outlive them.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -80,14 +88,21 @@ class _InStrategy:
         return self._read(index)
 
 
-def in_thread(items: Generator[T, None, None], count: int = 2) -> Generator[T, None, None]:
-    """Yields items that a thread reads ahead, in order.
+def in_thread(
+    items: Generator[T, None, None],
+    count: int = 2,
+    *,
+    interrupt: Callable[[], None] = lambda: None,
+) -> Generator[T, None, None]:
+    """Yields items that a thread reads ahead, in order. A signal interrupts the wait for them.
 
     Args:
       items: A generator. The thread runs and closes all of it, because it may hold what only one
         thread may use. Closing the result waits for the item that the thread is reading, up to a
         limit: a connection may never answer.
       count: Number of items that it reads ahead.
+      interrupt: Ends the wait of that thread for an item. It is called if a signal ended the wait
+        of the caller, and after the limit.
     """
     ready: queue.SimpleQueue[tuple[list[T], BaseException | None]] = queue.SimpleQueue()
     room, closed = threading.Semaphore(count), threading.Event()
@@ -105,7 +120,11 @@ def in_thread(items: Generator[T, None, None], count: int = 2) -> Generator[T, N
     thread.start()
     try:
         while True:
-            item, error = ready.get()
+            try:
+                item, error = ready.get()
+            except BaseException:
+                interrupt()
+                raise
             if isinstance(error, StopIteration):
                 return
             if error is not None:
@@ -116,20 +135,47 @@ def in_thread(items: Generator[T, None, None], count: int = 2) -> Generator[T, N
         closed.set()
         room.release()
         thread.join(_SECONDS_TO_CLOSE)
+        if thread.is_alive():
+            interrupt()
+            thread.join(_SECONDS_TO_END)
 
 
 # -- worker processes ------------------------------------------------------------------------------
 
 
 def _from_workers(batches: Any, start: int, threads: int, workers: int) -> Iterator[PyTree]:
-    """Yields batches that processes read. Worker i reads every `workers`-th batch, from i on."""
-    import grain
+    """Yields batches that processes read. Worker i reads every `workers`-th batch, from i on.
 
+    A thread takes them from Grain, whose waits no signal interrupts, and starts the processes: in
+    it the signals that they ignore are blocked, and not in the thread of the run.
+    """
     workers = min(workers, len(batches) - start)
     if workers < 1:
         return
     prepare_workers()
     _check_picklable(batches)
+    others, started = set(_grain_workers()), set[Any]()
+
+    def kill() -> None:
+        for worker in started or set(_grain_workers()) - others:  # that are still starting
+            worker.kill()
+
+    reading = _take_from_workers(batches, start, threads, workers, started, kill)
+    with contextlib.closing(in_thread(reading, 1, interrupt=kill)) as items:
+        yield from items
+
+
+def _take_from_workers(
+    batches: Any,
+    start: int,
+    threads: int,
+    workers: int,
+    started: set[Any],
+    kill: Callable[[], None],
+) -> Generator[PyTree, None, None]:
+    """Yields batches of processes, which are added to `started` when all have started."""
+    import grain
+
     dataset: Any = grain.MapDataset.source(_WorkerItems(batches))[start:]
     options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=_BATCHES_PER_WORKER)
     iterator = iter(
@@ -137,20 +183,52 @@ def _from_workers(batches: Any, start: int, threads: int, workers: int) -> Itera
             options, lambda *_: begin_worker()
         )
     )
+    others = set(_grain_workers())
     try:
         with _hidden_main(), _blocked_signals():
             # All workers have started once each has returned a batch.
             first = [_result(iterator) for _ in range(workers)]
+        started |= set(_grain_workers()) - others
         yield from first
         del first
         for _ in range(len(batches) - start - workers):
             yield _result(iterator)
+    except StorageError:  # after the death of one, Grain would wait for the others
+        kill()
+        raise
     finally:
         iterator.close()
         # The error that ends each of Grain's threads refers to its last batch, in a cycle: without
         # this, that shared memory would last until the exit, which warns of it.
         del iterator
         gc.collect()
+
+
+def _grain_workers() -> list[Any]:
+    return [p for p in multiprocessing.active_children() if p.name.startswith(_WORKER)]
+
+
+def _watch_workers() -> None:
+    """Makes each worker's end with code 0 one that Grain notices: it waits for its batches forever.
+
+    A worker that has returned all of its batches ends only when its reader is closed, which reads
+    no code any more. The code of C, and a program that replaces the worker, end it unseen by
+    `_fail_early_ends`.
+    """
+    seen: dict[int, Any] = {}
+    while True:
+        seen |= {worker.pid: worker for worker in _grain_workers()}
+        for pid, worker in list(seen.items()):
+            if worker.exitcode is not None:
+                if worker.exitcode == ExitCode.DONE and worker._popen is not None:
+                    worker._popen.returncode = _ENDED_EARLY
+                del seen[pid]
+        time.sleep(_SECONDS_BETWEEN_CHECKS)
+
+
+@functools.cache
+def _start_watch() -> None:
+    threading.Thread(target=_watch_workers, daemon=True, name="watch data workers").start()
 
 
 def _result(iterator: Iterator[Any]) -> PyTree:
@@ -173,6 +251,11 @@ def death_of_worker(error: Exception) -> str:
     ended = re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))
     if ended is None or not isinstance(error, RuntimeError):
         return ""
+    if int(ended[1]) == _ENDED_EARLY:
+        return (
+            "a process that reads batches ended with exit code 0 before its last batch: a library "
+            "or the dataset ended it"
+        )
     why = "it was killed, or was out of memory; run again to resume"
     if int(ended[1]) == ExitCode.FAILED:
         why = "its own lines say why"
@@ -228,6 +311,7 @@ def prepare_workers() -> None:
     import cloudpickle
 
     parse_flags()
+    _start_watch()
     for module in user_modules(sys.path):
         cloudpickle.register_pickle_by_value(module)
 

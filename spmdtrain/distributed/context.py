@@ -27,6 +27,8 @@ class ExitState:
     """The pid of this process while its end would be a failure, whatever its exit code; else 0."""
     work: str = ""
     """What the process then does, such as `training`."""
+    hang_timeout: float = 0.0
+    """Seconds without progress after which a process that is alone ends; 0 is never."""
     failing: bool = False
     """Whether the main thread has failed."""
     on_failure: Callable[[str], None] = ignore_failure

@@ -82,6 +82,44 @@ def start_watching(job: Job, hang_timeout: float) -> None:
     atexit.register(stop)
 
 
+def watch_alone(hang_timeout: float) -> None:
+    """Makes this process, which is alone, end if its work makes no progress.
+
+    Args:
+      hang_timeout: The seconds without progress; 0 disables this.
+    """
+    progress.begin(always=True)
+    CONTEXT.exits.hang_timeout = hang_timeout
+
+
+@contextlib.contextmanager
+def _watch_own_work() -> Iterator[None]:
+    """Ends this process if the progress of its work stops while entered."""
+    ended, timeout = threading.Event(), CONTEXT.exits.hang_timeout
+    timer = hangs.IdleTimer()
+
+    def watch() -> None:
+        while not ended.wait(min(1.0, timeout / 10)):
+            record = progress.local_record("the process")
+            if record is None or timer.idle(record.changes) < timeout:
+                continue
+            why = f"no progress for {timeout:g} s: {hangs.find_hung_task([record]).sentence}"
+            with contextlib.suppress(Exception):
+                CONTEXT.exits.on_failure(why)
+            _show(why)
+            faulthandler.dump_traceback()
+            progress.write_exit_reason(ExitCode.FAILED, why)
+            os._exit(ExitCode.FAILED)  # the main thread does not return
+
+    watching = threading.Thread(target=watch, name="watch for a hang", daemon=True)
+    if timeout and process_group.current() is None:
+        watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 def stop_watching() -> None:
     """Stops watching, because all processes have reached the end of the job."""
     CONTEXT.exits.stop()
@@ -178,6 +216,7 @@ def work_in_progress(what: str) -> Iterator[None]:
             exits.at_work, exits.work = os.getpid(), what
             stack.callback(_end_work)
             stack.enter_context(progress.working(what))
+            stack.enter_context(_watch_own_work())
             atexit.unregister(_report_open_work)
             atexit.register(_report_open_work)
         try:

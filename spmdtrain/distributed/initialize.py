@@ -71,7 +71,7 @@ def initialize(
       timeout: Seconds within which all processes must join.
       hang_timeout: Seconds without progress in any process after which the job fails with the name
         of the task that blocks the others; 0 disables this. Default: 30 minutes, or 0 under a
-        launcher, which watches the processes itself.
+        launcher, which watches the processes itself, and for a process that is alone.
       warn: Called with lines for the user: the missing tasks, and warnings about the token.
 
     Raises:
@@ -102,6 +102,7 @@ def initialize(
         return
     spec = spec or from_environment()
     if spec.role is Role.EVALUATE or by_servers:
+        # An evaluator waits for checkpoints, and an executor of servers for its workers.
         CONTEXT.initialized = True
         return
     if spec.has_ps and by_servers is None:
@@ -124,6 +125,8 @@ def initialize(
     party = find_party(spec, auto_detect, explicit or ClusterOptions())
     if party is None or len(party.names) == 1:
         CONTEXT.initialized = True
+        if given:
+            failures.watch_alone(given)
         return
     if xla_bridge.backends_are_initialized():
         raise UserError(

@@ -58,7 +58,8 @@ class Options:
     """Seconds to wait for the other processes at the start."""
     hang_timeout: float | None = None
     """Seconds without progress in any process after which the job ends as hung; 0 is never. The
-    default is 1800; under the launcher, the launcher's --hang-timeout applies instead."""
+    default is 1800, and never for a process that is alone; under the launcher, the launcher's
+    --hang-timeout applies instead."""
 
 
 # Options that describe the job without TF_CONFIG, and their defaults.

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ SLOW = (
     ("import numpy as np", "import time\n\nimport numpy as np"),
 )
 LONG = ("--steps", 2000, "--pause", 0.05, "--log-every", 1, "--data-workers", 2)
+
+
+STUCK = "sleep(1000 if (np.diff(indices) < 0).any() else 0)"  # not in what the start looks at
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -126,3 +130,26 @@ print("file", __file__)
     ended = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("script\n") == 1 and f"file {script}" in ended.stdout
+
+
+def test_a_process_alone_ends_by_its_hang_timeout_and_by_a_second_signal(tmp_path: Path) -> None:
+    experiment = small_experiment(tmp_path, *SLOW)
+    experiment.write_text(experiment.read_text().replace("sleep(self.seconds)", STUCK))
+    for options in ((), ("--data-workers", 2)):
+        ended = run(experiment, "--steps", 5, "--hang-timeout", 30, *options)
+        assert ended.returncode == 1
+        assert "no progress for 30 s: the process is in load at step 1" in ended.stderr
+        assert 'File "' in ended.stderr and "Thread 0x" in ended.stderr
+
+    process = start(experiment, "--steps", 5, "--data-workers", 2)
+    until = time.monotonic() + 120
+    while len(readers := workers_of(process)) < 2 and time.monotonic() < until:
+        time.sleep(0.5)
+    assert len(readers) == 2
+    time.sleep(5)  # until the run waits for its first batch
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    assert_gone(readers)

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import signal
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from spmdtrain import Mixture, Trainer
 from spmdtrain.data.read_ahead import read_ahead
 from spmdtrain.data.sampling import TrainBatches
-from spmdtrain.errors import UserError
+from spmdtrain.errors import StorageError, UserError
 
 
 @dataclass
@@ -92,3 +94,46 @@ def test_options_that_leave_nothing_to_read_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=named):
         Trainer(model=None, objective=None, optimizer=None, data_workers=1, **options)  # type: ignore[arg-type]
+
+
+@dataclass
+class Ends(Rows):
+    """Rows whose reader becomes another program, or never returns, from an example on."""
+
+    stuck: bool = False
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        if self.fails_at not in indices:
+            return super().rows(indices)
+        while self.stuck:
+            time.sleep(100)
+        os.execv("/bin/true", ["true"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [0, 40])
+def test_a_process_that_ends_with_code_0_is_named(example: int) -> None:
+    with pytest.raises(StorageError, match="ended with exit code 0 before its last batch"):
+        list(read_ahead(batches(Ends(fails_at=example)), 0, workers=2))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [0, 40])
+def test_a_signal_ends_the_wait_for_a_process_that_is_stuck(example: int) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stop
+
+    reading = read_ahead(batches(Ends(fails_at=example, stuck=True)), 0, workers=2)
+    before = signal.signal(signal.SIGINT, stop)
+    timer = threading.Timer(8, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(Stop):
+            list(reading)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not multiprocessing.active_children()
