@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,12 +58,16 @@ def test_all_high_ports_are_taken_where_the_ephemeral_ones_leave_none(
 @pytest.mark.timeout(30)
 def test_a_file_of_the_turn_that_is_no_regular_file_is_named(tmp_path: Path) -> None:
     path = private_folder() / "next-port"
-    makers = (os.mkfifo, os.mkdir, lambda path: path.symlink_to(tmp_path / "target"))
-    for make in makers:
+    makers: list[tuple[Callable[[Path], None], Callable[[Path], None]]] = [
+        (os.mkfifo, os.unlink),
+        (os.mkdir, os.rmdir),
+        (lambda path: path.symlink_to(tmp_path / "target"), os.unlink),
+    ]
+    for make, remove in makers:
         make(path)
         with pytest.raises(UserError, match=r"next-port .*: remove it"):
             free_ports(1)
-        path.rmdir() if path.is_dir() else path.unlink()
+        remove(path)
     assert not (tmp_path / "target").exists()
 
 
