@@ -41,7 +41,7 @@ SLOW = (
 LONG = ("--steps", 2000, "--pause", 0.05, "--log-every", 1, "--data-workers", 2)
 
 
-STUCK = "sleep(1000 if (np.diff(indices) < 0).any() else 0)"  # not in what the start looks at
+HANGS = "sleep(1000 if (np.diff(indices) < 0).any() else 0)"  # not in what the start looks at
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -134,7 +134,7 @@ print("file", __file__)
 
 def test_a_process_alone_ends_by_its_hang_timeout_and_by_a_second_signal(tmp_path: Path) -> None:
     experiment = small_experiment(tmp_path, *SLOW)
-    experiment.write_text(experiment.read_text().replace("sleep(self.seconds)", STUCK))
+    experiment.write_text(experiment.read_text().replace("sleep(self.seconds)", HANGS))
     for options in ((), ("--data-workers", 2)):
         ended = run(experiment, "--steps", 5, "--hang-timeout", 30, *options)
         assert ended.returncode == 1

@@ -100,12 +100,12 @@ def test_options_that_leave_nothing_to_read_are_refused(
 class Ends(Rows):
     """Rows whose reader becomes another program, or never returns, from an example on."""
 
-    stuck: bool = False
+    hangs: bool = False
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         if self.fails_at not in indices:
             return super().rows(indices)
-        while self.stuck:
+        while self.hangs:
             time.sleep(100)
         os.execv("/bin/true", ["true"])
 
@@ -120,14 +120,14 @@ def test_a_process_that_ends_with_code_0_is_named(example: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [0, 40])
-def test_a_signal_ends_the_wait_for_a_process_that_is_stuck(example: int) -> None:
+def test_a_signal_ends_the_wait_for_a_process_that_hangs(example: int) -> None:
     class Stop(Exception):
         pass
 
     def stop(number: int, frame: Any) -> None:
         raise Stop
 
-    reading = read_ahead(batches(Ends(fails_at=example, stuck=True)), 0, workers=2)
+    reading = read_ahead(batches(Ends(fails_at=example, hangs=True)), 0, workers=2)
     before = signal.signal(signal.SIGINT, stop)
     timer = threading.Timer(8, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
