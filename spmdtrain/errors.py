@@ -23,7 +23,7 @@ LARGEST_INTEGER = 2**63
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of the commands. Any other code is an unexpected failure."""
+    """Exit codes of commands and scripts. Any other code is an unexpected failure."""
 
     DONE = 0
     FAILED = 1
@@ -38,8 +38,19 @@ class ExitCode(enum.IntEnum):
 class UserError(ValueError):
     """Wrong usage, configuration or data.
 
-    The commands print the message without a traceback and exit 2.
+    Commands and scripts print the message without a traceback and exit 2.
+
+    Args:
+      *message: The message.
     """
+
+    def __init__(self, *message: object) -> None:
+        super().__init__(*message)
+        # Here, so that scripts that fail before they train exit 2, too. Imported late, because the
+        # hook is about these errors.
+        from spmdtrain.user_errors import install_hook
+
+        install_hook()
 
 
 class BadRecordError(UserError):
@@ -51,25 +62,25 @@ class StateError(ArithmeticError):
 
 
 class NonFiniteError(StateError):
-    """A loss or state that is NaN or infinite. The commands exit 3."""
+    """A loss or state that is NaN or infinite. The exit code is 3."""
 
 
 class ReplicaError(StateError):
-    """Copies of replicated data that differ between processes. The commands exit 1."""
+    """Copies of replicated data that differ between processes. The exit code is 1."""
 
 
 class DeviceFaultError(StateError):
-    """A device computed gradients that other devices did not reproduce. The commands exit 4."""
+    """A device computed gradients that other devices did not reproduce. The exit code is 4."""
 
 
 class StorageError(OSError):
-    """A failure to read or write data, a run's files or checkpoints. The commands exit 1."""
+    """A failure to read or write data, a run's files or checkpoints. The exit code is 1."""
 
 
 class ClusterError(ConnectionError):
     """A failure of the processes of a job to connect, or a lost connection between them.
 
-    The commands exit 1.
+    The exit code is 1.
     """
 
 
@@ -138,6 +149,9 @@ def exit_code_of(
     Returns:
       The exit code.
     """
+    from spmdtrain.user_errors import install_hook
+
+    install_hook()  # for the other exceptions
     try:
         return command()
     except Exception as error:

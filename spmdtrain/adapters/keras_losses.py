@@ -54,7 +54,8 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
         if values.ndim == 0 or values.shape[0] != rows:
             raise UserError(
                 f"the loss {loss.name!r} returns shape {values.shape} for a batch of {rows}: it "
-                "must return a value for each example, not their mean"
+                "must return a value for each example, not their mean; for example "
+                "keras.ops.mean(..., axis=-1)"
             )
         for each in masks:
             if each.shape != values.shape:

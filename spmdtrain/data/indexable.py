@@ -10,7 +10,7 @@ import numpy as np
 
 from spmdtrain.data.examples import ExampleReader
 from spmdtrain.errors import BadRecordError, StorageError, UserError, foreign
-from spmdtrain.xla.source_files import is_library
+from spmdtrain.source_files import is_library
 
 PyTree = Any
 

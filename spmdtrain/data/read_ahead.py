@@ -25,7 +25,7 @@ import numpy as np
 from spmdtrain.distributed.user_modules import user_modules
 from spmdtrain.errors import ExitCode, StorageError, UserError
 from spmdtrain.sharding.placement import bind_strategy
-from spmdtrain.xla.source_files import describe_sys_exit
+from spmdtrain.source_files import describe_sys_exit
 
 PyTree = Any
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from spmdtrain.data.datasets import ArrayDataset, Dataset, batched_of, blocks_of
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of
 from spmdtrain.data.order import EpochOrder, Order
+from spmdtrain.user_errors import locate_errors
 
 PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]
@@ -172,6 +173,7 @@ def augmented(augment: Augment, rows: PyTree, counters: np.ndarray, seed: int) -
       seed: The run's seed.
     """
     examples = []
+    augment = locate_errors(augment, "augment", takes="(example, generator)")
     for row, counter in enumerate(counters.tolist()):
         # Philox is counter-based: each counter has its own stream under the key.
         # Grain's `random_map` would draw by position in the stream, not by example.

@@ -1,7 +1,6 @@
 """State of this process that outlives a run: its job, its progress record, its exit."""
 
 import mmap
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,10 +32,8 @@ class ExitState:
     """Whether the main thread has failed."""
     on_failure: Callable[[str], None] = ignore_failure
     """Called with the reason before this process exits because another one has failed."""
-    usual_hook: Any = sys.__excepthook__
-    """The hook for uncaught exceptions that `failures` has replaced."""
     usual_thread_hook: Any = threading.__excepthook__
-    """The same, for exceptions in threads."""
+    """The hook for uncaught exceptions in threads that `failures` has replaced."""
     stop: Callable[[], None] = lambda: None
     """Stops the watching thread."""
     lock: threading.Lock = field(default_factory=threading.Lock)

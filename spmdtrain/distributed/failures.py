@@ -15,17 +15,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
+from spmdtrain import user_errors
 from spmdtrain.distributed import hangs, out_of_memory, process_group, progress
 from spmdtrain.distributed.context import CONTEXT, ignore_failure
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
-from spmdtrain.errors import EarlyExit, ExitCode, OwnExit, foreign
-from spmdtrain.xla.source_files import describe_sys_exit
+from spmdtrain.errors import EarlyExit, ExitCode, OwnExit, for_users, foreign
+from spmdtrain.source_files import describe_sys_exit
 
 TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
 """What `work_in_progress` is about."""
@@ -62,7 +62,7 @@ def start_watching(job: Job, hang_timeout: float) -> None:
         name of the task that blocks the others; 0 disables this.
     """
     out_of_memory.reserve()
-    CONTEXT.exits.usual_hook, sys.excepthook = sys.excepthook, _exit_on_exception
+    user_errors.end_by(_exit_on_error)
     CONTEXT.exits.usual_thread_hook, threading.excepthook = (
         threading.excepthook,
         _exit_on_exhaustion,
@@ -123,7 +123,8 @@ def _watch_own_work() -> Iterator[None]:
 def stop_watching() -> None:
     """Stops watching, because all processes have reached the end of the job."""
     CONTEXT.exits.stop()
-    sys.excepthook, threading.excepthook = CONTEXT.exits.usual_hook, CONTEXT.exits.usual_thread_hook
+    user_errors.end_by(None)
+    threading.excepthook = CONTEXT.exits.usual_thread_hook
 
 
 @contextlib.contextmanager
@@ -279,13 +280,10 @@ def check_exit(stop: SystemExit) -> None:
     fail(code, why, stop, lambda: to_stderr(why))
 
 
-def _exit_on_exception(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """`sys.excepthook` of a job: after a plain exception the others would wait for minutes."""
-    code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED
-    line = _in_one_line(error)
-    fail(code, line, error, lambda: traceback.print_exception(kind, error, trace))
+def _exit_on_error(code: int, error: BaseException, show: Callable[[], None]) -> None:
+    """Ends a job after an uncaught error: the others would wait for minutes."""
+    why = " ".join(str(error).split()) if for_users(error) else _in_one_line(error)
+    fail(code, why, error, show)
 
 
 def _in_one_line(error: BaseException) -> str:

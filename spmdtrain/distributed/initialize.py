@@ -22,6 +22,7 @@ from spmdtrain.distributed import failures, numeric_settings, process_group, pro
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import strategy as strategy_of
+from spmdtrain.user_errors import install_hook
 
 _HEARTBEAT = 20  # seconds after which JAX considers a silent process dead
 _SHUTDOWN = 300  # seconds that processes wait for the others at the end
@@ -61,6 +62,9 @@ def initialize(
     The processes authenticate each other by the token in SPMDTRAIN_JOB_TOKEN, or in the file that
     SPMDTRAIN_JOB_TOKEN_FILE names, if one of them is set.
 
+    From the first call on, the process ends with the exit codes of the commands after an uncaught
+    error, unless SPMDTRAIN_EXCEPTHOOK=off.
+
     Args:
       spec: The cluster; default: that of TF_CONFIG.
       strategy: Name of the strategy of the run. It is needed only in a cluster with `ps` tasks, and
@@ -79,6 +83,7 @@ def initialize(
         synchronous strategy.
       ClusterError: If tasks are missing after `timeout` seconds; names them.
     """
+    install_hook()
     if CONTEXT.initialized:
         return
     if CONTEXT.deferred is not None:

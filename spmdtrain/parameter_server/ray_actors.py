@@ -12,7 +12,7 @@ from spmdtrain.distributed import initialize, progress
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.parameter_server.server import Counts, Pulled, Push, PushResult, Server, ServerState
 from spmdtrain.parameter_server.state_partition import ServerPartition
-from spmdtrain.xla.source_files import describe_sys_exit
+from spmdtrain.source_files import describe_sys_exit
 
 
 class ServerActor:

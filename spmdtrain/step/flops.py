@@ -17,12 +17,12 @@ import numpy as np
 from jax._src import source_info_util
 
 from spmdtrain.kernels.reference import OPTIMIZED, reference_kernels
+from spmdtrain.source_files import is_library
 from spmdtrain.step import finite, norms, optimizer
 from spmdtrain.step.kernel_flops import KERNEL_CALLS, KernelFlops, kernel_flops
 from spmdtrain.step.product_flops import PRODUCT_FLOPS
 from spmdtrain.xla.hlo_parser import RARE_BRANCH
 from spmdtrain.xla.jaxpr import inner_jaxprs, scan_operands
-from spmdtrain.xla.source_files import is_library
 
 _CHECKS = frozenset({finite.__file__, norms.__file__})
 _UNKNOWN = "unknown"  # source line

@@ -27,8 +27,8 @@ from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.optimizer import merge
 from spmdtrain.step.outputs import outputs_of_training
 from spmdtrain.step.remat import with_policy
-from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import is_key, named_leaves, path_name
+from spmdtrain.user_errors import locate_errors
 
 PyTree = Any
 
@@ -88,8 +88,8 @@ class Forward:
         abstract_params: PyTree,
         frozen_state: Collection[str] = (),
     ) -> None:
-        self.objective = Declared.of(locate_errors(objective))
-        self.predict = Declared.of(locate_errors(predict))
+        self.objective = Declared.of(locate_errors(objective, "objective"))
+        self.predict = Declared.of(locate_errors(predict, "predict"))
         self.compute_dtype = jnp.dtype(config.compute_dtype)
         if frozen_state and isinstance(adapter, FreezesState):
             adapter = adapter.with_frozen_state(frozen_state)

@@ -57,8 +57,8 @@ from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
-from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import is_key, named_leaves, path_name
+from spmdtrain.user_errors import locate_errors
 from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any
@@ -201,7 +201,7 @@ class StepFunctions:
         self.evaluate = self._compile(evaluate, places, check)
         # Replicated predictions, because every process returns all of them.
         self.predict = self._compile(self._forward.predictions, places, check)
-        declared = None if media is None else Declared.of(locate_errors(media))
+        declared = None if media is None else Declared.of(locate_errors(media, "media"))
         self._media = None if declared is None else partial(self._forward.in_eval, declared)
         partitioned = None if check is None else partial(check_partitioned, placement=placement)
         self.media = (

@@ -79,8 +79,8 @@ def weighted_sums(
     """
     if not isinstance(outputs, Mapping) or "loss" not in outputs:
         raise UserError(
-            f"the objective returned {_kind_of_outputs(outputs)}: it must return a dictionary "
-            'of per-example values with "loss" among them'
+            f"the objective returned {_described(outputs)}: it must return a dictionary of "
+            'per-example values with "loss" among them, such as {"loss": values}'
         )
     check_names(outputs, "the objective's")
     if is_of_evaluation(outputs["loss"]):
@@ -99,13 +99,14 @@ def weighted_sums(
     return sums
 
 
-def _kind_of_outputs(outputs: object) -> str:
-    """Returns the names of outputs, or a description of what is not a dictionary."""
+def _described(outputs: Any) -> str:
+    """Describes what an objective returned in place of a dictionary with a loss."""
     if isinstance(outputs, Mapping):
-        return str(sorted(outputs))
-    if isinstance(outputs, jax.Array):
-        return f"an array of shape {outputs.shape}"
-    return type(outputs).__name__
+        return f"the values {', '.join(map(repr, outputs))}" if outputs else "no values"
+    if isinstance(outputs, (jax.Array, np.ndarray)):
+        mean = ", the mean over the batch" if outputs.ndim == 0 else ""
+        return f"an array of shape {outputs.shape}{mean}"
+    return "nothing" if outputs is None else f"a {type(outputs).__name__}"
 
 
 def training_sums(

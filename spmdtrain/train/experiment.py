@@ -18,11 +18,11 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import OwnExit, UserError, did_you_mean
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.rules import Rule
+from spmdtrain.source_files import describe_sys_exit
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks
 from spmdtrain.weights.weight_map import WeightMap
-from spmdtrain.xla.source_files import describe_sys_exit
 
 PyTree = Any
 

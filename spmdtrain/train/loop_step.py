@@ -33,6 +33,7 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.run_logger import RunLogger
+from spmdtrain.user_errors import locate_errors
 from spmdtrain.xla.collectives import describe_found, find_collectives
 
 PyTree = Any
@@ -56,6 +57,7 @@ def make_program(
       compiler_options: Options for XLA.
       log_every: The cadence of the log, for `step_norms`.
     """
+    function = locate_errors(function, "the step function", takes="(state, batch, key)")
 
     def program(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
         state = layout.to_device(state, lambda shardings: shardings)  # from host memory

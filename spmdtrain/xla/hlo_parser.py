@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spmdtrain.errors import UserError
+from spmdtrain.source_files import is_library
 from spmdtrain.xla.hlo_shapes import Array, arrays_of
-from spmdtrain.xla.source_files import is_library
 
 # One instruction per line: `%name = SHAPE opcode(operands), attributes`. The shape may contain no
 # `=` except in a bounded dim (`<=`), so that no name within the attributes matches as the opcode.

@@ -272,7 +272,7 @@ def test_a_script_is_no_experiment(capsys: pytest.CaptureFixture[str]) -> None:
             r"'loss' has shape \(\).*32 ex",
         ),
         (("(model(x) - y) ** 2}", "((model(x) - y) ** 2)[:5]}"), r"'loss' has shape \(5, 1\)"),
-        (('"loss":', '"lost":'), r"the objective returned \['lost'\].*\"loss\" among them"),
+        (('"loss":', '"lost":'), r"the objective returned the values 'lost'.*\"loss\" among them"),
         (('return {"loss": (model(x) - y) ** 2}', "return model(x) - y"), '"loss" among them'),
         (("** 2}", "** 2, 'n': (x, x, x)}"), r"'n' is a tuple of 3: return \(values, weights\)"),
         (("** 2}", "** 2, 'n': (x, x[:3])}"), r"'n' has weights of shape \(3, 1\)"),

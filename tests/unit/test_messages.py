@@ -262,8 +262,8 @@ CASES = [
         lambda _: fit(objective=losses(lambda z, x, y: {"cost": z})),
         UserError,
         (
-            "the objective returned ['cost']: it must return a dictionary of per-example values "
-            'with "loss" among them'
+            "the objective returned the values 'cost': it must return a dictionary of per-example "
+            'values with "loss" among them, such as {"loss": values}'
         ),
     ),
     Case(
@@ -272,7 +272,7 @@ CASES = [
         UserError,
         (
             "the objective returned an array of shape (8,): it must return a dictionary of "
-            'per-example values with "loss" among them'
+            'per-example values with "loss" among them, such as {"loss": values}'
         ),
     ),
     Case(

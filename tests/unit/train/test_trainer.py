@@ -29,12 +29,12 @@ from spmdtrain import (
     Trainer,
     UserError,
     read_manifest,
+    user_errors,
 )
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.step import user_frames
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metric_names import RESERVED
@@ -651,11 +651,11 @@ def test_an_error_in_an_objective_begins_with_the_users_line(jit: bool) -> None:
 
 
 def test_a_file_beside_the_package_is_the_users_own(tmp_path: Path) -> None:
-    path = Path(user_frames.__file__).parents[1].with_name("spmdtrain_own") / "model.py"
+    path = Path(user_errors.__file__).parent.with_name("spmdtrain_own") / "model.py"
     found: dict[str, Any] = {}
     exec(compile("def objective(model, batch):\n    return batch['y']", path, "exec"), found)
     with pytest.raises(KeyError) as caught:
-        user_frames.locate_errors(found["objective"])(None, {})
+        user_errors.locate_errors(found["objective"], "objective")(None, {})
     assert str(caught.value).startswith(f"{path}:2, in objective")
 
 
