@@ -189,27 +189,34 @@ def foreign(text: object, longest: int = 2000) -> str:
     return shown if len(shown) <= longest else f"{shown[:longest]}..."
 
 
-# Field name -> its names in other frameworks.
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "learning_rate": "lr",
     "steps": "num_steps n_steps max_steps total_steps train_steps num_train_steps iterations",
     "epochs": "num_epochs n_epochs max_epochs num_train_epochs",
     "global_batch_size": "batch_size train_batch_size bs",
     "batch_size_per_device": "per_device_batch_size per_replica_batch_size micro_batch_size",
     "microbatches": "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps",
-    "workdir": "output_dir out_dir outdir logdir log_dir model_dir",
+    "workdir": "output_dir out_dir outdir logdir log_dir model_dir checkpoint_dir ckpt_dir "
+    "save_dir default_root_dir working_dir",
     "compute_dtype": "dtype precision mixed_precision",
     "steps_per_dispatch": "steps_per_execution",
     "data_workers": "num_workers workers dataloader_num_workers",
     "seed": "random_seed tf_random_seed",
     "checkpoint_every_steps": "save_steps save_every save_freq save_checkpoints_steps",
     "eval_every_steps": "eval_steps eval_every validation_freq",
+    "eval_batch_size": "validation_batch_size per_device_eval_batch_size val_batch_size",
+    "validation": "validation_data eval_dataset val_data valid_data dev_data",
+    "train": "train_dataset training_data train_data",
+    "keep_latest": "save_total_limit max_to_keep",
+    "trackers": "report_to logger loggers",
+    "resume": "resume_from_checkpoint auto_resume",
     "log_every": "log_every_n_steps logging_steps log_freq",
     "remat": "gradient_checkpointing rematerialize",
     "ema_decay": "ema ema_momentum",
     "profile_steps": "profile_batch",
 }
-_FIELDS = {other: field for field, others in _OTHER_NAMES.items() for other in others.split()}
+"""Field name -> its names in other frameworks."""
+_FIELDS = {other: field for field, others in OTHER_NAMES.items() for other in others.split()}
 
 
 def field_meant(name: str, known: Iterable[str]) -> str | None:

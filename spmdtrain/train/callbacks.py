@@ -156,6 +156,12 @@ def _methods(callback: Any) -> CallbackFunctions:
     methods: dict[str, Any] = {str(name): getattr(callback, name, None) for name in CallbackEvent}
     if functions := {name: method for name, method in methods.items() if callable(method)}:
         return functions
+    if any(kind.__module__.startswith("keras.") for kind in type(callback).__mro__):
+        raise UserError(
+            f"a callback is Keras' {type(callback).__name__}: Keras callbacks need a Keras model, "
+            "Trainer.from_keras(model, callbacks=[...]); for other models spmdtrain has callbacks "
+            "of its own, such as spmdtrain.EarlyStopping"
+        )
     raise UserError(
         f"a callback is a {type(callback).__name__}, which has no method named after an event: "
         f"{', '.join(CallbackEvent)}. A function is given with its event: {{'log': f}}"

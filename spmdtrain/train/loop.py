@@ -42,6 +42,7 @@ from spmdtrain.train.callbacks import (
 from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.loop_checks import (
+    TRAINER_ONLY,
     Init,
     Step,
     as_floats,
@@ -96,7 +97,9 @@ class Loop(LoopTools, MediaLogger):
         trackers: Sequence[Tracker | str] | None = None,
         **options: Any,
     ) -> None:
-        config = with_options(config or RunConfig(), options, "Loop")
+        config = with_options(
+            config or RunConfig(), options, Loop, begin=Loop.start, refused=TRAINER_ONLY
+        )
         config, self._own_trackers = with_trackers(config, trackers)
         check_config(config)
         refuse_evaluator("a Loop")

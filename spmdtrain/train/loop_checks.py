@@ -22,8 +22,7 @@ Init = Callable[[jax.Array], Mapping[str, PyTree]]
 Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
 """(state, batch, key) -> the state after it, and metrics: scalars by name."""
 
-# What the Trainer's step does, and the step of a loop has to do itself.
-_TRAINER_ONLY: Mapping[str, Any] = {
+TRAINER_ONLY: Mapping[str, Any] = {
     "microbatches": 1,
     "exact": None,
     "uneven_batch": "refuse",
@@ -43,6 +42,7 @@ _TRAINER_ONLY: Mapping[str, Any] = {
     "profile_steps": None,
     "sentinel_every": None,
 }
+"""What the Trainer's step does, and the step of a loop has to do itself, by its default."""
 
 PARTS = ("params", "opt_state", "averaged", "model_state")
 
@@ -225,7 +225,7 @@ def _is_real(x: Any) -> bool:
 
 def check_config(config: RunConfig) -> None:
     """Raises `UserError` for options that only the `Trainer` supports."""
-    for name, only in _TRAINER_ONLY.items():
+    for name, only in TRAINER_ONLY.items():
         given = getattr(config, name)
         if given != only and (name, given) != ("steps_per_dispatch", 1):
             raise UserError(

@@ -2,8 +2,8 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Never
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
@@ -12,14 +12,97 @@ from spmdtrain.sharding.resolution import check_inherited
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import check_trackers
 
+INSTEAD = {
+    "class_weight class_weights": "weights are a part of the data: give the weight of each example "
+    "with it, such as weights[y], and return (values, weights) from the objective, or with a Keras "
+    "model fit((x, y, weights[y]))",
+    "sample_weight sample_weights": "weights are a part of the data: give the weight of each "
+    "example with it, and return (values, weights) from the objective, or with a Keras model "
+    "fit((x, y, weights))",
+    "steps_per_epoch": "an epoch is one pass over the data: give the total number of steps, "
+    "fit(train, steps=...)",
+    "initial_epoch": "epochs=... is a total: a run that continues makes the epochs that are left",
+    "validation_split": "split the data, and give fit(train, validation=...)",
+    "validation_steps": "an evaluation counts each example once: give a part of the data, "
+    "fit(train, validation=Subset(data, range(n)))",
+    "verbose": "quiet=True of the Trainer or Loop prints nothing",
+    "x y": "inputs and targets are one dataset: fit((x, y), ...), or fit({'x': x, 'y': y}, ...)",
+    "loss loss_fn criterion": 'the objective, in a Loop the step, returns it: {"loss": values}',
+    "metrics compute_metrics eval_metrics": "the objective, in a Loop the step, returns them "
+    'beside the loss: {"loss": values, "accuracy": hits}',
+    "gradient_clip_val max_grad_norm clipnorm clip_grad_norm gradient_clipping": "clipping is a "
+    "part of the optimizer: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.001))",
+    "weight_decay": "it is a part of the optimizer: optax.adamw(0.001, weight_decay=0.01)",
+    "lr_scheduler scheduler warmup_steps": "a schedule is a part of the optimizer: "
+    "optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.001, 100, 1000))",
+    "patience early_stopping_patience": "it is a callback of the Trainer: "
+    'callbacks=[EarlyStopping("loss", patience=3)]',
+    "fp16 bf16 amp": 'it is compute_dtype="bfloat16" of the Trainer',
+    "gpus devices num_devices accelerator": "a run uses all devices of JAX: CUDA_VISIBLE_DEVICES "
+    "or JAX_NUM_CPU_DEVICES changes their number",
+}
+"""Names of options of other frameworks that are none here, separated by spaces -> what to do."""
+_ADVICE = {name: advice for names, advice in INSTEAD.items() for name in names.split()}
+_OF_BUILD = {
+    "learning_rate": "give it to the optimizer, for example optimizer=optax.adam(0.001)",
+    "data_dir": "give the data to fit",
+}
+"""Fields of `RunConfig` that a `Trainer` refuses: what to do instead."""
+_USED_IN_BUILD = {"learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"}
 
-def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunConfig:
+
+def _refuse(of: str, name: str, known: Collection[str], elsewhere: Mapping[str, str]) -> Never:
+    """Refuses an unknown keyword, with a proposal that is accepted.
+
+    Args:
+      of: The function or class.
+      name: The keyword.
+      known: Keywords that it accepts.
+      elsewhere: What to do with keywords that others accept.
+
+    Raises:
+      UserError: In any case.
+    """
+    field = field_meant(name, {*known, *elsewhere, *_OF_BUILD}) or name
+    if field in _OF_BUILD and field not in known:
+        hint = f" {_OF_BUILD[field][0].upper()}{_OF_BUILD[field][1:]}."
+    elif field not in known and field in elsewhere:
+        hint = f" {elsewhere[field]}."
+    elif field not in known and name in _ADVICE:
+        hint = f" {_ADVICE[name][0].upper()}{_ADVICE[name][1:]}."
+    else:
+        hint = did_you_mean(name, known)
+    raise UserError(f"{of} has no option {name!r}.{hint}")
+
+
+def _given_to(receiver: str, names: Iterable[str]) -> dict[str, str]:
+    """Returns the advice to give each of these keywords to another function."""
+    return {name: f"Give {name!r} to {receiver}" for name in names}
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of the keywords that a function or class takes."""
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind in named and each.name != "self"]
+
+
+def with_options(
+    config: RunConfig,
+    options: Mapping[str, Any],
+    of: type,
+    *,
+    begin: Callable[..., Any],
+    refused: Collection[str],
+) -> RunConfig:
     """Returns the configuration with some fields replaced.
 
     Args:
       config: The configuration to change.
       options: New values by field name.
-      of: The name of the function or class that received `options`, for the error message.
+      of: The class that received `options`, for the error message.
+      begin: Its method that begins a run, and takes other keywords.
+      refused: Fields that the class refuses, which are not proposed.
 
     Raises:
       UserError: If an option is no field of `config`, or if the result is not valid.
@@ -27,31 +110,36 @@ def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunC
     fields = [field.name for field in dataclasses.fields(config)]
     for name in options:
         if name not in fields:
-            raise UserError(f"{of} has no option {name!r}.{did_you_mean(name, fields)}")
+            known = [field for field in fields if field not in refused]
+            elsewhere = _given_to(begin.__name__, _keywords(begin)) | {
+                field: f"{field!r} is an option of the Trainer's own step" for field in refused
+            }
+            _refuse(of.__name__, name, list(dict.fromkeys([*known, *_keywords(of)])), elsewhere)
     config = dataclasses.replace(config, **options)
     check_inherited(config)
     return config
 
 
-def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+def validate_trainer_options(
+    config: RunConfig, options: Mapping[str, Any], trainer: type
+) -> RunConfig:
     """Returns the configuration with the options of a `Trainer`, which has a built optimizer.
 
     Args:
       config: The configuration to change.
       options: New values by field name.
+      trainer: The class.
 
     Raises:
       UserError: If an option is unknown or not valid, or has an effect only before the model,
         the optimizer and the data are built (`learning_rate`, its scaling, `data_dir`).
     """
-    instead = {
-        "learning_rate": "give it to the optimizer, for example optimizer=optax.adam(0.001)",
-        "data_dir": "give the data to fit",
-    }
-    for name, advice in instead.items():
+    for name, advice in _OF_BUILD.items():
         if name in options:
             raise UserError(f"{name} is for the build(config) of an experiment: {advice}")
-    config = with_options(config, options, "Trainer")
+    fit = trainer.fit  # type: ignore[attr-defined]
+    refused = {*_OF_BUILD, *_USED_IN_BUILD}
+    config = with_options(config, options, trainer, begin=fit, refused=refused)
     if config.learning_rate_scaling != "none" or config.learning_rate_table:
         raise UserError(
             "learning_rate_scaling and learning_rate_table have no effect in a Trainer, because "
@@ -103,14 +191,11 @@ def check_fit_arguments(train: Any, unknown: Mapping[str, Any], trainer: type) -
     Raises:
       UserError: If there is a keyword, with a suggestion, or no training data.
     """
-    parameters = inspect.signature(trainer.fit).parameters.values()  # type: ignore[attr-defined]
-    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    of_trainer = {field.name for field in dataclasses.fields(RunConfig)}
-    of_trainer |= set(inspect.signature(trainer).parameters)
+    of_trainer = {field.name for field in dataclasses.fields(RunConfig)} - {*_OF_BUILD}
+    elsewhere = _given_to("the Trainer", [*_keywords(trainer), *of_trainer])
+    known = _keywords(trainer.fit)  # type: ignore[attr-defined]
     for name in unknown:
-        meant = name if name in of_trainer else field_meant(name, of_trainer.difference(known))
-        hint = f" Give {meant!r} to the Trainer." if meant else did_you_mean(name, known)
-        raise UserError(f"fit has no option {name!r}.{hint}")
+        _refuse("fit", name, known, elsewhere)
     if train is REQUIRED:
         raise UserError("fit needs training data: fit(train, steps=...), or epochs=...")
 

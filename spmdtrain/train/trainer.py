@@ -105,7 +105,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         init_timeout: float = 300.0,
         **options: Any,
     ) -> None:
-        config = overrides.validate_trainer_options(config or RunConfig(), options)
+        config = overrides.validate_trainer_options(config or RunConfig(), options, Trainer)
         config, self._own_trackers = overrides.with_trackers(config, trackers)
         super().__init__(
             roles.join_job(config, init_timeout, terminal),
