@@ -5,6 +5,7 @@ import difflib
 import enum
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -152,12 +153,15 @@ def exit_code_of(
     from spmdtrain.user_errors import install_hook
 
     install_hook()  # for the other exceptions
+    _COMMANDS.append(command)
     try:
         return command()
     except Exception as error:
         if (reported := for_users(error)) is None:
             raise
         return failed(*reported, error)
+    finally:
+        _COMMANDS.pop()
 
 
 @contextlib.contextmanager
@@ -176,6 +180,28 @@ def exit_if_output_is_closed() -> Iterator[None]:
         # What is still buffered is written when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(ExitCode.FAILED) from None  # as rich does
+
+
+_NO_VALUE = object()
+_COMMANDS: list[Callable[[], int]] = []  # that run in this process
+
+
+def option(name: str, value: object = _NO_VALUE) -> str:
+    """Returns how the user sets a field: `--log-every 3` in a command, else `log_every=3`.
+
+    Args:
+      name: The field; a nested one has a dot.
+      value: Its value; without one the name alone is returned.
+    """
+    if not _COMMANDS:
+        shown = tuple(value) if isinstance(value, list) else value
+        return name if value is _NO_VALUE else f"{name}={shown!r}"
+    *group, own = name.replace("_", "-").split(".")
+    flag = f"--{'.'.join([*group, f'no-{own}' if value is False else own])}"
+    if value is _NO_VALUE or isinstance(value, bool):
+        return flag
+    values = value if isinstance(value, list) else [value]
+    return " ".join([flag, *(shlex.quote(str(item)) for item in values)])
 
 
 def printable(name: object) -> str:

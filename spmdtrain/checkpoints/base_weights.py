@@ -17,7 +17,7 @@ from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.run_weights import RunWeights
 from spmdtrain.checkpoints.source import find
 from spmdtrain.distributed import process_group
-from spmdtrain.errors import UserError, foreign
+from spmdtrain.errors import UserError, foreign, option
 from spmdtrain.weights.assignment import assign_weights
 from spmdtrain.weights.placing import read_whole
 from spmdtrain.weights.source import WeightSource, is_weights_file, open_weights
@@ -121,7 +121,8 @@ def describe_missing(folder: epath.Path, lora: LoraRecord, error: Exception) -> 
     """
     return (
         f"{folder} holds LoRA factors alone, and its base weights cannot be read from "
-        f"{foreign(lora.source)}: {error}. Put them back; a run finds them elsewhere by --init-from"
+        f"{foreign(lora.source)}: {error}. Put them back; a run finds them elsewhere by "
+        f"{option('init_from')}"
     )
 
 
@@ -153,7 +154,8 @@ def check_unchanged(actual: Mapping[str, str], lora: LoraRecord, folder: epath.P
             raise UserError(
                 f"{folder} holds LoRA factors for other base weights: {foreign(name, 200)} has the "
                 f"checksum {actual.get(name, 'of no array')}, and had {expected} when they were "
-                f"read from {foreign(lora.source)}. Give --init-from with the weights of that time"
+                f"read from {foreign(lora.source)}. Give "
+                f"{option('init_from')} with the weights of that time"
             )
 
 

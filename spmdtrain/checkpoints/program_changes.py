@@ -4,15 +4,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spmdtrain.distributed import numeric_settings
+from spmdtrain.errors import option
 from spmdtrain.step.optimizer_record import changed_arguments, changed_constants
 
 if TYPE_CHECKING:  # `run_identity` imports this module
     from spmdtrain.checkpoints.run_identity import Identity
 
-ANYWAY = "continue with other numbers (--resume-anyway)"
 _MOST_NAMED = 3  # functions in one line
 # Libraries on whose version the digests of functions depend.
 _OF_DIGESTS = ("python", "jax", "flax", "optax", "keras", "spmdtrain")
+
+
+def anyway() -> str:
+    """Returns the advice to continue with another program."""
+    return f"continue with other numbers ({option('resume_anyway', True)})"
 
 
 def setting_problem(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
@@ -25,7 +30,7 @@ def setting_problem(saved: Mapping[str, str], now: Mapping[str, str]) -> str | N
     for name, (before, here, is_meaning) in numeric_settings.differences(saved, now).items():
         if is_meaning:
             # The key in the state has the shape of its generator.
-            onward = "" if name == "jax_default_prng_impl" else f", {ANYWAY}"
+            onward = "" if name == "jax_default_prng_impl" else f", {anyway()}"
             return (
                 f"{name}={before}, and this process has {here}, which gives other numbers: "
                 f"{numeric_settings.way_back(name, before)}{onward}"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 
 from spmdtrain.checkpoints.lora_record import LoraRecord
 from spmdtrain.checkpoints.program_changes import (
-    ANYWAY,
+    anyway,
     optimizer_problem,
     program_changes,
     setting_problem,
@@ -18,13 +17,13 @@ from spmdtrain.checkpoints.program_changes import (
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.data.mixture_order import examples_per_period
-from spmdtrain.errors import UserError, foreign
+from spmdtrain.errors import UserError, foreign, option
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.tree import named_leaves
 
 # Fields that may not change, because they determine what is computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
-_INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
+_ALONE = {"global_batch_size": "batch_size_per_device"}  # the other one must be left out
 _KINDS = {
     "opt_state": "optimizer",
     "averaged": "moving average",
@@ -123,9 +122,11 @@ def check_same_run(
     for name in _FIXED:
         before, here = saved.config[name], now.config[name]
         if before != here:
+            other = _ALONE.get(name)
+            without = f" (and no {option(other)})" if other else ""
             _refuse(
                 f"{source} was trained with {name}={before}, this run has {here}: give "
-                f"{_option(name, before)}{_INSTEAD.get(name, '')}, or {instead}"
+                f"{option(name, before)}{without}, or {instead}"
             )
     remedy = _remedy(saved.config, now.config, "data_dir", instead=instead)
     check_same_classes(saved.classes, now.classes, f"{source} was", f"; {remedy}")
@@ -144,7 +145,7 @@ def check_same_run(
     if same_program and (problem := optimizer_problem(saved, now)) is not None:
         _refuse(
             f"{source} is of another optimizer, with the same state: {problem}; {remedy}, "
-            f"{ANYWAY}{_start_from(source, remedy)}"
+            f"{anyway()}{_start_from(source, remedy)}"
         )
 
 
@@ -159,12 +160,12 @@ def _check_same_lora(saved: Identity, now: Identity, source: str, instead: str) 
     if before.source and here.alpha and not now.config["init_from"]:
         _refuse(
             f"{source} holds LoRA factors alone, for the base weights {before.source}: give "
-            f"{_option('init_from', saved.config['init_from'])}"
+            f"{option('init_from', saved.config['init_from'])}"
         )
     if before.alpha and not before.source and now.config["init_from"]:
         _refuse(
             f"{source} holds its base weights, because it was trained without init_from: leave "
-            f"{_option('init_from', now.config['init_from'])} out, or {instead}"
+            f"{option('init_from', now.config['init_from'])} out, or {instead}"
         )
 
 
@@ -238,7 +239,7 @@ def _check_skipped(
         _refuse(
             f"skip_steps leaves out batch {batch}, and {source} has used batches up to "
             f"{position - 1}: give ranges from {position} on, or fork an earlier checkpoint into "
-            "another workdir (--fork-from RUN@STEP)"
+            "another workdir ({option('fork_from', 'RUN@STEP')})"
         )
 
 
@@ -400,7 +401,7 @@ def _remedy(
     before, here = _fields(saved), _fields(now)
     suspects = (*suspects, "ema_decay", "freeze")
     own = [n for n in before if n.split(".")[0] not in _COMMON or n in suspects]
-    given = " ".join(_option(name, before[name]) for name in own if before[name] != here.get(name))
+    given = " ".join(option(name, before[name]) for name in own if before[name] != here.get(name))
     return f"give {given or 'the same'}, or {instead}"
 
 
@@ -415,18 +416,7 @@ def _fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _start_from(source: str, remedy: str) -> str:
     """Returns the hint to take the parameters alone, unless the remedy says so already."""
-    if "--init-from" in remedy:
+    if option("init_from") in remedy:
         return ""
-    return f", or take its parameters alone: --init-from {shlex.quote(source)} and another workdir"
-
-
-def _option(name: str, value: Any) -> str:
-    """Returns the command-line option that sets a field to a value."""
-    *group, own = name.replace("_", "-").split(".")
-    if value is False:
-        own = f"no-{own}"
-    flag = f"--{'.'.join([*group, own])}"
-    if isinstance(value, bool):
-        return flag
-    values = value if isinstance(value, list) else [value]
-    return " ".join([flag, *(shlex.quote(str(item)) for item in values)])
+    parameters = option("init_from", source)
+    return f", or take its parameters alone: {parameters} and another workdir"

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdtrain.data.libraries import inputs_of, known_as
 from spmdtrain.data.read_ahead import begin_worker, parse_flags, prepare_workers
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 
 # Transformations of a grain.IterDataset whose shards together would differ from the whole.
 _DIFFERENT_IN_SHARDS = {
@@ -115,8 +115,8 @@ def _slice(dataset: Any, part: slice, seen: set[int]) -> None:
             fewer = largest_divisor(part.step, len(parts)) if len(parts) else 1
             raise UserError(
                 f"a grain.IterDataset that reads {len(parts)} datasets or workers of mp_prefetch "
-                f"cannot be divided into {part.step} shards: give --stream-shards {fewer}, or at "
-                f"least {part.step} of them"
+                f"cannot be divided into {part.step} shards: give "
+                f"{option('stream_shards', fewer)}, or at least {part.step} of them"
             )
         dataset.set_slice(part)
         return

@@ -8,7 +8,7 @@ from spmdtrain.data import grain_shards
 from spmdtrain.data.batched import holds_batches
 from spmdtrain.data.libraries import check_unbatched, known_as, stream_advice
 from spmdtrain.data.tables import HuggingFaceStream
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 
 _NEEDED = (
     "Give spmdtrain.Stream(make_shard): make_shard(index, count) returns the iterable of shard "
@@ -117,7 +117,8 @@ def _shard_of_hugging_face(dataset: Any, index: int, count: int) -> Iterable[Any
         fewer = grain_shards.largest_divisor(count, dataset.num_shards)
         raise UserError(
             f"the Hugging Face IterableDataset has num_shards={dataset.num_shards} (its files), "
-            f"fewer than stream_shards={count}: give --stream-shards {fewer}, or dataset.reshard()"
+            f"fewer than stream_shards={count}: give "
+            f"{option('stream_shards', fewer)}, or dataset.reshard()"
         )
     return HuggingFaceStream.from_data(dataset.shard(num_shards=count, index=index))
 

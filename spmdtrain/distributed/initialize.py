@@ -20,7 +20,7 @@ from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
 from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 from spmdtrain.strategies import strategy as strategy_of
 from spmdtrain.user_errors import install_hook
 
@@ -208,10 +208,8 @@ def find_party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Pa
     described = spec.role is not Role.LOCAL
     if any(x is not None for x in options):
         if described or detect:
-            other = "TF_CONFIG" if described else "--cluster auto"
-            raise UserError(
-                f"--coordinator, --processes and --process-id exclude {other}: give one of the two"
-            )
+            other = "TF_CONFIG" if described else _detection()
+            raise UserError(f"{_all_three()} exclude {other}: give one of the two")
         return _explicit_party(explicit)
     if described:
         assert spec.coordinator is not None and spec.rank is not None
@@ -226,21 +224,29 @@ def find_party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Pa
     return _detected_party() if detect else None
 
 
+def _detection() -> str:
+    found = option("cluster", "auto")
+    return found if found.startswith("--") else "auto_detect=True"
+
+
+def _all_three() -> str:
+    return f"{option('coordinator')}, {option('processes')} and {option('process_id')}"
+
+
 def _explicit_party(explicit: ClusterOptions) -> _Party:
     for name in ("coordinator", "processes", "process_id"):
         if getattr(explicit, name) is None:
-            option = f"--{name}".replace("_", "-")
-            raise UserError(
-                f"{option} is missing: --coordinator, --processes and --process-id must be given "
-                "together"
-            )
+            raise UserError(f"{option(name)} is missing: {_all_three()} must be given together")
     address, size, rank = explicit.coordinator, explicit.processes, explicit.process_id
     assert address is not None and size is not None and rank is not None
     if size < 1:
-        raise UserError(f"--processes is {size}: it must be above 0")
+        raise UserError(f"{option('processes')} is {size}: it must be above 0")
     if not 0 <= rank < size:
-        raise UserError(f"--process-id is {rank}: with --processes {size} it is 0 to {size - 1}")
-    parsed = Address.parse(address, "--coordinator")
+        raise UserError(
+            f"{option('process_id')} is {rank}: with {option('processes', size)} it is 0 to "
+            f"{size - 1}"
+        )
+    parsed = Address.parse(address, option("coordinator"))
     names = [f"process {number}" for number in range(size)]
     return _Party(
         host=parsed.host, port=parsed.port, names=names, rank=rank, about=process_properties()
@@ -254,11 +260,11 @@ def _detected_party() -> _Party:
             None, None, None, None, None, 60
         )
     except Exception as error:
-        raise UserError(f"--cluster auto: detecting the cluster failed: {error}") from error
+        raise UserError(f"{_detection()}: detecting the cluster failed: {error}") from error
     if address is None or size is None or rank is None:
         raise UserError(
-            "--cluster auto: found no TPU pod, Slurm, Open MPI or Kubernetes job; describe the "
-            "cluster by TF_CONFIG, or by --coordinator, --processes and --process-id"
+            f"{_detection()}: found no TPU pod, Slurm, Open MPI or Kubernetes job; describe "
+            f"the cluster by TF_CONFIG, or by {_all_three()}"
         )
     host, _, port = address.rpartition(":")
     names = [f"process {number}" for number in range(size)]

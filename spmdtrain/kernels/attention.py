@@ -100,7 +100,7 @@ def attention(
                 raise UserError(
                     f"attention: implementation is {implementation}, and mesh.context splits the "
                     f"tokens, over which {method} computes by XLA: leave implementation out, or "
-                    "use --context.method ulysses"
+                    "use context.method=ulysses"
                 )
             scale = query.shape[3] ** -0.5 if scale is None else scale
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from spmdtrain.config.option_groups import ShardingOptions
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of
 from spmdtrain.sharding.axis_checks import check_axes_used
 from spmdtrain.sharding.describe import (
@@ -422,7 +422,8 @@ class Layout:
         raise NotSplitError(
             f"{name}, shape {tuple(leaf.shape)}, would be replicated, {byte_size(held)}: "
             f"strategy {self._placement.name} splits over {sizes}, no rule splits it, and {why} a "
-            "rule for it: PartitionSpec() replicates it (or raise --sharding.replicated-limit)"
+            "rule for it: PartitionSpec() replicates it (or raise "
+            f"{option('sharding.replicated_limit')})"
         )
 
     def _splitting(self, field: str) -> Iterable[str]:

@@ -212,7 +212,7 @@ def _check_branches(equation: Any) -> None:
         if each.primitive.name == "reduce_sum" and _is_total(each):
             raise UserError(
                 "exact: the optimizer adds up an array in a branch, as optax.MultiSteps and "
-                "optax.apply_if_finite do with clipping by global norm: use --microbatches in "
+                "optax.apply_if_finite do with clipping by global norm: use microbatches in "
                 "place of MultiSteps, or leave the clipping out"
             )
 

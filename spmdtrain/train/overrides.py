@@ -24,7 +24,7 @@ INSTEAD = {
     "initial_epoch": "epochs=... is a total: a run that continues makes the epochs that are left",
     "validation_split": "split the data, and give fit(train, validation=...)",
     "validation_steps": "an evaluation counts each example once: give a part of the data, "
-    "fit(train, validation=Subset(data, range(n)))",
+    "fit(train, validation=Subset(data, np.arange(n)))",
     "verbose": "quiet=True of the Trainer or Loop prints nothing",
     "x y": "inputs and targets are one dataset: fit((x, y), ...), or fit({'x': x, 'y': y}, ...)",
     "loss loss_fn criterion": 'the objective, in a Loop the step, returns it: {"loss": values}',

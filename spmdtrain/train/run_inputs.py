@@ -15,7 +15,7 @@ from spmdtrain.data.training_data import TrainingData, data_fingerprint, example
 from spmdtrain.distributed import numeric_settings, process_group
 from spmdtrain.distributed.code_digest import CodeRecord
 from spmdtrain.distributed.user_modules import source_digests
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.files.storage import is_url
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.metrics import component_metric
@@ -96,8 +96,8 @@ def check_inputs(
     if 0 < size < batch:  # an epoch would have less than one step, and a step several epochs
         raise UserError(
             f"global_batch_size is {batch}, and the training data have {size} examples, of which a "
-            f"batch would hold some several times: give --global-batch-size {size}, or repeat "
-            f"them: Subset(data, np.arange({batch}) % {size})"
+            f"batch would hold some several times: give {option('global_batch_size', size)}, or "
+            f"repeat them: Subset(data, np.arange({batch}) % {size})"
         )
     total = config.total_steps(size)
     if profiled and (config.workdir is None or profiled[1] > total):

@@ -27,7 +27,7 @@ from spmdtrain.checkpoints.source import (
 )
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import with_base
@@ -187,13 +187,13 @@ def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | 
     """Returns the state of another run's checkpoint, from which this run continues."""
     path, which = parse_fork(text)
     source = process_group.run_on_all(lambda: find(path, which), UserError)
-    instead = f"take its parameters alone: --init-from {path}"
+    instead = f"take its parameters alone: {option('init_from', path)}"
     loaded = _load(run, trained, source, instead, same_program=False)
     if (step := loaded.manifest.step) >= run.schedule.total:
         raise UserError(
             f"{source.path(step)} is of step {step}, and this run ends at step "
             f"{run.schedule.total}: give more steps or epochs, or fork an earlier step: "
-            f"--fork-from {path}@STEP"
+            + option("fork_from", f"{path}@STEP")
         )
     run.logger.terminal.line(
         f"forked from step {loaded.manifest.step} of {source.path(loaded.manifest.step)}"

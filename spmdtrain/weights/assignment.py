@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.errors import UserError, did_you_mean, foreign
+from spmdtrain.errors import UserError, did_you_mean, foreign, option
 from spmdtrain.weights.dim_order import DimOrder
 from spmdtrain.weights.region import Box, MisfitError, Region, overlap, region_of
 from spmdtrain.weights.source import ArrayHeader, WeightSource
@@ -179,7 +179,7 @@ def check_taken(path: str, found: WeightAssignment, *, strict: bool) -> None:
     if strict and faults:
         raise UserError(
             f"init_from {path}: {'; '.join(faults)}. Correct the weight_map, or let these keep "
-            "their initial values: --init-from-strict matching"
+            f"their initial values: {option('init_from_strict', 'matching')}"
         )
 
 

@@ -334,7 +334,7 @@ CASES = [
             "params/kernel, shape (1001, 1001), would be replicated, 4.01 MB: strategy "
             "fully_sharded splits over fsdp=8, no rule splits it, and no dim divides (1001 = 125 "
             "* 8 + 1, 1001 = 125 * 8 + 1). Make a dim divide, or give a rule for it: "
-            "PartitionSpec() replicates it (or raise --sharding.replicated-limit)"
+            "PartitionSpec() replicates it (or raise sharding.replicated_limit)"
         ),
     ),
     Case(
@@ -452,10 +452,7 @@ CASES = [
         "incomplete description",
         lambda _: find_party(from_tf_config(None), False, ClusterOptions(processes=2)),
         UserError,
-        (
-            "--coordinator is missing: --coordinator, --processes and --process-id must be given "
-            "together"
-        ),
+        ("coordinator is missing: coordinator, processes and process_id must be given together"),
     ),
     Case(
         "secret",

@@ -17,6 +17,7 @@ from linear_model import trainer
 from nbclient import NotebookClient
 
 from spmdtrain import Loop, UserError
+from spmdtrain.errors import exit_code_of, option
 
 ATTEMPT = "from spmdtrain import UserError, NonFiniteError\n"
 HOOK = "import sys\nsys.excepthook = lambda kind, error, trace: print('own:', error)\n"
@@ -203,3 +204,24 @@ def test_a_cell_of_a_notebook_shows_its_lines_and_the_message() -> None:
         assert lines[-1].startswith(last) and len(lines) < 20, lines
         assert not any("site-packages" in line or "spmdtrain/" in line for line in lines), lines
     assert len(shown) == 3 and any("json/decoder.py" in line for line in shown[2])  # not ours
+
+
+def test_an_option_is_named_as_the_user_gives_it() -> None:
+    cases = (
+        ("log_every", 3),
+        ("mesh.data", 2),
+        ("jit", False),
+        ("exact", True),
+        ("freeze", ["a b"]),
+    )
+    named = [option(*case) for case in cases]
+    assert named == ["log_every=3", "mesh.data=2", "jit=False", "exact=True", "freeze=('a b',)"]
+    found: list[str] = []
+
+    def command() -> int:
+        found.extend(option(*case) for case in cases)
+        raise UserError(option("steps"))
+
+    assert exit_code_of(command) == 2
+    assert found == ["--log-every 3", "--mesh.data 2", "--no-jit", "--exact", "--freeze 'a b'"]
+    assert option("steps") == "steps"

@@ -387,7 +387,7 @@ def test_a_run_trains_saves_and_resumes_the_factors_alone(base: str, tmp_path: P
         trainer(lora(alpha=4), workdir=str(tmp_path / "whole"), init_from=base, ema_decay=0.5).fit(
             (X, Y), steps=5
         )
-    with pytest.raises(UserError, match=r"holds LoRA factors alone.*give --init-from"):
+    with pytest.raises(UserError, match=r"holds LoRA factors alone.*give init_from="):
         made("whole", init_from=None).fit((X, Y), steps=5)
     os.rename(base, moved := str(tmp_path / "moved.npz"))
     with pytest.raises(UserError, match=r"base weights cannot be read from .*base\.npz: "):

@@ -951,16 +951,16 @@ def test_step_0_is_saved_on_request_and_a_run_begins_from_it(
 # -- refusals --------------------------------------------------------------------------------------
 
 REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "seed": ({"seed": 5}, (X, Y), "trained with seed=0, this run has 5: give --seed 0"),
+    "seed": ({"seed": 5}, (X, Y), "trained with seed=0, this run has 5: give seed=0"),
     "batch": (
         {"global_batch_size": 16},
         (X, Y),
-        "trained with global_batch_size=8, this run has 16: give --global-batch-size 8",
+        "trained with global_batch_size=8, this run has 16: give global_batch_size=8",
     ),
     "shuffle": (
         {"shuffle": False},
         (X, Y),
-        "trained with shuffle=True, this run has False: give --shuffle",
+        "trained with shuffle=True, this run has False: give shuffle=True",
     ),
     "examples": ({}, (X[:32], Y[:32]), "other data: examples was 40, and is 32 now; give the same"),
     "values": ({"data_dir": "b"}, (X + 1, Y), "other data: crc32 was "),
@@ -969,37 +969,38 @@ REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
         {"hidden": (16,)},
         (X, Y),
         "another model: params/layers/0/bias is float32[8] there and float32[16] here; "
-        "give --hidden 8, or",
+        "give hidden=(8,), or",
     ),
     "deeper": (
         {"hidden": (8, 8)},
         (X, Y),
         "another model: params/layers/1/bias is float32[1] there and float32[8] here; "
-        "give --hidden 8, or",
+        "give hidden=(8,), or",
     ),
     "dtype": (
         {"half": True},
         (X, Y),
         "another model: params/layers/0/bias is float32[8] there and bfloat16[8] here; "
-        "give --no-half, or",
+        "give half=False, or",
     ),
     "optimizer": (
         {"method": "sgd"},
         (X, Y),
-        "another optimizer: opt_state/0/count is int32[] there and absent here; give --method "
-        "adam, or another workdir, or take its parameters alone: --init-from ",
+        "another optimizer: opt_state/0/count is int32[] there and absent here; give "
+        "method='adam', or another workdir, or take its parameters alone: init_from=",
     ),
     "transformation": (
         {"method": "adamw"},
         (X, Y),
         "another optimizer: opt_state is tuple(ScaleByAdamState(_, _, _), EmptyState()) there and "
-        "tuple(ScaleByAdamState(_, _, _), EmptyState(), EmptyState()) here; give --method adam, or",
+        "tuple(ScaleByAdamState(_, _, _), EmptyState(), EmptyState()) here; "
+        "give method='adam', or",
     ),
     "average": (
         {"ema_decay": 0.9},
         (X, Y),
         "another moving average: averaged/layers/0/bias is absent there and float32[8] here; "
-        "give --ema-decay None, or another workdir, or take its parameters alone: --init-from",
+        "give ema_decay=None, or another workdir, or take its parameters alone: init_from=",
     ),
 }
 

@@ -64,7 +64,8 @@ SETTINGS: dict[str, tuple[AbstractContextManager[Any], str]] = {
     "jax_threefry_partitionable": (
         jax.threefry_partitionable(False),
         "=True, and this process has False, which gives other numbers: set "
-        "JAX_THREEFRY_PARTITIONABLE=1, continue with other numbers (--resume-anyway), or another",
+        "JAX_THREEFRY_PARTITIONABLE=1, continue with other numbers (resume_anyway=True), or "
+        "another",
     ),
     "jax_default_matmul_precision": (
         jax.default_matmul_precision("highest"),
@@ -194,7 +195,7 @@ def test_another_optimizer_with_the_same_state_is_refused_by_name(name: str) -> 
     with pytest.raises(UserError) as caught:
         check_same_run(identity(before), identity(here), "runs/x/1", 1)
     assert "runs/x/1 is of another optimizer, with the same state: " in str(caught.value)
-    assert message in str(caught.value) and "(--resume-anyway)" in str(caught.value)
+    assert message in str(caught.value) and "(resume_anyway=True)" in str(caught.value)
 
 
 CONSTANTS: dict[str, tuple[Any, Any, list[str]]] = {

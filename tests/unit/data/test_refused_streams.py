@@ -62,10 +62,10 @@ UNDIVIDED: dict[str, tuple[Callable[[], grain.IterDataset], str]] = {
         lambda: filtered().random_map(lambda x, generator: x, seed=1),
         "with .random_map.* cannot be divided .* each shard would draw the same numbers",
     ),
-    "interleave": (lambda: interleaved(6), "6 datasets .* into 8 shards: give --stream-shards 4"),
+    "interleave": (lambda: interleaved(6), "6 datasets .* into 8 shards: give stream_shards=4"),
     "workers": (
         lambda: filtered().mp_prefetch(grain.MultiprocessingOptions(num_workers=3)),
-        "3 datasets or workers of mp_prefetch .* into 8 shards: give --stream-shards 2",
+        "3 datasets or workers of mp_prefetch .* into 8 shards: give stream_shards=2",
     ),
 }
 
@@ -115,7 +115,7 @@ def test_a_pipeline_without_a_state_is_refused_with_the_dataset_to_give(
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_hugging_face_pipelines_that_cannot_resume_or_divide_are_refused(tmp_path: Path) -> None:
     data = hugging_face(tmp_path)
-    with pytest.raises(UserError, match=r"num_shards=4 .* stream_shards=6: give --stream-shards 3"):
+    with pytest.raises(UserError, match=r"num_shards=4 .* stream_shards=6: give stream_shards=3"):
         ShardReader(as_stream(data) or counters(1), 0, 6)
     shuffled = as_stream(data.shuffle(seed=1, buffer_size=5)) or counters(1)
     with pytest.raises(UserError, match="its buffer is not part of its state"):

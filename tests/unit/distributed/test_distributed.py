@@ -47,21 +47,21 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ClusterOptions(processes=2, process_id=0),
-            "--coordinator is missing: --coordinator, --processes and",
+            "coordinator is missing: coordinator, processes and",
         ),
-        (ClusterOptions(coordinator="a:1", process_id=0), "--processes is missing"),
-        (ClusterOptions(coordinator="a:1", processes=2), "--process-id is missing"),
+        (ClusterOptions(coordinator="a:1", process_id=0), "processes is missing"),
+        (ClusterOptions(coordinator="a:1", processes=2), "process_id is missing"),
         (
             ClusterOptions(coordinator="a:1", processes=2, process_id=2),
-            "--process-id is 2: with --proc",
+            "process_id is 2: with processes=2",
         ),
-        (ClusterOptions(coordinator="a:1", processes=2, process_id=-1), "--process-id is -1"),
+        (ClusterOptions(coordinator="a:1", processes=2, process_id=-1), "process_id is -1"),
         (
             ClusterOptions(coordinator="a:1", processes=0, process_id=0),
-            "--processes is 0: it must be",
+            "processes is 0: it must be",
         ),
-        (ClusterOptions(coordinator="a", processes=2, process_id=0), "--coordinator"),
-        (ClusterOptions(coordinator="a:70000", processes=2, process_id=0), "--coordinator.*70000"),
+        (ClusterOptions(coordinator="a", processes=2, process_id=0), "coordinator"),
+        (ClusterOptions(coordinator="a:70000", processes=2, process_id=0), "coordinator.*70000"),
     ],
 )
 def test_three_options_that_do_not_make_a_cluster_are_refused(
@@ -74,7 +74,7 @@ def test_three_options_that_do_not_make_a_cluster_are_refused(
 
 @pytest.mark.parametrize(
     ("text", "detect", "other"),
-    [(tf_config(ADDRESSES, 1), False, "TF_CONFIG"), (None, True, "--cluster auto")],
+    [(tf_config(ADDRESSES, 1), False, "TF_CONFIG"), (None, True, "auto_detect=True")],
 )
 def test_two_descriptions_are_refused(
     monkeypatch: pytest.MonkeyPatch, text: str | None, detect: bool, other: str
@@ -89,7 +89,7 @@ def test_where_nothing_is_to_be_found_auto_says_so(monkeypatch: pytest.MonkeyPat
     unsettled(monkeypatch)
     for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="--cluster auto: found no"):
+    with pytest.raises(UserError, match="auto_detect=True: found no"):
         initialize.initialize(from_tf_config(None), auto_detect=True)
 
 

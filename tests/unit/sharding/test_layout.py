@@ -645,7 +645,7 @@ def test_a_large_replicated_leaf_is_rejected_with_its_size_and_a_fix(
     else:
         assert f"({arithmetic})" in message
         assert "Make a dim divide, or give a rule for it: PartitionSpec() replicates" in message
-    assert "--sharding.replicated-limit" in message
+    assert "sharding.replicated_limit" in message
     # And each of these fixes it.
     assert specs(GIANT, ALLOWED, *rules, strategy=strategy)["params/embed"] == P()
     assert specs(GIANT, *rules, strategy=strategy, replicated_limit=50257 * 7 * 4)

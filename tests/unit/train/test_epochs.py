@@ -262,7 +262,7 @@ def test_a_batch_larger_than_the_data_is_refused_unless_they_are_repeated(
         fitted(train=data, **options)
     assert str(caught.value) == (
         "global_batch_size is 32, and the training data have 5 examples, of which a batch would "
-        "hold some several times: give --global-batch-size 5, or repeat them: Subset(data, "
+        "hold some several times: give global_batch_size=5, or repeat them: Subset(data, "
         "np.arange(32) % 5)"
     )
     repeated = fitted(train=Subset(data, np.arange(32) % 5), **options).history.epochs

@@ -66,9 +66,9 @@ def test_what_a_fork_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer(run).fit(X, steps=2)
     cases: list[tuple[dict[str, Any], Any, str]] = [
-        ({"seed": 1}, X, "seed=0, this run has 1: .*or take its parameters alone: --init-from"),
+        ({"seed": 1}, X, "seed=0, this run has 1: .*or take its parameters alone: init_from="),
         ({"global_batch_size": 8}, X, "global_batch_size=16, this run has 8"),
-        ({}, {"x": X["x"][:32]}, "other data.*or take its parameters alone: --init-from"),
+        ({}, {"x": X["x"][:32]}, "other data.*or take its parameters alone: init_from="),
         ({"init_from": str(run)}, X, "fork_from is .* and init_from is"),
         ({"fork_from": f"{run}@7"}, X, "7"),
         ({"fork_from": str(tmp_path / "nothing")}, X, "holds no checkpoint"),

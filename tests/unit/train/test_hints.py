@@ -1,13 +1,13 @@
 """Each hint about an unknown option is tried with what it proposes."""
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import keras
 import numpy as np
 import optax
 import pytest
@@ -15,10 +15,13 @@ from helpers import small_experiment
 from linear_model import squared_error, trainer
 
 from spmdtrain import EarlyStopping, Loop, Subset, Trainer, UserError
+from spmdtrain.adapters.keras import import_keras
+from spmdtrain.data.datasets import as_dataset
 from spmdtrain.errors import OTHER_NAMES
 from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.train.overrides import INSTEAD
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 X, Y = np.ones((16, 4), np.float32), np.zeros((16, 1), np.float32)
 VALUES: dict[str, Any] = {
     "learning_rate": 0.1,
@@ -64,7 +67,8 @@ shared = functools.cache(trainer)
 
 def fit(**options: Any) -> None:
     length = {} if {"steps", "epochs"} & {*options} else {"steps": 1}
-    shared().fit(**{"train": (X, Y), "restart": True} | length | options)
+    given: dict[str, Any] = {"train": (X, Y), "restart": True} | length | options
+    shared().fit(**given)
 
 
 def start(**options: Any) -> None:
@@ -116,6 +120,7 @@ def test_a_hint_proposes_what_is_accepted(receiver: str, tmp_path: Path) -> None
 
 
 def fit_keras(*data: Any) -> None:
+    keras = import_keras()
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     Trainer.from_keras(model, quiet=True).fit(data, steps=1, global_batch_size=8)
@@ -138,6 +143,11 @@ def optimizer_of(advice: str) -> None:
     train(optimizer=eval(advice.partition("optimizer: ")[2], {"optax": optax}))
 
 
+def quietly(advice: str) -> None:
+    make_trainer(quiet=True)
+    make_loop(quiet=True)
+
+
 def weighted(advice: str) -> None:
     labels, weights = np.zeros(16, int), np.ones(2, np.float32)
     train(X, Y, weights[labels], objective=with_weights)
@@ -150,10 +160,10 @@ DONE: dict[str, Callable[[str], Any]] = {
     "steps_per_epoch": lambda _: fit(steps=2),
     "initial_epoch": lambda _: fit(epochs=1),
     "validation_split": lambda _: fit(validation=(X[:8], Y[:8])),
-    "validation_steps": lambda _: fit(validation=Subset((X, Y), range(8))),
-    "verbose": lambda _: (make_trainer(quiet=True), make_loop(quiet=True)),
+    "validation_steps": lambda _: fit(validation=Subset(as_dataset((X, Y)), np.arange(8))),
+    "verbose": quietly,
     "x": lambda _: (
-        train(X, Y),
+        trainer().fit((X, Y), steps=1),
         trainer(objective=lambda m, b: squared_error(m, (b["x"], b["y"]))).fit(
             {"x": X, "y": Y}, steps=1
         ),
@@ -191,8 +201,9 @@ def test_advice_can_be_followed(names: str) -> None:
     DONE[names.split()[0]](INSTEAD[names])
 
 
+@pytest.mark.slow
 def test_keras_callbacks_are_sent_to_the_trainer_of_a_keras_model() -> None:
-    callback = keras.callbacks.EarlyStopping("loss")
+    callback = import_keras().callbacks.EarlyStopping("loss")
     with pytest.raises(UserError, match=r"Keras' EarlyStopping: .*Trainer.from_keras\(model, call"):
         trainer(callbacks=[callback])
 

@@ -109,7 +109,7 @@ def test_a_new_head_keeps_its_initial_values_and_the_table_says_so(
     message = refused(path, head=3)
     assert "1 arrays of the model are not in it: body/bias" in message
     assert "head/kernel (head.kernel: float32[8,1] there, float32[8,3] here" in message
-    assert "--init-from-strict matching" in message
+    assert "init_from_strict='matching'" in message
     capsys.readouterr()
     started = trainer(path, head=3, init_from_strict="matching", terminal=Terminal())
     found, initial = values(started), values(trainer(head=3))
