@@ -101,11 +101,12 @@ def test_the_switch_leaves_errors_to_python(script: Path, tmp_path: Path) -> Non
     assert ended.returncode == 1 and "UserError: the moon is too far" in ended.stderr
     assert "train/trainer.py" in ended.stderr
     pair = run_processes(
-        words,
+        [*words[:-1], str(tmp_path / "pair")],
         processes=2,
         timeout=BOUND,
         check=False,
         grace=60,
         env=quiet() | {"SPMDTRAIN_EXCEPTHOOK": "off"},
     )
-    assert codes(pair) == [1, 1] and "Traceback" in pair[1].output, show(pair)
+    assert codes(pair) == [1, 1], show(pair)
+    assert "Traceback" in pair[0].output + pair[1].output, show(pair)
