@@ -239,7 +239,7 @@ def _check_skipped(
         _refuse(
             f"skip_steps leaves out batch {batch}, and {source} has used batches up to "
             f"{position - 1}: give ranges from {position} on, or fork an earlier checkpoint into "
-            "another workdir ({option('fork_from', 'RUN@STEP')})"
+            f"another workdir ({option('fork_from', 'RUN@STEP')})"
         )
 
 

@@ -171,7 +171,7 @@ def check_array_names(item: epath.Path) -> None:
       Malformed: If the metadata are not valid, or a name leads out of the folder.
       OSError: If they cannot be read.
     """
-    entries = parse_object(read_bytes(item / ORBAX_METADATA)).get("tree_metadata")
+    entries: Any = parse_object(read_bytes(item / ORBAX_METADATA)).get("tree_metadata")
     check(entries, dict[str, dict[str, Any]], "tree_metadata")
     for entry in entries.values():
         keys = entry.get("key_metadata")

@@ -274,7 +274,7 @@ def string_in_place_of_an_array(metadata: Path) -> None:
     metadata.write_text(json.dumps(content))
 
 
-PLACES = ("/etc", "../../1/params", "C:\\w", "file:///etc/w", "gs://b/w", "\\\\host\\w", "a\0")
+OUTSIDE = ("/etc", "../../1/params", "C:\\w", "file:///etc/w", "gs://b/w", "\\\\host\\w", "a\0")
 
 
 def named(place: str) -> Callable[[Path], None]:
@@ -303,7 +303,7 @@ def test_an_array_named_by_a_path_of_another_checkpoint_is_not_read(tmp_path: Pa
 METADATA: dict[str, Callable[[Path], object]] = {
     "a string": string_in_place_of_an_array,
     "nested": lambda path: path.write_text("[" * 100_000),
-    **{f"array at {place!r}": named(place) for place in PLACES},
+    **{f"array at {place!r}": named(place) for place in OUTSIDE},
 }
 
 

@@ -320,7 +320,7 @@ def test_a_mapping_that_reads_a_file_counts_by_its_names(
 ) -> None:
     found = {}
     for name in ("a", "b"):
-        np.savez(tmp_path / "mine.npz", **{name: np.ones(3)})
+        np.savez(tmp_path / "mine.npz", **{name: np.ones(3)})  # type: ignore[arg-type]
         with np.load(tmp_path / "mine.npz") as values, monkeypatch.context() as patched:
             patched.setattr(np.lib.format, "read_array", lambda *_, **__: pytest.fail("read"))
             found[name] = [code_digest(lambda values=values: values) for _ in range(2)]
