@@ -1035,7 +1035,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(
 
 
 def test_the_message_of_other_data_names_what_may_have_led_to_it(refused: Path) -> None:
-    with pytest.raises(UserError, match=r"crc32 .*--data-dir None"):
+    with pytest.raises(UserError, match=r"crc32 .*data_dir=None"):
         trainer(refused, data_dir="elsewhere").fit((X + 1, Y), steps=6)
 
 
