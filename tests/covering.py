@@ -19,6 +19,7 @@ import optax
 PyTree = Any
 WIDTH, HIDDEN, OUTPUTS = 5, 8, 3
 MOMENTUM, EPSILON, KEEP = 0.9, 1e-5, 0.75
+ALPHA, RANK = 3.0, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Cell:
     begun_with: tuple[tuple[str, Any], ...] = ()  # other options of the part before a resume
     average: float | None = None
     freeze: bool = False
+    lora: bool = False
     seed: int = 0
 
     @property
@@ -63,7 +65,7 @@ FEATURES: dict[str, list[tuple[Any, int]]] = {
     "entry": [("trainer", 6), ("from_keras", 2), ("loop", 2)],
     "model": [
         *(("function", 4), ("nnx", 3), ("linen", 2), ("keras", 2)),
-        *(("batch_norm", 2), ("eval_batch_norm", 1)),
+        *(("batch_norm", 2), ("eval_batch_norm", 2), ("eval_dropout", 2)),
     ],
     "optimizer": [("sgd", 2), ("momentum", 2), ("adam", 3), ("clipped", 2), ("schedule", 3)],
     "strategy": [
@@ -80,7 +82,7 @@ FEATURES: dict[str, list[tuple[Any, int]]] = {
     "draws": [(False, 3), (True, 1)],
     "source": [
         *(("arrays", 4), ("records", 2), ("grain", 2), ("hugging_face", 1)),
-        *(("grain_stream", 1), ("hugging_face_stream", 1)),
+        *(("grain_stream", 1), ("hugging_face_stream", 1), ("py_dataset", 2)),
     ],
     "examples": [(40, 2), (37, 2), (24, 1)],
     "batch": [(8, 2), (16, 2), (24, 1)],
@@ -90,7 +92,16 @@ FEATURES: dict[str, list[tuple[Any, int]]] = {
     "continued": [("no", 4), ("resumed", 2), ("twice", 1), ("forked", 1), ("restarted", 1)],
     "average": [(None, 3), (0.9, 1)],
     "freeze": [(False, 4), (True, 1)],
+    "lora": [(False, 3), (True, 1)],
 }
+# What a resume may change: the numbers stay. Only without rules, which the strategies then need.
+BEGUN_WITH: list[tuple[tuple[str, Any], ...]] = [
+    (),
+    (("devices", 2), ("strategy", "zero")),
+    (("devices", 4), ("strategy", "fully_sharded")),
+    (("devices", 1), ("steps_per_dispatch", 2)),
+    (("remat", "full"), ("strategy", "mirrored")),
+]
 FREE_IN_A_LOOP: tuple[str, ...] = (
     "optimizer",
     "strategy",
@@ -113,8 +124,12 @@ def draw(seed: int) -> Cell:
         value = generator.choices([v for v, _ in values], [w for _, w in values])[0]
         chosen |= {} if plain else {name: value}
     if chosen.get("entry") == "from_keras":  # its objective, data and average are Keras' own
-        left = ("model", "weights", "draws", "freeze", "source")
+        left = ("model", "draws", "freeze", "lora")
         chosen = {name: value for name, value in chosen.items() if name not in left}
+        if chosen.get("weights") == "params":
+            del chosen["weights"]
+        if chosen.get("source") != "py_dataset":
+            chosen.pop("source", None)
     if chosen.get("entry") == "loop":
         allowed = {"entry", *FREE_IN_A_LOOP}
         chosen = {name: value for name, value in chosen.items() if name in allowed}
@@ -122,8 +137,12 @@ def draw(seed: int) -> Cell:
             chosen["continued"] = "resumed"
     if chosen.get("weights") == "params" and "model" in chosen:
         del chosen["weights"]  # only the function's objective sees the parameters
-    if chosen.get("continued") == "restarted":
-        chosen.pop("average", None)
+    if chosen.get("lora"):  # which freezes the model by itself
+        chosen.pop("freeze", None)
+        chosen.pop("weights", None) if chosen.get("weights") == "params" else None
+    resumes = chosen.get("continued") == "resumed" and chosen.get("entry") != "loop"
+    if resumes and chosen.get("strategy") != "tensor_parallel":
+        chosen["begun_with"] = generator.choice(BEGUN_WITH)
     return Cell(**chosen)
 
 
@@ -182,7 +201,12 @@ def forward(
     cell: Cell, params: PyTree, stats: PyTree, x: jax.Array, *, training: bool
 ) -> tuple[jax.Array, PyTree]:
     """The model, by hand: two layers, and in some cells a batch normalization between them."""
-    hidden = jnp.tanh(x @ params["first/kernel"] + params["first/bias"])
+    kernel = params["first/kernel"]
+    if cell.lora:
+        kernel = (
+            kernel + ALPHA / RANK * params["lora/first/kernel/a"] @ params["lora/first/kernel/b"]
+        )
+    hidden = jnp.tanh(x @ kernel + params["first/bias"])
     if cell.model in ("batch_norm", "eval_batch_norm"):
         mean, variance = stats
         if training and cell.model == "batch_norm":
@@ -224,18 +248,25 @@ def batch_loss(
             )
         output, stats = forward(cell, params, stats, x, training=True)
         values, weights = values_and_weights(cell, output, rows, params)
-        total, weight = total + (values * weights).sum(), weight + weights.sum()
+        total, weight = total + (values * weights).sum(), weight + counted(cell, weights)
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1, weight)), stats
+
+
+def counted(cell: Cell, weights: jax.Array) -> Any:
+    """What divides the sum: the weights, or with losses of Keras the number of values."""
+    return weights.size if cell.entry == "from_keras" else weights.sum()
 
 
 OBJECTIVE = 0x6F626A65
 """What is folded into a step's key for the objective's own draws. Another number is another run."""
 
 
-def expected(cell: Cell, step_key: jax.Array, evaluated: dict[str, np.ndarray]) -> Numbers:
-    """Computes a cell; the key is that of the run's steps."""
+def expected(
+    cell: Cell, step_key: jax.Array, evaluated: dict[str, np.ndarray], factors: PyTree
+) -> Numbers:
+    """Computes a cell; the key is that of the run's steps, the factors are the first of LoRA."""
     data, optimizer = make_data(cell), make_optimizer(cell)
-    params: PyTree = dict(first_params(cell))
+    params: PyTree = first_params(cell) | factors
     fixed = {name: params.pop(name) for name in list(params) if frozen(cell, name)}
     stats: PyTree = (jnp.zeros(HIDDEN), jnp.ones(HIDDEN))
     opt_state, average = optimizer.init(params), params | fixed
@@ -243,7 +274,7 @@ def expected(cell: Cell, step_key: jax.Array, evaluated: dict[str, np.ndarray]) 
     losses = []
     # A restart begins with the first batch and step again, with parameters and optimizer state.
     numbers = [*range(cell.steps)] * (2 if cell.continued == "restarted" else 1)
-    for step in numbers:
+    for update, step in enumerate(numbers):
         positions = np.arange(step * cell.batch, (step + 1) * cell.batch) % cell.examples
         batch = {name: x[positions] for name, x in data.items()}
         key = jax.random.fold_in(step_key, step)
@@ -252,7 +283,7 @@ def expected(cell: Cell, step_key: jax.Array, evaluated: dict[str, np.ndarray]) 
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
         if cell.average is not None:
-            decay = min(cell.average, (2 + step) / (11 + step))
+            decay = min(cell.average, (2 + update) / (11 + update))
             average = jax.tree.map(
                 lambda old, new, d=decay: d * old + (1 - d) * new, average, params | fixed
             )
@@ -262,14 +293,14 @@ def expected(cell: Cell, step_key: jax.Array, evaluated: dict[str, np.ndarray]) 
     values, weights = values_and_weights(cell, output, evaluated, used)
     off = np.abs(np.asarray(output) - evaluated["y"]).mean(-1)
     means = {
-        "loss": float((values * weights).sum() / weights.sum()),
+        "loss": float((values * weights).sum() / counted(cell, weights)),
         "off": float(off.mean()),
     }
     return Numbers(losses, means, np.asarray(output), jax.tree.map(np.asarray, final))
 
 
 def frozen(cell: Cell, name: str) -> bool:
-    return cell.freeze and name.startswith("first/")
+    return cell.lora != name.startswith("lora/") or (cell.freeze and name.startswith("first/"))
 
 
 def tolerance(cell: Cell) -> tuple[float, float]:
