@@ -3,7 +3,9 @@
 Keras 3.15 has all of them. If another version lacks one, the error names that version.
 """
 
+import copyreg
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,6 +99,42 @@ def reported_name(metric: Any) -> str:
 def profiles_steps(callback: Any) -> bool:
     """Returns whether a `TensorBoard` callback would write a profile: `profile_batch` is not 0."""
     return bool(_read(callback, "_should_trace"))
+
+
+def reduce_by_attributes(value: Any) -> Any:
+    """Returns how pickle copies an object of Keras with its attributes; NotImplemented for others.
+
+    Keras' own pickles are its files. They need a `get_config` of each class and its module, and
+    what is read from them has other variables than the rest of the pickle refers to.
+
+    Args:
+      value: Any object, as `Pickler.reducer_override` receives it.
+    """
+    if "keras" not in sys.modules:
+        return NotImplemented
+    saveable = _read(importlib.import_module("keras.src.saving.keras_saveable"), "KerasSaveable")
+    # Not of a class with a `__reduce__` of its own.
+    if getattr(type(value), "__reduce__", None) is saveable.__reduce__:
+        # A model lists its nodes. Those of each layer would be as deep a recursion as the model.
+        edges = ("_inbound_nodes", "_outbound_nodes")
+        attributes = {name: [] if name in edges else x for name, x in vars(value).items()}
+        return copyreg.__newobj__, (type(value),), attributes  # type: ignore[attr-defined]
+    if type(value).__module__ == "keras.src.utils.tracking":
+        for kind in (list, dict, set):
+            if isinstance(value, kind):
+                # Its methods read its attributes, which pickle sets after it has filled it.
+                return _tracked, (type(value), kind), (vars(value), kind(value)), None, None, _fill
+    return NotImplemented
+
+
+def _tracked(cls: type, kind: type) -> Any:
+    return kind.__new__(cls)
+
+
+def _fill(tracked: Any, state: tuple[Mapping[str, Any], Any]) -> None:
+    vars(tracked).update(state[0])
+    kind = type(state[1])
+    (kind.extend if kind is list else kind.update)(tracked, state[1])
 
 
 def _read(owner: Any, name: str) -> Any:

@@ -27,7 +27,7 @@ from spmdtrain.parameter_server.roles import run_if_worker_or_server, run_task_r
 from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
 from spmdtrain.parameter_server.state_partition import ServerPartition, print_partition
 from spmdtrain.parameter_server.stats import StalenessStats
-from spmdtrain.parameter_server.worker import WorkerFactory, for_worker
+from spmdtrain.parameter_server.worker import PickledProgram, WorkerFactory, for_worker
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
@@ -76,7 +76,7 @@ class ServerExecutor:
                 check_interrupt=run.signals.stop_if_received,
             )
         make_worker = WorkerFactory(
-            inputs.make_functions,
+            PickledProgram.of(inputs.make_functions),
             for_worker(run.config),
             self._partition,
             run.train_dataset,

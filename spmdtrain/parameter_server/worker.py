@@ -1,6 +1,8 @@
 """A worker of a training with parameter servers."""
 
 import dataclasses
+import io
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,6 +11,7 @@ import jax
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
+from spmdtrain.adapters.keras_internals import reduce_by_attributes
 from spmdtrain.config.option_groups import ParameterServerOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
@@ -144,7 +147,7 @@ class WorkerFactory:
     """A pickled description of the work, from which each worker's process makes its worker.
 
     Attributes:
-      steps: Returns the functions of the step for a configuration and a placement.
+      program: What computes the gradients.
       config: Configuration of the run for one worker (see `for_worker`).
       partition: The partition of the state over servers.
       dataset: The training data.
@@ -153,7 +156,7 @@ class WorkerFactory:
       servers: The Ray actors of the servers.
     """
 
-    steps: Callable[[RunConfig, Placement], StepFunctions]
+    program: "PickledProgram"
     config: RunConfig
     partition: ServerPartition
     dataset: Dataset
@@ -168,7 +171,7 @@ class WorkerFactory:
         # The chief has only checked that the batch divides over its own devices.
         config = resolve(self.config, batch_shards=placement.batch_shards)
         worker = Worker(
-            self.steps(config, placement),
+            self.program.load()(config, placement),
             placement,
             self.partition,
             self.dataset,
@@ -180,6 +183,46 @@ class WorkerFactory:
             key=self.key,
         )
         return RemoteWorker(worker, self.partition, self.servers)
+
+
+@dataclasses.dataclass(frozen=True)
+class PickledProgram:
+    """The model, objective and optimizer of a run, for other processes.
+
+    They are pickled on their own, because models of Keras need it (`reduce_by_attributes`), and
+    because their arrays may use devices, which the worker's configuration has to come before.
+
+    Attributes:
+      pickled: Without the contents of large arrays.
+      buffers: These contents.
+    """
+
+    pickled: bytes
+    buffers: Sequence[pickle.PickleBuffer]
+
+    @classmethod
+    def of(cls, steps: Callable[[RunConfig, Placement], StepFunctions]) -> "PickledProgram":
+        """Returns the pickle of a function.
+
+        Args:
+          steps: Returns the functions of the step for a configuration and a placement.
+        """
+        from ray import cloudpickle
+
+        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+            def reducer_override(self, value: Any) -> Any:
+                reduced = reduce_by_attributes(value)
+                return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        Pickler(file, protocol=5, buffer_callback=buffers.append).dump(steps)
+        return cls(file.getvalue(), buffers)
+
+    def load(self) -> Callable[[RunConfig, Placement], StepFunctions]:
+        """Returns a copy of the function. Its arrays cannot be written to."""
+        steps: Callable[[RunConfig, Placement], StepFunctions]
+        steps = pickle.loads(self.pickled, buffers=self.buffers)
+        return steps
 
 
 def for_worker(config: RunConfig) -> RunConfig:

@@ -100,6 +100,67 @@ def test_a_run_goes_from_mirrored_to_servers_and_back(tmp_path: Path) -> None:
         )
 
 
+KERAS = '''"""A compiled Keras model with a layer that Keras cannot write to a file."""
+
+import os
+from dataclasses import dataclass
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+import optax
+
+from spmdtrain import Experiment, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    steps: int | None = 6
+    global_batch_size: int | None = 8
+    log_every: int = 1
+
+
+class Scaled(keras.layers.Layer):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def call(self, x):
+        return self.scale(x)
+
+
+def build(config):
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    layers = [
+        keras.layers.Dense(8, kernel_regularizer="l2"),
+        Scaled(lambda x: 2 * x),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(2),
+    ]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["accuracy"])
+    train = (x, (x.sum(1) > 0).astype(np.int32))
+    return Experiment.from_keras(model, optimizer=optax.sgd(0.1), train=train)
+'''
+
+
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
+def test_a_keras_model_trains_with_servers_as_on_one_device(tmp_path: Path) -> None:
+    experiment = tmp_path / "compiled.py"
+    experiment.write_text(KERAS)
+    alone = run(experiment, "--workdir", tmp_path / "alone", devices=1)
+    assert alone.returncode == 0, alone.stdout
+    options = (*ASYNCHRONOUS, "--servers.max-staleness", 0, "--workdir", tmp_path / "served")
+    served = launch(experiment, *options, own=["--ps", 1], processes=3)
+    assert served.code == 0, served.output
+    found, expected = losses(tmp_path / "served"), losses(tmp_path / "alone")
+    assert list(found) == list(expected) == list(range(1, 7))
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+
+
 @pytest.mark.nightly
 def test_mnist_is_learned_as_well_as_by_mirrored(mnist: Path, tmp_path: Path) -> None:
     options = ("--data-dir", mnist, "--epochs", 2, "--eval-every-steps", 1000, "--log-every", 100)
