@@ -127,7 +127,7 @@ def reduce_by_attributes(value: Any) -> Any:
     return NotImplemented
 
 
-def _tracked(cls: type, kind: type) -> Any:
+def _tracked(cls: type, kind: Any) -> Any:
     return kind.__new__(cls)
 
 

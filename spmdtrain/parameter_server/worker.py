@@ -207,15 +207,18 @@ class PickledProgram:
         Args:
           steps: Returns the functions of the step for a configuration and a placement.
         """
-        from ray import cloudpickle
+        import ray
 
-        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        base: Any = ray.cloudpickle.Pickler
+
+        class Pickler(base):  # type: ignore[misc]
             def reducer_override(self, value: Any) -> Any:
                 reduced = reduce_by_attributes(value)
                 return super().reducer_override(value) if reduced is NotImplemented else reduced
 
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-        Pickler(file, protocol=5, buffer_callback=buffers.append).dump(steps)
+        pickler: Any = Pickler(file, protocol=5, buffer_callback=buffers.append)
+        pickler.dump(steps)
         return cls(file.getvalue(), buffers)
 
     def load(self) -> Callable[[RunConfig, Placement], StepFunctions]:
