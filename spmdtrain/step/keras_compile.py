@@ -11,7 +11,7 @@ from spmdtrain.adapters.keras import BoundKeras, import_keras
 from spmdtrain.adapters.keras_internals import compile_arguments, reported_name
 from spmdtrain.adapters.keras_losses import ExampleLosses, loss_of
 from spmdtrain.errors import UserError
-from spmdtrain.step.keras_metrics import OutputMetric, metric_of_output
+from spmdtrain.step.keras_metrics import CompiledMetric, OutputMetric
 
 PyTree = Any
 _PARTS = ("x", "y", "sample_weight")
@@ -62,7 +62,10 @@ class CompiledKeras:
                 )
         self.optimizer, self.steps_per_execution = model.optimizer, given["steps_per_execution"]
         self._loss, self._loss_weights = given["loss"], given["loss_weights"]
-        self._metrics = {"": given["metrics"], "weighted_": given["weighted_metrics"]}
+        self._metrics = {
+            prefix: self._keras.tree.map_structure(self._metric, given[name])
+            for prefix, name in (("", "metrics"), ("weighted_", "weighted_metrics"))
+        }
         self._names: Sequence[str] = getattr(model, "output_names", None) or ()
         self._losses: list[ExampleLosses | None] = []  # of each output, known with the shapes
         self._loss_names: list[str] = []
@@ -174,7 +177,7 @@ class CompiledKeras:
                 of_output = "" if one or not self._names_outputs else f"{names[index]}_"
                 for each in [] if found is None else self._keras.tree.flatten(found):
                     target = _target(names[index], targets[index])
-                    metric = metric_of_output(self._keras, each, target, predictions[index])
+                    metric = each.of_output(self._keras, target, predictions[index])
                     name = f"{of_output}{metric.name}"
                     if prefix and counts[name]:
                         name = f"{of_output}{prefix}{metric.name}"
@@ -205,6 +208,9 @@ class CompiledKeras:
                     "be arrays, or one list or dictionary of arrays"
                 )
         return found
+
+    def _metric(self, given: Any) -> CompiledMetric | None:
+        return None if given is None else CompiledMetric.of(self._keras, given)
 
     def _name_of_loss(self, given: Any) -> str:
         """Returns the name under which Keras reports the loss of an output without a name."""

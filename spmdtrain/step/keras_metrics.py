@@ -21,6 +21,7 @@ from spmdtrain.adapters.keras_internals import (
 )
 from spmdtrain.adapters.keras_losses import kind_of_labels
 from spmdtrain.errors import UserError
+from spmdtrain.files.storage import one_line
 from spmdtrain.step.outputs import AddedState, PredictionMetric
 from spmdtrain.xla.batch_sums import adds_to_first
 from spmdtrain.xla.jaxpr import equations
@@ -90,12 +91,20 @@ class OutputMetric:
           batches: The keyword arguments of the `PredictionMetric` for each batch of a dataset.
 
         Raises:
-          UserError: If the result is not one number.
+          UserError: If the result is not one number, or a metric of Keras does not take the shapes.
+          ValueError: If a metric of the user's raises it.
         """
         self.metric.reset_state()
         for batch in batches:
             arrays = {name: jnp.asarray(x) for name, x in batch.items()}
-            self.metric.update_state(*_arguments(arrays), **_weights(arrays))
+            try:
+                self.metric.update_state(*_arguments(arrays), **_weights(arrays))
+            except ValueError as error:
+                if not type(self.metric).update_state.__module__.startswith("keras."):
+                    raise
+                raise UserError(
+                    f"the metric {self.name!r} ({type(self.metric).__name__}): {one_line(error)}"
+                ) from error
         return self._number(self.metric.result())
 
     def check_result(self) -> None:
@@ -208,36 +217,58 @@ class OutputMetric:
         return float(np.asarray(result).reshape(()))
 
 
-def metric_of_output(
-    keras: Any, given: Any, targets: jax.Array, predictions: jax.Array
-) -> OutputMetric:
-    """Returns a metric of an output.
+@dataclass(frozen=True)
+class CompiledMetric:
+    """A metric that `model.compile` was given, with the variables that it has before an update.
 
-    Args:
-      keras: The module.
-      given: The name of a metric, a function, or a Keras metric.
-      targets: Of the output; its rank decides what "accuracy" means.
-      predictions: The output.
+    It is made before a step is traced: a variable that Keras creates within a step gets no value.
 
-    Raises:
-      UserError: If the metric's result is not one number.
+    Attributes:
+      name: The name, as Keras reports it.
+      metrics: The Keras metric for each kind of labels, or for all of them ("").
     """
-    metrics = keras.metrics
-    resolved = given
-    if isinstance(given, str) and given.lower() in ("accuracy", "acc"):
-        kind = kind_of_labels(targets, predictions)
-        resolved = {
-            "binary": metrics.BinaryAccuracy,
-            "categorical": metrics.CategoricalAccuracy,
-            "sparse_categorical": metrics.SparseCategoricalAccuracy,
-        }[kind]()
-    metric = metrics.get(resolved)
-    name = given if isinstance(given, str) else reported_name(metric)
-    if not isinstance(metric, metrics.Metric):
-        metric = metrics.MeanMetricWrapper(metric, name=name)
-    found = OutputMetric(name, metric, _divisor(metrics, metric))
-    found.check_result()
-    return found
+
+    name: str
+    metrics: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, keras: Any, given: Any) -> "CompiledMetric":
+        """Returns the metric.
+
+        Args:
+          keras: The module.
+          given: The name of a metric, a function, or a Keras metric.
+        """
+        metrics = keras.metrics
+        if isinstance(given, str) and given.lower() in ("accuracy", "acc"):
+            kinds = {
+                "binary": metrics.BinaryAccuracy,
+                "categorical": metrics.CategoricalAccuracy,
+                "sparse_categorical": metrics.SparseCategoricalAccuracy,
+            }
+            return cls(given, {kind: make() for kind, make in kinds.items()})
+        metric = metrics.get(given)
+        name = given if isinstance(given, str) else reported_name(metric)
+        if not isinstance(metric, metrics.Metric):
+            metric = metrics.MeanMetricWrapper(metric, name=name)
+        return cls(name, {"": metric})
+
+    def of_output(self, keras: Any, targets: jax.Array, predictions: jax.Array) -> OutputMetric:
+        """Returns the metric of an output.
+
+        Args:
+          keras: The module.
+          targets: Of the output; its rank decides what "accuracy" means.
+          predictions: The output.
+
+        Raises:
+          UserError: If the metric's result is not one number.
+        """
+        kind = "" if "" in self.metrics else kind_of_labels(targets, predictions)
+        metric = self.metrics[kind]
+        found = OutputMetric(self.name, metric, _divisor(keras.metrics, metric))
+        found.check_result()
+        return found
 
 
 def _divisor(metrics: Any, metric: Any) -> tuple[int, ...] | None:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmdtrain import MeshSpec, Trainer
-from spmdtrain.errors import UserError
+from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.terminal import Terminal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
@@ -272,3 +271,28 @@ def test_a_function_of_a_batch_cannot_be_weighted() -> None:
     model = compiled_with(weighted_metrics=[rmse])
     with pytest.raises(UserError, match=r"'rmse' cannot be weighted: .*`metrics` instead of"):
         trainer(model, 1, eval_batch_size=BATCH).evaluate((X, DENSE, WEIGHTS))
+
+
+@pytest.mark.slow
+def test_each_metric_by_name_is_that_of_keras_evaluate_in_every_model() -> None:
+    """Those that Keras creates for a model have variables of their own, as those of the next."""
+    dense = [name for name in CLASSES_OF_KERAS if name not in ARGUMENTS and "Sparse" not in name]
+
+    def model() -> Any:
+        keras.utils.set_random_seed(0)
+        net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(CLASSES, "softmax")])
+        net.compile("sgd", "mse", metrics=dense)
+        return net
+
+    expected = model().evaluate(X, DENSE, BATCH, verbose=0, return_dict=True)
+    assert "R2Score" in expected and len(expected) > 20
+    for _ in range(2):
+        found = trainer(model(), 1, eval_batch_size=BATCH).evaluate((X, DENSE))
+        assert found == {name: in_f32(value) for name, value in expected.items()}
+
+
+def test_shapes_that_a_metric_of_keras_does_not_take_are_refused() -> None:
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
+    net.compile("sgd", "mse", metrics=[keras.metrics.F1Score(average="macro", threshold=0.5)])
+    with pytest.raises(UserError, match=r"'f1_score' \(F1Score\): .* expects 2D inputs"):
+        trainer(net, 1).evaluate((X, X[:, 0]))
