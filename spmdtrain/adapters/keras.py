@@ -208,7 +208,12 @@ class BoundKeras:
           **kwargs: Keyword arguments of the model; `training` defaults to the step's mode.
         """
         _check_rank(self.keras_model, args)
-        return self.keras_model(*args, **{"training": self.training, **kwargs})
+        try:
+            return self.keras_model(*args, **{"training": self.training, **kwargs})
+        except Exception as error:
+            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+                _check_compiles(self.keras_model, error)
+            raise
 
     @property
     def losses(self) -> list[jax.Array]:
@@ -250,6 +255,18 @@ def _check_rank(keras_model: Any, args: Sequence[Any]) -> None:
             "of the data seems to be a batch. Give the examples as arrays, or the batches as a "
             "keras.utils.PyDataset"
         )
+
+
+def _check_compiles(keras_model: Any, error: Exception) -> None:
+    """Raises `UserError` if an error while a step was traced is that of an uncompilable layer."""
+    for layer in all_layers(keras_model):
+        kind = type(layer).__name__
+        if not layer.supports_jit and f"calling {kind}.call()" in str(error):  # Keras' own words
+            raise UserError(
+                f"the layer {layer.name!r} ({kind}) of the Keras model {keras_model.name!r} cannot "
+                "be compiled: take it out of the model and apply it to the data (in augment, for "
+                "example), or set jit=False, which runs a step operation by operation"
+            ) from error
 
 
 def import_keras() -> Any:
@@ -319,11 +336,19 @@ def _check_trainable(model: Any, params: Mapping[str, Any]) -> None:
                 "optimizers enforce and optax's do not: create the model without it and let the "
                 "optimizer enforce it (optax.keep_params_nonnegative, for example)"
             )
+    kinds = import_keras().layers
+    recurrent = (kinds.RNN, kinds.Bidirectional)
     for layer in all_layers(model):
         if layer.compute_dtype == "float16":
             raise UserError(
                 f"the layer {layer.name!r} computes in float16, which needs loss scaling, which "
                 "is not supported: use the policy mixed_bfloat16"
+            )
+        if isinstance(layer, recurrent) and layer.stateful:
+            raise UserError(
+                f"the layer {layer.name!r} ({type(layer).__name__}) has stateful=True, which is "
+                "not supported (row i of a batch would continue row i of the batch before): make "
+                "each series one example, with stateful=False"
             )
 
 

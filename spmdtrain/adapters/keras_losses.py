@@ -52,10 +52,15 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
         values, masks = values_and_masks(loss, true, prediction)
         rows = prediction.shape[0]
         if values.ndim == 0 or values.shape[0] != rows:
+            # Keras' own that have it combine the whole batch by default (Dice, Tversky).
+            axes = tuple(range(1, prediction.ndim))
+            has_axis = getattr(loss, "axis", 0) is None
+            hint = (
+                f"give it axis={axes}" if has_axis else "for example keras.ops.mean(..., axis=-1)"
+            )
             raise UserError(
                 f"the loss {loss.name!r} returns shape {values.shape} for a batch of {rows}: it "
-                "must return a value for each example, not their mean; for example "
-                "keras.ops.mean(..., axis=-1)"
+                f"must return a value for each example, not their mean: {hint}"
             )
         for each in masks:
             if each.shape != values.shape:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.keras import BoundKeras, import_keras
-from spmdtrain.adapters.keras_internals import compile_arguments, reported_name
+from spmdtrain.adapters.keras_internals import all_layers, compile_arguments, reported_name
 from spmdtrain.adapters.keras_losses import ExampleLosses, loss_of
 from spmdtrain.errors import UserError
 from spmdtrain.step.keras_metrics import CompiledMetric, OutputMetric
@@ -54,8 +54,10 @@ class CompiledKeras:
                     "calls: use KerasModel with an objective that does the same"
                 )
         given = compile_arguments(model)
+        # Keras itself chooses jit_compile=False for layers most of which JAX does compile.
+        chosen_by_keras = not all(layer.supports_jit for layer in all_layers(model))
         for name, expected in {"run_eagerly": False, "jit_compile": True}.items():
-            if given[name] is not expected:
+            if given[name] is not expected and not (name == "jit_compile" and chosen_by_keras):
                 raise UserError(
                     f"the Keras model {model.name!r} is compiled with {name}={given[name]}: leave "
                     "it out; jit=False of from_keras runs a step operation by operation"

@@ -1,5 +1,6 @@
 """Keras models through the same seam: what Keras' own training would have given, and more."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -479,6 +480,14 @@ def test_what_optax_would_not_do_is_refused() -> None:
     assert "n/d/kernel has the constraint NonNeg" in refusal(with_layer(kernel_constraint="NonNeg"))
     assert "the layer 'd' computes in float16" in refusal(with_layer(dtype="mixed_float16"))
     assert "'n' has no trainable variables" in refusal(with_layer(trainable=False))
+
+
+def test_a_layer_with_a_state_of_each_row_is_refused() -> None:
+    inner = keras.layers.LSTM(2, stateful=True, name="lstm")
+    for layer in (inner, keras.layers.Bidirectional(inner)):
+        net = keras.Sequential([keras.Input((3, 4), batch_size=8), layer])
+        found = refusal(functools.partial(KerasModel, net))
+        assert f"({type(layer).__name__}) has stateful=True" in found
 
 
 def test_variables_that_are_made_late_or_kept_elsewhere_are_named() -> None:

@@ -239,6 +239,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     ),
     "own step": (lambda: _compiled(OwnStep(name="own")), [], "'own' overrides train_step"),
     "eager": (lambda: dense(run_eagerly=True), [], "run_eagerly=True: leave it out"),
+    "not compiled by JAX": (
+        lambda: dense(jit_compile=False),
+        [],
+        "jit_compile=False: leave it out",
+    ),
     "several steps": (lambda: dense(steps_per_execution=4), [], "option steps_per_dispatch"),
     "scaled": (
         lambda: dense(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
@@ -271,7 +276,11 @@ def test_what_needs_the_loop_of_keras_is_refused_by_name(case: str) -> None:
     ("compiled", "words"),
     [
         ({"loss": keras.losses.MeanSquaredError("sum")}, "reduction 'sum': it must be a mean"),
-        ({"loss": lambda y, p: keras.ops.mean(p)}, "a value for each example, not their mean"),
+        ({"loss": lambda y, p: keras.ops.mean(p)}, "a value for each example, not their mean$"),
+        (
+            {"units": 1, "loss": keras.losses.Tversky()},
+            r"each example, not their mean: give it axis=\(1,\)$",
+        ),
         (
             {"metrics": [keras.metrics.Precision([0.2, 0.5], name="p")]},
             r"'p' \(Precision\) returns an",
@@ -287,6 +296,33 @@ def test_losses_that_are_no_means_and_metrics_of_several_numbers_are_refused(
     variables = adapter.init(adapter.given, jax.random.key(0))
     with pytest.raises(UserError, match=words):
         adapter.run(objective, variables, (X, LABEL), jax.random.key(0), Mode.EVAL)
+
+
+def of_images(layer: Any) -> Any:
+    layers = [layer, keras.layers.Flatten(), keras.layers.Dense(3, "softmax")]
+    model = keras.Sequential([keras.Input((6, 6, 1)), *layers])
+    model.compile(loss="sparse_categorical_crossentropy")
+    assert model.jit_compile is False
+    return model
+
+
+@pytest.mark.slow
+def test_layers_that_keras_does_not_compile_are_compiled_or_named() -> None:
+    images = _draw.uniform(size=(12, 6, 6, 1)).astype(np.float32)
+    keras.utils.set_random_seed(0)
+    model = of_images(keras.layers.RandomRotation(0.3))
+    adapter, objective = KerasModel(model), CompiledKeras(model).objective
+    variables = adapter.init(adapter.given, jax.random.key(0))
+
+    def loss(batch: Any, mode: Mode) -> Any:
+        return adapter.run(objective, variables, batch, jax.random.key(1), mode)[0]["loss"]
+
+    found = jax.jit(loss, static_argnums=1)((images, LABEL), Mode.TRAIN)
+    np.testing.assert_allclose(found, loss((images, LABEL), Mode.TRAIN), rtol=1e-4)
+    assert np.abs(found - loss((images, LABEL), Mode.EVAL)).max() > 1e-3  # it turns the images
+    cropped = Trainer.from_keras(of_images(keras.layers.RandomCrop(4, 4, name="crop")))
+    with pytest.raises(UserError, match=r"'crop' \(RandomCrop\) .* be compiled: .* jit=False"):
+        cropped.fit((images, LABEL), steps=1, global_batch_size=8)
 
 
 def test_an_output_without_a_target_is_named() -> None:
