@@ -79,6 +79,11 @@ def callback_kind(callback: Any) -> str:
     if kind not in MAPPED_CALLBACKS or type(callback) is not getattr(
         import_keras().callbacks, kind
     ):
+        if kind == "BackupAndRestore":
+            raise UserError(
+                "the Keras callback BackupAndRestore cannot be used: leave it out, and pass "
+                f"workdir={str(callback.backup_dir)!r}; a run with a workdir saves and resumes"
+            )
         raise UserError(
             f"the Keras callback {kind} cannot be used: {', '.join(MAPPED_CALLBACKS)} can; write "
             "another as an object with methods named after events (docs/callbacks.md)"

@@ -343,6 +343,12 @@ class KerasCallbacks:
             kind = _kind(callback)
             if kind == "TensorBoard":
                 _check_folder(callback, config.workdir)
+            if config.evaluated_by == "evaluator" and _needs_validation(callback):
+                raise UserError(
+                    f"{kind} uses a metric 'val_...' and needs the evaluations of the training, "
+                    "and evaluated_by is 'evaluator': use a metric of the training, or leave "
+                    "evaluated_by out"
+                )
             if getattr(callback, "restore_best_weights", False) and config.workdir is not None:
                 raise UserError(
                     "EarlyStopping: restore_best_weights keeps the values in memory, and a resumed "

@@ -336,6 +336,21 @@ def test_a_callback_that_watches_a_missing_metric_is_an_error() -> None:
         fitted.fit((X, Y), epochs=1, global_batch_size=BATCH)
 
 
+def test_a_callback_does_not_wait_for_the_metrics_of_an_evaluator(tmp_path: Path) -> None:
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    net.compile("sgd", "mse")
+    x = np.ones((8, 4), np.float32)
+    trainer = Trainer.from_keras(
+        net,
+        callbacks=[keras.callbacks.EarlyStopping("val_loss")],
+        evaluated_by="evaluator",
+        workdir=str(tmp_path / "run"),
+    )
+    with pytest.raises(UserError, match=r"EarlyStopping uses .* evaluated_by is 'evaluator'"):
+        trainer.fit((x, x[:, :1]), validation=(x, x[:, :1]), epochs=1, global_batch_size=8)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""  # before the first step
+
+
 def test_the_command_trains_a_compiled_model(tmp_path: Path) -> None:
     file = SCRIPTS / "experiment.py"
     assert main(["--config", str(file), "--workdir", str(tmp_path), "--quiet"]) == 0

@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         "scales the loss",
     ),
     "not a list": (dense, keras.callbacks.CSVLogger("x"), "callbacks is a CSVLogger: it must be"),
-    "backup": (dense, [keras.callbacks.BackupAndRestore("x")], "callback BackupAndRestore cannot"),
+    "backup": (dense, [keras.callbacks.BackupAndRestore("x")], "BackupAndRestore .* workdir='x'"),
     "steps": (
         dense,
         [keras.callbacks.LambdaCallback(on_train_batch_end=print)],
