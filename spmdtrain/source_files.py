@@ -1,15 +1,18 @@
 """The source files of users, as opposed to those of libraries."""
 
+import functools
 import os
+import re
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _PACKAGE = Path(__file__).parent
 _MODELS = _PACKAGE / "models"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
+@functools.cache
 def is_library(file: str) -> bool:
     """Returns whether a source file belongs to Python, a library or this package except its models.
 
@@ -52,6 +55,27 @@ def describe_sys_exit(stop: SystemExit, where: str = "") -> str:
     call = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
     said = f"{call} {where}," if where else call
     return f"{said} {place_of(stop)}".rstrip(" ,")
+
+
+def call_by_user(frame: FrameType | None, called: str = "") -> str:
+    """Returns `CALLED, called in FUNCTION (FILE:LINE)` for the innermost user's code of a stack.
+
+    Args:
+        frame: The innermost frame of the stack.
+        called: What this frame calls.
+
+    Returns:
+        The text; empty if there is no user's code.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if not is_library(code.co_filename):
+            place = f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})"
+            return f"{called}, called {place}" if called else place
+        # An object is known by its class.
+        called = re.sub(r"\.__(init|call)__$", "", code.co_qualname).rpartition(".")[2]
+        frame = frame.f_back
+    return ""
 
 
 def users_traceback(

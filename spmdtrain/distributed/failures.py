@@ -36,6 +36,8 @@ _ROLL_CALL = f"{KEY}/roll_call/"  # set by a process that has lost a connection
 _PRESENT = f"{KEY}/present/"  # the answers
 _WHERE = f"{KEY}/where/"  # the progress of each process
 _NO_RANK = -1  # rank in a failure that no process reported itself: a job that hangs
+SHUTDOWN = 300
+"""Seconds that processes wait for the others at the end."""
 _POLL_INTERVAL = 0.3  # seconds between two checks whether another process has failed
 _REPORT_TIMEOUT = 2  # seconds to wait for the report of a process whose connection is lost
 _MAX_REASON = 10_000  # characters printed of another process's reason
@@ -76,10 +78,18 @@ def start_watching(job: Job, hang_timeout: float) -> None:
         CONTEXT.exits.finished.set()
         watch.join(timeout=10)
 
+    def end() -> None:
+        if not CONTEXT.exits.finished.is_set():
+            job.answer(ended=True)
+            # JAX waits in its shutdown as well, but what then happens to the others is not watched.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                job.client.wait_at_barrier(f"{KEY}/end", SHUTDOWN * 1000)
+        stop()
+
     CONTEXT.exits.stop = stop
     # A thread that returns from JAX's client while Python shuts down aborts the process. This is
     # registered after JAX's own shutdown of the job, and therefore runs before it.
-    atexit.register(stop)
+    atexit.register(end)
 
 
 def watch_alone(hang_timeout: float) -> None:
@@ -415,6 +425,7 @@ def _watch(job: Job, hang_timeout: float) -> None:
                 job.client.key_value_set(f"{_PRESENT}{job.rank}", "", allow_overwrite=True)
                 answered = True
             monitor.poll()
+        job.answer()
 
 
 class _HangMonitor:

@@ -25,7 +25,6 @@ from spmdtrain.strategies import strategy as strategy_of
 from spmdtrain.user_errors import install_hook
 
 _HEARTBEAT = 20  # seconds after which JAX considers a silent process dead
-_SHUTDOWN = 300  # seconds that processes wait for the others at the end
 HANG_TIMEOUT = 1800.0  # seconds
 
 
@@ -152,7 +151,7 @@ def initialize(
         coordinator_bind_address=party.coordinator if local else None,
         initialization_timeout=max(10, int(timeout)),
         heartbeat_timeout_seconds=_HEARTBEAT,
-        shutdown_timeout_seconds=_SHUTDOWN,
+        shutdown_timeout_seconds=failures.SHUTDOWN,
     )
     _start_watching(process_group.enter(party.names), hang_timeout)
 

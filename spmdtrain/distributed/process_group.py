@@ -6,11 +6,17 @@ collectives. With one process the functions return at once. `distributed.initial
 job.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
+import math
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import astuple, dataclass, field
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -19,10 +25,33 @@ from jax._src import distributed as jax_distributed
 
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import NOT_SET, UserError, foreign
+from spmdtrain.source_files import call_by_user
 
 T = TypeVar("T")
 
 KEY = "spmdtrain"  # prefix of all keys of this package
+# Folders of the store, each with a key for each rank.
+_AWAITED = f"{KEY}/awaited/"  # set by a process that waits for a value of this one
+_POSITION = f"{KEY}/position/"  # the answers
+_FIRST_WAIT, _LONGEST_WAIT = 1_000, 5_000  # milliseconds between two looks at the awaited process
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One call of a `CallSequence`: all processes must make the same one.
+
+    Attributes:
+      number: Which call of its sequence it is, from 1.
+      what: The way of the values, and the function that exchanges them.
+      caller: The call of the user's code that leads to it; empty without such code.
+    """
+
+    number: int
+    what: str
+    caller: str
+
+    def __str__(self) -> str:
+        return f"{self.caller} [{self.what}]" if self.caller else self.what
 
 
 @dataclass
@@ -37,8 +66,8 @@ class CallSequence:
     """
 
     name: str
-    agreements: int = 0
-    """Number of calls so far. It is the same in all processes, and so identifies a call."""
+    last: Exchange = Exchange(0, "no exchange", "")
+    """The last call. Its number is the same in all processes, and so identifies it."""
     unread: list[str] = field(default_factory=list)
     """Keys of process 0 that others may still read."""
 
@@ -47,14 +76,14 @@ class CallSequence:
         job = current()
         if job is None:
             return value
-        key = self._next_key()
+        key = self._next_key("broadcast")
         if job.rank == 0:
-            job.client.key_value_set(key, json.dumps(value))
+            job.client.key_value_set(key, self._packed(value))
             self.unread.append(key)
             result: T = value
         else:
-            result = json.loads(_get(job, key))
-        if self.agreements % 256 == 0:
+            result = self._get(job, key, 0)
+        if self.last.number % 256 == 0:
             self.collect(None)  # deletes the keys that all processes have read
         return result
 
@@ -63,13 +92,13 @@ class CallSequence:
         job = current()
         if job is None:
             return [value]
-        key = self._next_key()
+        key = self._next_key("collect")
         if job.rank != 0:
-            job.client.key_value_set(f"{key}/{job.rank}", json.dumps(value))
+            job.client.key_value_set(f"{key}/{job.rank}", self._packed(value))
             return []
         values = [value]
         for rank in range(1, len(job.names)):
-            values.append(json.loads(_get(job, f"{key}/{rank}")))
+            values.append(self._get(job, f"{key}/{rank}", rank))
             job.client.key_value_delete(f"{key}/{rank}")
         # All processes have made this call, so all have read the earlier broadcasts.
         for old in self.unread:
@@ -81,9 +110,54 @@ class CallSequence:
         """Returns the values of all processes, by rank, in all of them."""
         return self.broadcast(self.collect(value))
 
-    def _next_key(self) -> str:
-        self.agreements += 1
-        return f"{KEY}/{self.name}/{self.agreements}"
+    def _next_key(self, way: str) -> str:
+        """Begins the next exchange, and returns the key of its values."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals is globals():
+            frame = frame.f_back
+        function = "" if frame is None else frame.f_code.co_qualname.replace(".<locals>", "")
+        number = self.last.number + 1
+        self.last = Exchange(number, f"{way} in {function}", call_by_user(frame, way))
+        return f"{KEY}/{self.name}/{number}"
+
+    def _packed(self, value: Any) -> str:
+        return json.dumps([self.last.what, self.last.caller, value])
+
+    def _get(self, job: "Job", key: str, rank: int) -> Any:
+        """Waits for the value of a process, and checks that it belongs to the same exchange."""
+        # A process that fails before it sets the value ends the job (see `failures`).
+        for waits in itertools.count():
+            with contextlib.suppress(_TimeoutError):
+                wait = min(_FIRST_WAIT * (waits + 1), _LONGEST_WAIT)
+                what, caller, value = json.loads(_get(job, key, wait))
+                if what != self.last.what:
+                    self._refuse(job, rank, f"by {Exchange(self.last.number, what, caller)}")
+                return value
+            self._check_position(job, rank)
+
+    def _check_position(self, job: "Job", rank: int) -> None:
+        """Checks that the process that this one waits for can still reach the same exchange."""
+        if self is not job.main:  # the package alone makes the calls of the others
+            return
+        job.client.key_value_set(f"{_AWAITED}{rank}", "", allow_overwrite=True)
+        try:
+            position = json.loads(job.client.key_value_try_get(f"{_POSITION}{rank}"))
+        except jax.errors.JaxRuntimeError:  # it has not answered yet
+            return
+        other = Exchange(*position["last"])
+        if other.number == self.last.number and other.what != self.last.what:
+            self._refuse(job, rank, f"by {other}")
+        if other.number < self.last.number and position["points"] > job.points:
+            # It has passed the next point that all processes have in common.
+            self._refuse(job, rank, f"left out ({position['doing']})")
+
+    def _refuse(self, job: "Job", rank: int, other: str) -> NoReturn:
+        raise UserError(
+            f"{job.name} and {job.names[rank]} make different calls: exchange {self.last.number} "
+            f"between the processes is made in {job.name} by {foreign(str(self.last), 500)}, and "
+            f"in {job.names[rank]} {foreign(other, 500)}; make the same calls in all processes, "
+            "and use their results in any of them"
+        )
 
 
 @dataclass
@@ -112,6 +186,26 @@ class Job:
     def name(self) -> str:
         """The name of this process."""
         return self.names[self.rank]
+
+    def answer(self, *, ended: bool = False) -> None:
+        """Publishes the position of this process if another one waits for it, or if it ends.
+
+        It is for another thread than the one that trains.
+
+        Args:
+          ended: Whether its script has ended.
+        """
+        awaited, points = f"{_AWAITED}{self.rank}", math.inf if ended else self.points
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # usually no process waits
+            if not ended:
+                self.client.key_value_try_get(awaited)
+                self.client.key_value_delete(awaited)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            doing = "its script has ended" if ended else call_by_user(frame)
+            # After the points: exchanges before a point are counted when the point is.
+            position = {"points": points, "last": astuple(self.main.last), "doing": doing}
+            key = f"{_POSITION}{self.rank}"
+            self.client.key_value_set(key, json.dumps(position), allow_overwrite=True)
 
 
 def current() -> Job | None:
@@ -281,14 +375,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _get(job: Job, key: str) -> str:
-    """Waits for a key. A process that fails before setting it ends the job (see `failures`)."""
-    while True:
-        try:  # 5 seconds at a time, so that Python can handle signals in between
-            return str(job.client.blocking_key_value_get(key, 5_000))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+class _TimeoutError(Exception):
+    """A key that is not set in time."""
+
+
+def _get(job: Job, key: str, wait: int) -> str:
+    """Waits for a key for some milliseconds: few, so that Python handles signals in between."""
+    try:
+        return str(job.client.blocking_key_value_get(key, wait))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise _TimeoutError from error
 
 
 # -- preemption ------------------------------------------------------------------------------------

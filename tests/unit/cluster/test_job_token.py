@@ -168,9 +168,15 @@ def test_another_process_s_reason_is_shown_escaped() -> None:
 
 
 def test_another_process_s_error_is_raised_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = process_group.Job(["chief", "worker 0"], 1, Store([f"{EVIL}\nsecond", None]))
+    name = "test_another_process_s_error_is_raised_escaped"
+    sent = [f"broadcast in {name}", "", [f"{EVIL}\nsecond", None]]
+    job = process_group.Job(["chief", "worker 0"], 1, Store(sent))
     job.client.key_value_set = lambda *_: None
     monkeypatch.setattr(CONTEXT, "job", job)
     with pytest.raises(UserError) as error:
         process_group.run_on_all(lambda: None, UserError)
     assert str(error.value) == "a\\x1b[2J\\u202eb\nsecond"
+    job.client = Store([EVIL, EVIL, None])
+    with pytest.raises(UserError, match=r"in chief by a\\x1b\[2J\\u202eb \[a\\x1b") as error:
+        process_group.broadcast(None)
+    assert "\x1b" not in str(error.value)
