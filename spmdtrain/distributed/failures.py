@@ -38,6 +38,8 @@ _WHERE = f"{KEY}/where/"  # the progress of each process
 _NO_RANK = -1  # rank in a failure that no process reported itself: a job that hangs
 SHUTDOWN = 300
 """Seconds that processes wait for the others at the end."""
+HANG_TIMEOUT = 1800.0
+"""Seconds without progress in phases whose duration is not measured."""
 _POLL_INTERVAL = 0.3  # seconds between two checks whether another process has failed
 _REPORT_TIMEOUT = 2  # seconds to wait for the report of a process whose connection is lost
 _MAX_REASON = 10_000  # characters printed of another process's reason
@@ -55,13 +57,13 @@ def to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def start_watching(job: Job, hang_timeout: float) -> None:
+def start_watching(job: Job, hang_timeout: float | None) -> None:
     """Starts to watch the job: from now on a failure in any process ends all of them.
 
     Args:
       job: The job of this process.
       hang_timeout: Seconds without progress in any process after which the job fails with the
-        name of the task that blocks the others; 0 disables this.
+        name of the task that blocks the others; 0 disables this, and None measures the steps.
     """
     out_of_memory.reserve()
     user_errors.end_by(_exit_on_error)
@@ -404,7 +406,7 @@ def describe_failure(failure: Mapping[str, Any]) -> str:
     return f"{failure['name']} {verb}{failure['reason']}"
 
 
-def _watch(job: Job, hang_timeout: float) -> None:
+def _watch(job: Job, hang_timeout: float | None) -> None:
     """Exits soon after another process has failed, whatever the main thread is waiting for."""
     monitor = _HangMonitor(job, hang_timeout)
     answered = False
@@ -431,16 +433,18 @@ def _watch(job: Job, hang_timeout: float) -> None:
 class _HangMonitor:
     """Detects a job that hangs: each process publishes its progress, and process 0 compares it."""
 
-    def __init__(self, job: Job, hang_timeout: float) -> None:
-        self._job, self._timeout = job, hang_timeout
-        self._every = min(10.0, hang_timeout / 10)
+    def __init__(self, job: Job, hang_timeout: float | None) -> None:
+        self._job, self._disabled = job, hang_timeout == 0
+        self._every = 5.0 if hang_timeout is None else min(10.0, hang_timeout / 10)
         self._next = time.monotonic()
-        self._timer = hangs.IdleTimer()
+        # A longer interval passes only while this process itself is stopped.
+        longest = max(10.0, 2 * self._every)
+        self._timer = hangs.HangTimer(hang_timeout, HANG_TIMEOUT, longest)
 
     def poll(self) -> None:
         """Publishes the progress of this process; in process 0, fails a job without progress."""
         now = time.monotonic()
-        if not self._timeout or now < self._next:
+        if self._disabled or now < self._next:
             return
         self._next = now + self._every
         job = self._job
@@ -458,13 +462,14 @@ class _HangMonitor:
         counts = sorted((record["task"], record["changes"]) for record in records)
         at_work = any(report["at_work"] for report in reports)
         # The rest of a script may take any time, so it is a new state at each poll.
-        if self._timer.idle(counts if at_work else object()) >= self._timeout:
+        phases = [Phase(record["phase"]) for record in records]
+        if found := self._timer.hung_for(counts if at_work else object(), phases):
             parsed = [
                 progress.ProgressRecord(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
                 for r in records
             ]
             why = hangs.find_hung_task(parsed).sentence
-            why = f"no progress for {self._timeout:g} s: {foreign(why)}"
+            why = f"no progress for {found}: {foreign(why)}"
             hung = {"rank": _NO_RANK, "name": "the job", "code": int(ExitCode.FAILED)}
             _set_failure(job, hung | {"reason": why, "lost": False})
 

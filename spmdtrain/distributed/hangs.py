@@ -41,6 +41,60 @@ class IdleTimer:
         return self._idle
 
 
+MEASURED = frozenset({Phase.LOAD, Phase.STEP, Phase.EVALUATE})
+"""Phases that recur, so that the next one can be expected to take no longer than some before. A
+compilation, a save or a callback says nothing about the next one."""
+_FACTOR, _LEAST = 5, 60.0  # times the longest interval without a change; seconds
+_ENOUGH = 20  # changes of each task to see first: first steps are dispatched, and not awaited
+
+
+class HangTimer:
+    """Decides when a job without progress counts as hung.
+
+    Args:
+      timeout: Seconds without progress, 0 for never; None follows from the measured steps.
+      default: With None, the seconds in phases other than those of `MEASURED`, and for the first
+        steps.
+      max_interval: See `IdleTimer`.
+    """
+
+    def __init__(self, timeout: float | None, default: float, max_interval: float) -> None:
+        self._timeout, self._default = timeout, default
+        self._max_interval, self._timer = max_interval, IdleTimer(max_interval)
+        self._before, self._idle, self._at = frozenset[Phase](), 0.0, time.monotonic()
+        # Of training and, where the key is True, of evaluation.
+        self._changes, self._slowest = Counter[bool](), {False: 0.0, True: 0.0}
+
+    def hung_for(self, state: object, phases: Sequence[Phase]) -> str | None:
+        """Returns how long a hung job has been without progress, and the limit; else None.
+
+        Args:
+          state: The current state, compared by `==`.
+          phases: The current phase of each task.
+        """
+        idle, now, current = self._timer.idle(state), time.monotonic(), frozenset(phases)
+        if idle == 0 and self._before and self._before <= MEASURED:
+            # The state may have changed at any time since the last call.
+            pause = self._idle + min(now - self._at, self._max_interval)
+            evaluates = Phase.EVALUATE in self._before
+            self._slowest[evaluates] = max(self._slowest[evaluates], pause)
+            self._changes[evaluates] += 1
+        self._idle, self._at, self._before = idle, now, current
+        limit, why = self._limit(current, _ENOUGH * len(phases))
+        return f"{limit:g} s{why}" if 0 < limit <= idle else None
+
+    def _limit(self, phases: frozenset[Phase], enough: int) -> tuple[float, str]:
+        if self._timeout is not None:
+            return self._timeout, ""
+        evaluates = Phase.EVALUATE in phases
+        if not phases or not phases <= MEASURED or self._changes[evaluates] < enough:
+            return self._default, ""
+        slowest = self._slowest[evaluates]
+        limit = min(self._default, max(_LEAST, math.ceil(_FACTOR * slowest)))
+        longest = f"the longest pause before was {slowest:.1f} s"
+        return limit, f" ({longest}; --hang-timeout sets another limit)"
+
+
 @dataclass(frozen=True)
 class Hang:
     """The task that most likely blocks a job without progress."""

@@ -25,7 +25,6 @@ from spmdtrain.strategies import strategy as strategy_of
 from spmdtrain.user_errors import install_hook
 
 _HEARTBEAT = 20  # seconds after which JAX considers a silent process dead
-HANG_TIMEOUT = 1800.0  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,10 @@ def initialize(
       explicit: The cluster, instead of TF_CONFIG.
       timeout: Seconds within which all processes must join.
       hang_timeout: Seconds without progress in any process after which the job fails with the name
-        of the task that blocks the others; 0 disables this. Default: 30 minutes, or 0 under a
-        launcher, which watches the processes itself, and for a process that is alone.
+        of the task that blocks the others; 0 disables this. Default: five times the longest pause
+        between two steps so far, at least 60; 30 minutes while a process compiles, saves or runs a
+        callback, and during the first steps. Under a launcher, which watches the processes itself,
+        and for a process that is alone, the default is 0.
       warn: Called with lines for the user: the missing tasks, and warnings about the token.
 
     Raises:
@@ -94,10 +95,10 @@ def initialize(
     _skip_absent_tpus()
     progress.begin()
     given = hang_timeout
-    if hang_timeout is None:
-        hang_timeout = 0.0 if progress.launched() else HANG_TIMEOUT
+    if hang_timeout is None and progress.launched():
+        hang_timeout = 0.0
     for name, seconds in (("timeout", timeout), ("hang_timeout", hang_timeout)):
-        if not seconds >= 0:
+        if seconds is not None and not seconds >= 0:
             raise UserError(f"{name} is {seconds}: it must be 0 or more seconds")
     by_servers = None if strategy is None else strategy_of(strategy).by_servers
     if (job := process_group.current()) is not None:  # the script initialized JAX itself
@@ -161,7 +162,7 @@ def _first_call(spec: ClusterSpec) -> str:
     return f"spmdtrain.initialize({'strategy=...' if spec.has_ps else ''})"
 
 
-def _start_watching(job: process_group.Job, hang_timeout: float) -> None:
+def _start_watching(job: process_group.Job, hang_timeout: float | None) -> None:
     CONTEXT.initialized = True
     if not jax.config.jax_enable_preemption_service:  # type: ignore[attr-defined]
         raise UserError(

@@ -10,6 +10,7 @@ from spmdtrain.distributed.hangs import IdleTimer
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch.child import Child
 from spmdtrain.launch.exit_report import Restarts, TaskExit, describe_exit
+from spmdtrain.launch.options import HANG_TIMEOUT
 from spmdtrain.launch.task_env import EVALUATOR
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class EvaluatorTask:
     def finish(self) -> int:
         """Waits for the evaluator after the end of the training; returns its exit code."""
         launcher, grace = self._launcher, self._launcher.options.grace
-        hang_timeout = launcher.options.hang_timeout or math.inf
+        given = launcher.options.hang_timeout
+        hang_timeout = HANG_TIMEOUT if given is None else given or math.inf
         received, watch, asked = launcher.signals.received, IdleTimer(max_interval=1.0), False
         while self.code is None:
             record = progress.read(launcher.folder, EVALUATOR)

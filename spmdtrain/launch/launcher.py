@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
-from spmdtrain.distributed.hangs import IdleTimer, find_hung_task
+from spmdtrain.distributed.hangs import HangTimer, find_hung_task
 from spmdtrain.distributed.progress import Phase, ProgressRecord
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch import stacks
@@ -25,7 +25,7 @@ from spmdtrain.launch.exit_report import (
     hint,
     root_cause,
 )
-from spmdtrain.launch.options import Options
+from spmdtrain.launch.options import HANG_TIMEOUT, Options
 from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks, without_task
 from spmdtrain.launch.worker_restarter import WorkerRestarter
 
@@ -165,7 +165,11 @@ class Launcher:
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
-        watch, hung, stopped = IdleTimer(max_interval=1.0), None, list[str]()
+        timeout = self.options.hang_timeout
+        if timeout is None and self.options.ps:
+            timeout = HANG_TIMEOUT  # functions of users may take any time
+        watch = HangTimer(timeout, HANG_TIMEOUT, max_interval=1.0)
+        hung, stopped = None, list[str]()
         while running := [child for child in tasks if child.status is None]:
             self.tick()
             for child in [child for child in running if child.poll()]:
@@ -188,8 +192,8 @@ class Launcher:
                 self._request_stop(running)
             if self.deadline < math.inf:  # tasks may be saving: only the grace period limits them
                 until = 0.0 if len(self.signals.received) > 1 else self.deadline
-            elif until == math.inf and self._is_hung(watch, running):
-                hung, until = self._report_hang(running), 0.0
+            elif until == math.inf and (idle := self._hung_for(watch, running)):
+                hung, until = self._report_hang(running, idle), 0.0
             if time.monotonic() >= until:
                 stopped += [child.name for child in running if self._is_stopped(child)]
                 for child in running:
@@ -285,12 +289,12 @@ class Launcher:
         without = requested if is_fault and requested in self.environments else None
         return Outcome(cause.code, words, saved, without)
 
-    def _is_hung(self, watch: IdleTimer, running: Sequence[Child]) -> bool:
+    def _hung_for(self, watch: HangTimer, running: Sequence[Child]) -> str | None:
         records = [progress.read(self.folder, child.name) for child in running]
-        idle = watch.idle(records)
-        return any(records) and 0 < self.options.hang_timeout <= idle
+        idle = watch.hung_for(records, [r.phase if r else Phase.START for r in records])
+        return idle if any(records) else None
 
-    def _report_hang(self, running: Sequence[Child]) -> str:
+    def _report_hang(self, running: Sequence[Child], idle: str) -> str:
         """Prints which task blocks the others, and the stacks of all; returns the former."""
         published = {child.name: progress.read(self.folder, child.name) for child in running}
         stopped = [child.name for child in running if self._is_stopped(child)]
@@ -306,7 +310,7 @@ class Launcher:
                 if record.task == "chief" or record.task in stopped or not record.changes
             ]
         sentence = find_hung_task(records, stopped).sentence
-        self.log(f"no progress for {self.options.hang_timeout:g} s: {sentence}")
+        self.log(f"no progress for {idle}: {sentence}")
         asked = []
         for child in running:
             record = published[child.name]

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+HANG_TIMEOUT = 900.0
+"""Seconds without progress in phases whose duration is not measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -20,7 +23,9 @@ class Options:
     evaluator in the command, the training leaves the validation split to it."""
     max_restarts: int = 3
     """Largest number of restarts without a new checkpoint between them."""
-    hang_timeout: float = 900
-    """Seconds without progress after which the job counts as hung; 0 disables this."""
+    hang_timeout: float | None = None
+    """Seconds without progress after which the job counts as hung; 0 disables this. The default
+    is five times the longest pause between steps so far, at least 60, and 900 for the first steps,
+    compilations, saves and callbacks, for an evaluator, and with --ps."""
     grace: float = 120
     """Seconds that the tasks have to save and exit after a signal."""

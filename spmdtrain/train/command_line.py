@@ -58,7 +58,9 @@ class Options:
     """Seconds to wait for the other processes at the start."""
     hang_timeout: float | None = None
     """Seconds without progress in any process after which the job ends as hung; 0 is never. The
-    default is 1800, and never for a process that is alone; under the launcher, the launcher's
+    default is five times the longest pause between steps so far, at least 60, and 1800 for the
+    first steps, compilations, saves and callbacks; a process that is alone has none; under the
+    launcher, the launcher's
     --hang-timeout applies instead."""
 
 

@@ -54,11 +54,8 @@ def build(config):
 def drawn(seed: int, **fixed: Any) -> Cell:
     """Draws a cell of a Trainer that has random access to its data, and is not refused."""
     generator = random.Random(seed)
-    cell = replace(
-        covering.draw(seed),
-        **{"entry": "trainer", "devices": 4, "exact": None, "compute_dtype": "float32"},
-        begun_with=(),
-    )
+    cell = replace(covering.draw(seed), entry="trainer", devices=4, exact=None, begun_with=())
+    cell = replace(cell, compute_dtype="float32")
     sources = ("arrays", "records", "grain", "hugging_face")
     strategies = ("mirrored", "zero", "fully_sharded", "default")
     cell = replace(
@@ -93,8 +90,8 @@ def check(cell: Cell, workdir: Path, factors: dict[str, np.ndarray]) -> None:
     np.testing.assert_allclose(losses, wanted.losses, rtol=rtol, atol=atol)
     if not cell.draws:
         line = metrics(workdir, "eval")[-1]
-        for name, value in wanted.evaluation.items():
-            np.testing.assert_allclose(line[name], value, rtol=rtol, atol=atol, err_msg=name)
+        for name, mean in wanted.evaluation.items():
+            np.testing.assert_allclose(line[name], mean, rtol=rtol, atol=atol, err_msg=name)
     if cell.average is None and not cell.lora:
         found = named_leaves(load_params(workdir))
         for name, value in wanted.params.items():
