@@ -78,6 +78,14 @@ def examples_per_epoch(data: Any) -> int:
     return epoch_size(as_dataset(data))
 
 
+SAME_DATA = (
+    "give every process the whole dataset, in the same order, and not a shard chosen by its rank: "
+    "each process reads only its own rows of a global batch. Data of which each process should "
+    "open its files alone are a stream with stream_shards"
+)
+"""Advice to processes with different data."""
+
+
 def data_fingerprint(data: TrainingData) -> dict[str, Any]:
     """Returns what identifies training data, as JSON. All processes of a job call it.
 

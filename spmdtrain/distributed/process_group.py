@@ -334,11 +334,15 @@ def summed(parts: Mapping[str, int]) -> dict[str, int]:
     return broadcast(total)
 
 
-def check_same(what: Mapping[str, Any]) -> None:
+def check_same(
+    what: Mapping[str, Any],
+    advice: str = "start all processes of a job with the same code and settings",
+) -> None:
     """Checks that values are equal in all processes.
 
     Args:
       what: Name to value, in nested dicts. Values that are not JSON are compared by their `str`.
+      advice: What to do if they are not.
 
     Raises:
       UserError: If a process has another value; names the first difference.
@@ -359,8 +363,7 @@ def check_same(what: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{odd_name} and {first_name} differ: {foreign(key)} is "
                 f"{foreign(other.get(key, NOT_SET))} in {odd_name} and "
-                f"{foreign(first.get(key, NOT_SET))} in {first_name}; start all processes of a job "
-                "with the same code and settings"
+                f"{foreign(first.get(key, NOT_SET))} in {first_name}; {advice}"
             )
 
 

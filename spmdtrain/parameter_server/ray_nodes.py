@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from spmdtrain.cluster.rendezvous import REPORT_INTERVAL
 from spmdtrain.cluster.spec import ClusterSpec, Task, from_environment
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.distributed import progress
+from spmdtrain.distributed.failures import to_stderr
 from spmdtrain.errors import ClusterError, ExitCode, UserError
 from spmdtrain.files.user_folders import exclusive_file, private_folder
 from spmdtrain.parameter_server import ray_auth
@@ -150,10 +152,15 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
     """
     import_ray(spec)
     task = spec.own_task
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    next_report = began + REPORT_INTERVAL
     chief = spec.chief.address
     while not _listens(chief.host, chief.port):
-        if time.monotonic() > deadline:
+        if (now := time.monotonic()) > next_report:
+            waited = f"for {now - began:.0f} s, at most {timeout:g}"
+            to_stderr(f"{task} waits for the chief at {chief} ({waited}): nothing listens there")
+            next_report = now + REPORT_INTERVAL
+        if now > began + timeout:
             raise UserError(
                 f"the chief has not started after {timeout:g} s: nothing listens at {chief}, its "
                 "address in TF_CONFIG"

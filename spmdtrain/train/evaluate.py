@@ -13,6 +13,7 @@ from spmdtrain.data.datasets import Dataset, Subset, fingerprint
 from spmdtrain.data.loader import ordered_batches
 from spmdtrain.data.mixture import components_of
 from spmdtrain.data.sampling import padded_size
+from spmdtrain.data.training_data import SAME_DATA
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import source_digests
@@ -217,8 +218,8 @@ class Evaluation:
 def check_same_data(dataset: Dataset, batch_size: int) -> None:
     """Raises `UserError` if the processes of a job would not evaluate the same data or code."""
     if process_group.count() > 1:
-        inputs = {"data": fingerprint(dataset), "global_batch_size": batch_size}
-        process_group.check_same(source_digests() | inputs)
+        process_group.check_same(source_digests() | {"global_batch_size": batch_size})
+        process_group.check_same({"data": fingerprint(dataset)}, SAME_DATA)
 
 
 def _concatenated(parts: Sequence[np.ndarray], batch_size: int) -> np.ndarray:

@@ -11,7 +11,12 @@ from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, descri
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of
-from spmdtrain.data.training_data import TrainingData, data_fingerprint, examples_per_epoch
+from spmdtrain.data.training_data import (
+    SAME_DATA,
+    TrainingData,
+    data_fingerprint,
+    examples_per_epoch,
+)
 from spmdtrain.distributed import numeric_settings, process_group
 from spmdtrain.distributed.code_digest import CodeRecord
 from spmdtrain.distributed.user_modules import source_digests
@@ -172,6 +177,8 @@ def check_same_inputs(
     # Compared as source files, and at the rendezvous; Keras may be imported in one process alone.
     del inputs["functions"], inputs["parts"], inputs["versions"]
     inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
-    inputs["data"] = {split: data_fingerprint(dataset) for split, dataset in data.items()}
-    inputs["data"] |= {} if train is None else {"train": data_fingerprint(train)}
-    process_group.check_same(inputs)
+    by_split = {split: data_fingerprint(dataset) for split, dataset in data.items()}
+    by_split |= {} if train is None else {"train": data_fingerprint(train)}
+    dataset = inputs.pop("dataset")
+    process_group.check_same(inputs)  # first, because data may depend on options
+    process_group.check_same({"dataset": dataset, "data": by_split}, SAME_DATA)

@@ -405,6 +405,7 @@ def test_a_process_with_other_contents_of_its_data_is_named(tmp_path: Path) -> N
     assert codes(ended) == [2, 2], show(ended)
     for one in ended:
         assert re.search(r"worker 0 and chief differ: dataset\.crc32 is \d+ in", one.output)
+        assert "; give every process the whole dataset, in the same order" in one.output
 
 
 @pytest.mark.drill

@@ -28,9 +28,9 @@ def environment() -> Iterator[None]:
         yield
 
 
-def spec_of(chief: str) -> ClusterSpec:
+def spec_of(chief: str, kind: str = "chief") -> ClusterSpec:
     tasks = {"chief": [chief], "worker": ["127.0.0.1:20001"], "ps": ["127.0.0.1:20002"]}
-    config = {"cluster": tasks, "task": {"type": "chief", "index": 0}}
+    config = {"cluster": tasks, "task": {"type": kind, "index": 0}}
     return from_environment({"TF_CONFIG": json.dumps(config)})
 
 
@@ -54,6 +54,19 @@ def test_an_address_of_no_interface_here_is_named_at_once() -> None:
     ):
         pytest.fail("it has begun")
     assert time.monotonic() - began < 20.0
+
+
+@pytest.mark.parametrize(("kind", "task"), [("ps", "ps 0"), ("worker", "worker 0")])
+def test_a_task_that_waits_for_its_chief_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, task: str
+) -> None:
+    monkeypatch.setattr(ray_nodes, "REPORT_INTERVAL", 0.1)
+    monkeypatch.setattr(ray_nodes, "import_ray", lambda spec: None)
+    monkeypatch.setattr(ray_nodes, "_listens", lambda host, port: False)
+    with pytest.raises(UserError, match=r"the chief has not started after 0\.5 s"):
+        ray_nodes.serve(spec_of("10.0.0.1:2222", kind), 0.5)
+    said = f"{task} waits for the chief at 10.0.0.1:2222 (for 0 s, at most 0.5): nothing listens"
+    assert said in capsys.readouterr().err
 
 
 class Remote:
