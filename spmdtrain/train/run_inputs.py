@@ -22,6 +22,7 @@ from spmdtrain.distributed.code_digest import CodeRecord
 from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.files.storage import is_url
+from spmdtrain.sharding.placement import current_batch_shards
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.metrics import component_metric
 from spmdtrain.step.optimizer_record import OptimizerRecord
@@ -101,8 +102,8 @@ def check_inputs(
     if 0 < size < batch:  # an epoch would have less than one step, and a step several epochs
         raise UserError(
             f"global_batch_size is {batch}, and the training data have {size} examples, of which a "
-            f"batch would hold some several times: give {option('global_batch_size', size)}, or "
-            f"repeat them: Subset(data, np.arange({batch}) % {size})"
+            f"batch would hold some several times: {_largest_batch(config, size)}repeat them: "
+            f"Subset(data, np.arange({batch}) % {size})"
         )
     total = config.total_steps(size)
     if profiled and (config.workdir is None or profiled[1] > total):
@@ -131,6 +132,17 @@ def check_inputs(
                 + did_you_mean(config.best_metric, names)
             )
     return total
+
+
+def _largest_batch(config: RunConfig, size: int) -> str:
+    """Returns the advice to give the largest valid batch of at most `size` examples, for an error.
+
+    It ends in ", or ", and is empty if no such batch is valid.
+    """
+    # The virtual shards of `exact` are a multiple of the devices.
+    parts = (config.exact or current_batch_shards()) * config.microbatches
+    largest = size if config.uneven_batch == "pad" else size // parts * parts
+    return f"give {option('global_batch_size', largest)}, or " if largest else ""
 
 
 def identity_of(

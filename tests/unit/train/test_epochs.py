@@ -14,6 +14,7 @@ from helpers import metrics
 from spmdtrain import (
     FitResult,
     FunctionModel,
+    Loop,
     MeshSpec,
     RunConfig,
     Subset,
@@ -258,16 +259,54 @@ def test_a_batch_larger_than_the_data_is_refused_unless_they_are_repeated(
 ) -> None:
     data = {name: values[:5] for name, values in DATA.items()}
     options = {"global_batch_size": 32, **length}
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="global_batch_size is 32"):
         fitted(train=data, **options)
-    assert str(caught.value) == (
-        "global_batch_size is 32, and the training data have 5 examples, of which a batch would "
-        "hold some several times: give global_batch_size=5, or repeat them: Subset(data, "
-        "np.arange(32) % 5)"
-    )
     repeated = fitted(train=Subset(data, np.arange(32) % 5), **options).history.epochs
     assert [epoch["epoch"] for epoch in repeated] == list(range(1, length.get("epochs", 2) + 1))
     source = grain.MapDataset.source([{n: x[i] for n, x in data.items()} for i in range(5)])
     assert len(fitted(train=source.repeat(7), **options).history.epochs) >= 1
-    with pytest.raises(UserError, match="global_batch_size is 6, and the training data have 5"):
-        fitted(train=data, **options | {"global_batch_size": 6, "mesh": MeshSpec(devices=(0, 1))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options", "works"),
+    [
+        ("Loop", {"devices": (0,)}, 5),
+        ("Loop", {"devices": (0, 1)}, 4),
+        ("Loop", {}, None),
+        ("Trainer", {"devices": (0,)}, 5),
+        ("Trainer", {"devices": (0, 1)}, 4),
+        ("Trainer", {"devices": (0, 1, 2, 3)}, 4),
+        ("Trainer", {}, None),  # eight devices
+        ("Trainer", {"devices": (0, 1), "microbatches": 2}, 4),
+        ("Trainer", {"devices": (0, 1), "microbatches": 4}, None),
+        ("Trainer", {"devices": (0, 1), "uneven_batch": "pad"}, 5),
+        ("Trainer", {"devices": (0, 1), "exact": 4}, 4),
+        ("Trainer", {"devices": (0, 1), "exact": 8}, None),
+    ],
+)
+def test_the_error_of_a_batch_larger_than_the_data_names_one_that_works(
+    kind: str, options: dict[str, Any], works: int | None
+) -> None:
+    data = {name: values[:5] for name, values in DATA.items()}
+    others = {name: value for name, value in options.items() if name != "devices"}
+    others["mesh"] = MeshSpec(devices=options.get("devices", ()))
+
+    def run(batch: int) -> None:
+        if kind == "Trainer":
+            fitted(train=data, validation=None, steps=1, **others | {"global_batch_size": batch})
+            return
+        with Loop(steps=1, global_batch_size=batch, **others) as loop:
+            loop.start(lambda key: {"params": jnp.ones(3)}, train=data)
+            loop.stop()
+
+    with pytest.raises(UserError) as caught:
+        run(16)
+    give = f"give global_batch_size={works}, or "
+    assert str(caught.value) == (
+        "global_batch_size is 16, and the training data have 5 examples, of which a batch would "
+        f"hold some several times: {give if works else ''}repeat them: "
+        "Subset(data, np.arange(16) % 5)"
+    )
+    if works:
+        run(works)
