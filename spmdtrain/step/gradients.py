@@ -37,6 +37,11 @@ Wanted = Callable[[metrics.BatchSums], dict[str, Any]]
 """Selects the sums of a part that its gradients need of the whole batch."""
 ON_ONE_DEVICE = Placement(DEFAULT, None)
 """The placement of code inside `shard_map`, where there is no mesh to split arrays over."""
+NO_SLOPE = (
+    "without jax.lax.stop_gradient and without functions that have no derivative (argmax, "
+    "comparisons) in between"
+)
+"""How to compute a loss that trains, for errors."""
 
 
 class GradientOutput(NamedTuple):
@@ -380,8 +385,7 @@ def _check_trains(params: PyTree, terms: dict[str, metrics.Sums]) -> None:
     raise UserError(
         f"the loss does not depend on the trained parameters ({', '.join(names[:3])}"
         f"{', ...' * (len(names) > 3)}), so its gradient is 0 for every batch: compute it from the "
-        "model's output, without jax.lax.stop_gradient and without functions that have no "
-        "derivative (argmax, comparisons) in between"
+        f"model's output, {NO_SLOPE}"
     )
 
 

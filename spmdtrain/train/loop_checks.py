@@ -6,15 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.step.gradients import NO_SLOPE
 from spmdtrain.step.metric_names import NORMS_OF_GRADIENTS, check_names
 from spmdtrain.step.metrics import loss_first
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.tree import named_leaves
+from spmdtrain.xla.jaxpr import equations
 
 PyTree = Any
 Init = Callable[[jax.Array], Mapping[str, PyTree]]
@@ -105,6 +108,61 @@ def check_state(after: Any, before: TrainState) -> None:
         previous, current = (_described(tree.get(name)) for tree in (was, now))
         if previous != current:
             raise UserError(f"the step changed {name} of the state from {previous} to {current}")
+
+
+def check_trains(jaxpr: Any, arguments: PyTree, results: PyTree) -> None:
+    """Checks that a step learns from its data.
+
+    It does not if its new parameters and optimizer state need neither the batch nor the key,
+    although the loss does, and come from zeros: JAX puts them in place of a gradient that it knows
+    to be 0.
+
+    Args:
+      jaxpr: The open jaxpr of the step.
+      arguments: State and batch, arrays or their shapes.
+      results: The state after the step and its output, likewise.
+
+    Raises:
+      UserError: If the step changes parameters without its data.
+    """
+    names, given = list(named_leaves(results)), list(named_leaves(arguments))
+
+    def needed(wanted: Callable[[str], bool]) -> tuple[Any, set[str]]:
+        """Returns the part of the program that results need, and the arguments that it reads."""
+        part, is_used = partial_eval.dce_jaxpr(jaxpr, list(map(wanted, names)))
+        return part, {name for name, used in zip(given, is_used, strict=True) if used}
+
+    def is_data(name: str) -> bool:
+        return name == "0/key" or name.startswith("1")  # of the state, or of the batch
+
+    losses = [x for x in names if x.startswith("1/metrics/") and "loss" in x.lower()]
+    if not any(map(is_data, needed(losses.__contains__)[1])):
+        return
+    update, read = needed(lambda name: name.startswith(("0/params", "0/opt_state")))
+    is_changed = any(x.primitive.name != "device_put" for x in update.eqns)  # more than placed
+    if not is_changed or any(map(is_data, read)) or any(x.aval.size > 1 for x in update.constvars):
+        return  # an array of the function itself may be the data that it trains on
+    params = {x: y for x, y in named_leaves(results).items() if x.startswith("0/params")}
+    arrays = {name: leaf.shape for name, leaf in params.items() if leaf.shape}
+    for name, shape in arrays.items():
+        part, read = needed(name.__eq__)
+        copied = any(x in params and x != name for x in read)
+        if copied or not any(_is_zeros(x, shape) for x in equations(part)):
+            return  # a copy of other parameters, or an update without a gradient
+    if not arrays:  # zeros that are scalars are no equations
+        return
+    raise UserError(
+        f"the step's new parameters do not depend on the batch, although its {losses[0][10:]} "
+        "does, so it learns nothing from the data: compute the loss from the parameters, "
+        f"{NO_SLOPE}"
+    )
+
+
+def _is_zeros(equation: Any, shape: tuple[int, ...]) -> bool:
+    """Returns whether an equation makes an array of zeros, as JAX does for a gradient of 0."""
+    is_constant = equation.primitive.name == "broadcast_in_dim"
+    value = getattr(equation.invars[0], "val", None) if is_constant else None
+    return value is not None and value == 0 and equation.outvars[0].aval.shape == shape
 
 
 def _described(x: Any) -> str:

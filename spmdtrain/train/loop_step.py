@@ -29,6 +29,7 @@ from spmdtrain.train.loop_checks import (
     as_scalars,
     check_not_donated,
     check_state,
+    check_trains,
     state_and_metrics,
 )
 from spmdtrain.train.program_report import StepProgram
@@ -131,6 +132,7 @@ class LoopStep:
         with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
             traced = self._program.trace(state, batch)
             check_program(traced.jaxpr.jaxpr, (state, batch), loop.placement)
+            check_trains(traced.jaxpr.jaxpr, (state, batch), traced.out_info)
             lowered = traced.lower()
             compiled = lowered.compile()
             await_compiled(lowered)

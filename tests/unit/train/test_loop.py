@@ -1,5 +1,6 @@
 """Loops of one's own: what they are given, what is done for them, and what is refused."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -620,6 +621,113 @@ def test_a_step_says_what_is_wrong(change: Any, words: str) -> None:
     with pytest.raises(UserError, match=words), loop() as own:
         state = own.start(init, train=(X, Y))
         own.compile_step(wrong_step(change))(state, next(own.batches()))
+
+
+SGD = optax.sgd(0.1)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER)
+DECAYED = optax.adamw(0.1)
+
+
+def made(value: Any, optimizer: Any = OPTIMIZER) -> Any:
+    """A step that minimizes value(params, batch, key)."""
+
+    def step(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, dict[str, Any]]:
+        loss, gradients = jax.value_and_grad(value)(state.params, batch, key)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return replace(state, params=params, opt_state=opt_state), {"loss": loss}
+
+    return step
+
+
+def predicted(params: Any, batch: Any, key: Any) -> jax.Array:
+    classes = jnp.argmax(batch[0] @ params["w"] + params["b"], -1)
+    return weighted_mean(jnp.square(classes - batch[1][:, 0]))
+
+
+def of_replicas(params: Any, batch: Any, key: Any) -> jax.Array:
+    return per_replica(lambda rows: stopped(params, rows, key), batch).sum()
+
+
+def stopped(params: Any, batch: Any, key: Any) -> jax.Array:
+    return jnp.mean(losses(jax.lax.stop_gradient(params), batch))
+
+
+def in_scan(params: Any, batch: Any, key: Any) -> jax.Array:
+    def add(total: Any, row: Any) -> tuple[Any, None]:
+        return total + jnp.sign(row @ params["w"]).sum(), None
+
+    return jax.jit(lambda: jax.lax.scan(add, 0.0, batch[0])[0])()
+
+
+def of_offset(params: Any, batch: Any, key: Any) -> jax.Array:
+    """Its gradient is the same for every batch."""
+    return stopped(params, batch, key) + jnp.mean(params["b"] - batch[1])
+
+
+def of_noise(params: Any, batch: Any, key: Any) -> jax.Array:
+    noise = jnp.square(params["w"] - jax.random.normal(key, (16, 8))).sum()
+    return stopped(params, batch, key) + noise
+
+
+def of_all_data(params: Any, batch: Any, key: Any) -> jax.Array:
+    return stopped(params, batch, key) + losses(params, (jnp.asarray(X), jnp.asarray(Y))).mean()
+
+
+def copies(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, dict[str, Any]]:
+    params = state.params | {"b": 0.9 * state.params["b"] + 0.1 * state.params["w"].mean(0)}
+    return replace(state, params=params), {"loss": losses(state.params, batch).mean()}
+
+
+def only_evaluates(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, dict[str, Any]]:
+    return state, {"loss": losses(state.params, batch).mean()}
+
+
+def counts(step: Any) -> Any:
+    def counted(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, dict[str, Any]]:
+        after, found = step(state, batch, key)
+        return replace(after, model_state={"mean": batch[0].mean()}), found
+
+    return counted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "trains", "options"),
+    [
+        (made(stopped), False, {}),
+        (made(stopped), False, {"strategy": "fully_sharded"}),
+        (made(stopped), False, {"strategy": "central_storage"}),
+        (made(stopped, SGD), False, {"optimizer": SGD}),
+        (made(stopped, CLIPPED), False, {"optimizer": CLIPPED}),
+        (made(predicted, DECAYED), False, {"optimizer": DECAYED}),
+        (made(in_scan), False, {}),
+        (made(of_replicas), False, {}),
+        (counts(made(stopped)), False, {}),
+        (step, True, {}),
+        (made(of_offset), True, {}),
+        (made(of_noise), True, {}),
+        (made(of_all_data), True, {}),
+        (copies, True, {}),
+        (only_evaluates, True, {}),
+        (only_evaluates, True, {"strategy": "central_storage"}),
+    ],
+)
+def test_a_step_whose_parameters_do_not_depend_on_its_data_is_refused(
+    function: Any, trains: bool, options: dict[str, Any]
+) -> None:
+    optimizer = options.get("optimizer", OPTIMIZER)
+    options = {name: x for name, x in options.items() if name != "optimizer"}
+
+    def begin(key: jax.Array) -> dict[str, Any]:
+        parts = init(key) | {"model_state": {"mean": jnp.zeros(())}}
+        return parts | {"opt_state": optimizer.init(parts["params"])}
+
+    words = "new parameters do not depend on the batch, although its loss does, so it learns"
+    refused = contextlib.nullcontext() if trains else pytest.raises(UserError, match=words)
+    with refused, loop(**options) as own:
+        state = own.start(begin, train=(X, Y))
+        own.compile_step(function)(state, next(own.batches()))
 
 
 def test_a_loop_says_how_it_is_used() -> None:
