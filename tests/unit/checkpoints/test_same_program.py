@@ -5,6 +5,7 @@ import json
 import os
 import re
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -415,3 +416,38 @@ def test_changed_functions_of_a_loop_are_printed_by_their_use(
     fit(3, optax.sgd(0.1, 0.9, nesterov=True))
     found = [re.split("[,:]", text)[0] for text in changes(capsys.readouterr().out)]
     assert found == ["code of init", "code of step"]
+
+
+@pytest.mark.parametrize(
+    ("older", "problem"),
+    [
+        ({"arrays": {"0": "float64[4]", "1": "float64[1]"}, "crc32": 7}, None),
+        ({"arrays": {"0": "float64[4]", "1": "float32[1]"}, "crc32": 7}, None),
+        ({"arrays": {"0": "float32[4]", "1": "float32[1]"}, "crc32": 7}, "crc32"),
+        ({"arrays": {"0": "float64[5]", "1": "float64[1]"}}, "arrays"),
+        ({"arrays": {"0": "int64[4]", "1": "float64[1]"}}, "arrays"),
+        ({"arrays": {"0": "float64[4]", "1": "float64[1]"}, "examples": 8}, "examples"),
+        ({"arrays": 5}, "arrays"),
+    ],
+)
+def test_data_that_were_read_in_64_bits_are_the_same_data(
+    older: dict[str, Any], problem: str | None
+) -> None:
+    data = {"examples": 16, "arrays": {"0": "float32[4]", "1": "float32[1]"}, "crc32": 1}
+    now = Identity(config_as_json(RunConfig(global_batch_size=8)), data, {}, "x")
+    saved = replace(now, dataset=data | older)
+    if problem is None:
+        check_same_run(saved, now, "step 1", 1)
+    else:
+        with pytest.raises(UserError, match=f"other data: {problem} was"):
+            check_same_run(saved, now, "step 1", 1)
+
+
+def test_a_run_resumes_from_a_checkpoint_that_recorded_64_bits(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    manifest = tmp_path / "checkpoints" / "2" / "manifest.json"
+    data = json.loads(manifest.read_text())["identity"]["dataset"]
+    arrays = {name: x.replace("float32", "float64") for name, x in data["arrays"].items()}
+    assert arrays != data["arrays"]
+    rewrite(tmp_path, 2, dataset=data | {"arrays": arrays, "crc32": data["crc32"] + 1})
+    assert int(train(tmp_path, 4).state.step) == 4
