@@ -450,4 +450,5 @@ def test_a_run_resumes_from_a_checkpoint_that_recorded_64_bits(tmp_path: Path) -
     arrays = {name: x.replace("float32", "float64") for name, x in data["arrays"].items()}
     assert arrays != data["arrays"]
     rewrite(tmp_path, 2, dataset=data | {"arrays": arrays, "crc32": data["crc32"] + 1})
-    assert int(train(tmp_path, 4).state.step) == 4
+    resumed = train(tmp_path, 4).state
+    assert resumed is not None and int(resumed.step) == 4

@@ -278,7 +278,7 @@ def test_what_needs_the_loop_of_keras_is_refused_by_name(case: str) -> None:
         ({"loss": keras.losses.MeanSquaredError("sum")}, "reduction 'sum': it must be a mean"),
         (
             {"loss": lambda y, p: keras.ops.mean(p)},
-            r"a value for each example, not their mean: for example keras.ops.mean\(\.\.\., axis=-1\)$",
+            r"each example, not their mean: for example keras.ops.mean\(\.\.\., axis=-1\)$",
         ),
         (
             {"units": 1, "loss": keras.losses.Tversky()},
