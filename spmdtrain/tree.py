@@ -23,6 +23,12 @@ def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
+def promoted(first: Any, second: Any) -> np.dtype[Any]:
+    """Returns the dtype that holds the values of two, for any `jax_numpy_dtype_promotion`."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(first, second))
+
+
 def as_numpy(x: np.ndarray) -> np.ndarray:
     """Returns an array in a dtype that `.npy` files support: float32 instead of bfloat16 etc."""
     return x if x.dtype.isbuiltin == 1 else x.astype(np.float32)

@@ -25,7 +25,7 @@ from spmdtrain.adapters.base import (
 )
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import Annotation, DimsOf
-from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.tree import named_leaves, path_name, promoted
 
 PyTree = Any
 
@@ -169,7 +169,7 @@ class LoraModel:
         self.derived = {}
         for name, (kernel, inputs) in self._kernels(leaves).items():
             end, dims = inputs.stop, tuple(range(kernel.ndim))
-            dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+            dtype = promoted(kernel.dtype, jnp.float32)
             own = jax.random.fold_in(key, zlib.crc32(name.encode()))
             a = jax.random.normal(own, (*kernel.shape[:end], self.rank), dtype)
             a = a / math.sqrt(math.prod(kernel.shape[d] for d in inputs))
@@ -276,7 +276,8 @@ def merge_factors(params: Mapping[str, Any], alpha: float, einsum: Callable[...,
         letters = "abcdefghijklmnopqrstuvwxy"[: kernel.ndim]
         end = a.ndim - 1
         product = einsum(f"{letters[:end]}z,{letters[:stacked]}z{letters[end:]}->{letters}", a, b)
-        return (kernel + alpha / a.shape[-1] * product).astype(kernel.dtype)
+        product = alpha / a.shape[-1] * product
+        return (kernel.astype(product.dtype) + product).astype(kernel.dtype)
 
     base = {name: tree for name, tree in params.items() if name != FACTORS}
     return jax.tree_util.tree_map_with_path(merged, base)

@@ -215,7 +215,7 @@ def _scores(
 ) -> jax.Array:
     """Returns the scaled scores (B, K, G, T, S), f32: -inf for pairs that do not attend."""
     scores = _product("btkgh,bskh->bkgts", _grouped(query, key.shape[2]), key) * pattern.scale
-    before = of.positions[:, None] - to.positions
+    before = of.positions[:, None] - to.positions[None]
     allowed = jnp.ones((1, *before.shape), bool)
     if pattern.causal and not every:
         allowed &= before >= 0

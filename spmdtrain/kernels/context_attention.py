@@ -185,8 +185,10 @@ def _places(query: jax.Array, segments: jax.Array | None) -> tuple[Tokens, Token
     """Returns the places of this device's tokens and of all tokens."""
     length = query.shape[1]
     start = jax.lax.axis_index(CONTEXT) * length
-    everywhere = jnp.arange(length * jax.lax.axis_size(CONTEXT))
-    return Tokens(start + jnp.arange(length), segments), Tokens(everywhere, _all(segments))
+    everywhere = jnp.arange(length * jax.lax.axis_size(CONTEXT), dtype=jnp.int32)
+    return Tokens(start + jnp.arange(length, dtype=jnp.int32), segments), Tokens(
+        everywhere, _all(segments)
+    )
 
 
 def _mix_forward(

@@ -44,7 +44,7 @@ def _sort(keys: jax.Array, groups: int) -> _Sorted:
 
 
 def _count(keys: jax.Array, groups: int) -> jax.Array:
-    return (keys[:, None] == jnp.arange(groups)).sum(0, dtype=jnp.int32)
+    return (keys[:, None] == jnp.arange(groups, dtype=keys.dtype)[None]).sum(0, dtype=jnp.int32)
 
 
 def _some_rows(rows: jax.Array, counts: jax.Array, weights: PyTree, ffn: Ffn) -> jax.Array:
@@ -188,15 +188,15 @@ class _Buffers:
 
     def __init__(self, counts: jax.Array, capacity: int, choices: int) -> None:
         devices = len(counts)
-        self._sizes = counts.sum(1)
+        self._sizes = counts.sum(1, dtype=jnp.int32)
         starts = _starts(self._sizes)
-        in_buffer = jnp.arange(capacity)
-        self._index = jnp.minimum(starts[:, None] + in_buffer, choices - 1)
-        self._used = in_buffer < self._sizes[:, None]
+        in_buffer = jnp.arange(capacity, dtype=jnp.int32)
+        self._index = jnp.minimum(starts[:, None] + in_buffer[None], choices - 1)
+        self._used = in_buffer[None] < self._sizes[:, None]
         ends = jnp.cumsum(_swap(counts), axis=1)
-        self.experts = (in_buffer[:, None] >= ends[:, None]).sum(-1).ravel()
-        number = jnp.arange(choices)
-        device = (number[:, None] >= jnp.cumsum(self._sizes)).sum(-1)
+        self.experts = (in_buffer[None, :, None] >= ends[:, None]).sum(-1, dtype=jnp.int32).ravel()
+        number = jnp.arange(choices, dtype=jnp.int32)
+        device = (number[:, None] >= jnp.cumsum(self._sizes)[None]).sum(-1, dtype=jnp.int32)
         slot = device * capacity + number - starts[device]
         self.slot = jnp.minimum(slot, devices * capacity - 1)
 
@@ -222,12 +222,12 @@ class _Ragged:
         received = _swap(counts)
         held = counts.shape[1]
         self._rows, self._choices = rows, choices
-        self._sent, self._received = counts.sum(1), received.sum(1)
+        self._sent, self._received = (x.sum(1, dtype=jnp.int32) for x in (counts, received))
         self._from, self._to = _starts(self._sent), _starts(self._received)
         ends = jnp.cumsum(received.ravel())
-        group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+        group = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right")
         self.experts = jnp.where(group < len(ends), group % held, held)
-        self.slot = jnp.arange(choices)
+        self.slot = jnp.arange(choices, dtype=jnp.int32)
 
     def send(self, x: jax.Array, tokens: jax.Array) -> jax.Array:
         empty = jnp.zeros((self._rows, x.shape[1]), x.dtype)

@@ -140,7 +140,8 @@ def experts(
         )
     with optimized_implementation() if not uses_reference() else contextlib.nullcontext():
         output, chosen, overflow = local(*operands)
-    load = (chosen[..., None] == jnp.arange(count)).sum((1, 2), dtype=jnp.float32)
+    numbers = jnp.arange(count, dtype=chosen.dtype)[None, None, None]
+    load = (chosen[..., None] == numbers).sum((1, 2), dtype=jnp.float32)
     fraction = load / (x.shape[1] * top_k)
     logs = jax.nn.log_softmax(router_logits, axis=-1)
     return ExpertOutput(

@@ -106,10 +106,12 @@ class _Pairs:
         ends_of_pairs = jnp.cumsum(pairs)
         first = ends_of_pairs - pairs
 
-        pair = jnp.arange(-(-(blocks + groups - 1) // batches) * batches)
-        group = jnp.minimum((pair[:, None] >= ends_of_pairs).sum(-1), groups - 1)
+        pair = jnp.arange(-(-(blocks + groups - 1) // batches) * batches, dtype=jnp.int32)
+        group = jnp.minimum(
+            (pair[:, None] >= ends_of_pairs[None]).sum(-1, dtype=jnp.int32), groups - 1
+        )
         block = first_block[group] + pair - first[group]
-        row = block[:, None] * size + jnp.arange(size)
+        row = block[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
         own = (row >= starts[group, None]) & (row < ends[group, None])
         return cls(group, jnp.minimum(block, blocks - 1), own, first, first_block)
 
@@ -140,8 +142,10 @@ def _by_blocks(
     else:
         products = jax.lax.map(product, each, batch_size=len(pairs.group) // batches)
 
-    number, groups = jnp.arange(len(rows)), len(kernel)
-    of_row = jnp.minimum((number[:, None] >= jnp.cumsum(counts)).sum(-1), groups - 1)
+    number, groups = jnp.arange(len(rows), dtype=jnp.int32), len(kernel)
+    of_row = jnp.minimum(
+        (number[:, None] >= jnp.cumsum(counts)[None]).sum(-1, dtype=jnp.int32), groups - 1
+    )
     place = pairs.first[of_row] + number // size - pairs.first_block[of_row]
     return products[jnp.clip(place, 0, len(pairs.group) - 1), number % size]
 

@@ -136,10 +136,10 @@ def _unbalance(x: jax.Array, ring: Ring) -> jax.Array:
 def _places(length: int, segments: jax.Array | None, ring: Ring, chunk: jax.Array) -> Tokens:
     """Returns the places of the tokens of a device: those of its two chunks if balanced."""
     if not ring.balanced:
-        return Tokens(chunk * length + jnp.arange(length), segments)
+        return Tokens(chunk * length + jnp.arange(length, dtype=jnp.int32), segments)
     half = length // 2
     starts = jnp.stack([chunk, 2 * ring.size - 1 - chunk]) * half
-    return Tokens((starts[:, None] + jnp.arange(half)).reshape(-1), segments)
+    return Tokens((starts[:, None] + jnp.arange(half, dtype=jnp.int32)[None]).reshape(-1), segments)
 
 
 def _half(tree: PyTree, high: int) -> PyTree:
@@ -222,7 +222,9 @@ def _forward(
             arriving = _send(keys, ring)  # while the scores are computed
             return (turn(number, mixed, keys, own=False), arriving), None
 
-        (mixed, arriving), _ = jax.lax.scan(body, (mixed, arriving), jnp.arange(1, ring.turns - 1))
+        (mixed, arriving), _ = jax.lax.scan(
+            body, (mixed, arriving), jnp.arange(1, ring.turns - 1, dtype=jnp.int32)
+        )
     return mixed if ring.turns == 1 else turn(ring.turns - 1, mixed, arriving, own=False)
 
 
@@ -309,7 +311,9 @@ def _mix_backward(ring: Ring, residuals: PyTree, gradient: jax.Array) -> PyTree:
             sums, keys = carry
             return (add(sums, turn(number, keys, own=False)), _send(keys, ring)), None
 
-        (sums, arriving), _ = jax.lax.scan(body, (sums, arriving), jnp.arange(1, ring.turns - 1))
+        (sums, arriving), _ = jax.lax.scan(
+            body, (sums, arriving), jnp.arange(1, ring.turns - 1, dtype=jnp.int32)
+        )
     if ring.turns > 1:
         sums = add(sums, turn(ring.turns - 1, arriving, own=False))
     last = ring.first + ring.turns - 1

@@ -42,13 +42,18 @@ class LogitLayer:
     ) -> jax.Array:
         """Returns the logits, f32, of rows from `first` on, from the products with them."""
         logits = products.astype(jnp.float32)
-        logits = logits if bias is None else logits + bias
+        logits = (
+            logits
+            if bias is None
+            else logits + jax.lax.broadcast_to_rank(bias.astype(jnp.float32), logits.ndim)
+        )
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         rows = logits.shape[-1]
         if isinstance(first, int) and first + rows <= self.vocabulary:
             return logits
-        return jnp.where(first + jnp.arange(rows) < self.vocabulary, logits, _NO_TOKEN)
+        is_token = first + jnp.arange(rows, dtype=jnp.int32) < self.vocabulary
+        return jnp.where(jax.lax.broadcast_to_rank(is_token, logits.ndim), logits, _NO_TOKEN)
 
 
 def values_of_logits(
@@ -188,7 +193,8 @@ def logit_gradients(
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return jnp.arange(logits.shape[-1]) == targets[..., None]
+    numbers = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return jax.lax.broadcast_to_rank(numbers, logits.ndim) == targets[..., None].astype(jnp.int32)
 
 
 def product(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:

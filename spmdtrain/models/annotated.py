@@ -1,6 +1,7 @@
 """Parameters that are annotated with logical names of their dims."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -15,7 +16,7 @@ def normal_param(
       std: The standard deviation.
       names: For each dim the logical name, or None for a dim that is never split.
     """
-    return annotated_param(std * jax.random.normal(rngs.params(), shape), names)
+    return annotated_param(std * jax.random.normal(rngs.params(), shape, jnp.float32), names)
 
 
 def annotated_param(value: jax.Array, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:

@@ -41,7 +41,8 @@ def attend_to_cache(
 
     @jax.vmap
     def put(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(row, new, (0, start, 0))
+        first = jnp.zeros_like(start)  # of the same dtype, which `jnp.int64` may not be
+        return jax.lax.dynamic_update_slice(row, new, (first, start, first))
 
     query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
     keys, values = (
@@ -53,7 +54,8 @@ def attend_to_cache(
     # The heads come before the positions: `jax.nn.dot_product_attention` takes the other order,
     # and would transpose the whole cache for each token.
     scores = jnp.einsum("bngth,bnlh->bngtl", query, keys, preferred_element_type=jnp.float32)
-    seen = jnp.arange(keys.shape[2]) <= positions[..., None]
+    everywhere = jnp.arange(keys.shape[2], dtype=positions.dtype)
+    seen = everywhere[None, None] <= positions[..., None]
     scores = jnp.where(seen[:, None, None], scores * width**-0.5, -jnp.inf)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     mixed = jnp.einsum("bngtl,bnlh->btngh", probabilities, values)

@@ -209,7 +209,7 @@ def _write(
     model: Any = nnx.merge(graph, values)
     layers = model.layers()
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
-    written = jnp.full((last.shape[0], CHUNK), NO_TOKEN)
+    written = jnp.full((last.shape[0], CHUNK), NO_TOKEN, jnp.int32)
     draw = partial(draw_token, temperature=temperature, top_k=top_k, top_p=top_p)
 
     def is_unfinished(carry: Any) -> jax.Array:

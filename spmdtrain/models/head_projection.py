@@ -18,10 +18,10 @@ def project_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None
     """
     if not _heads_come_first():
         heads = jnp.einsum("btd,dnh->btnh", x, kernel)
-        heads = heads if bias is None else heads + bias
+        heads = heads if bias is None else heads + bias[None, None]
         return constrain_sharding(heads, "batch", "context", "tensor", None)
     heads = jnp.einsum("btd,dnh->bnth", x, kernel)
-    heads = heads if bias is None else heads + bias[:, None]
+    heads = heads if bias is None else heads + bias[None, :, None]
     return jnp.swapaxes(constrain_sharding(heads, "batch", "tensor", "context", None), 1, 2)
 
 
@@ -43,7 +43,7 @@ def project_qkv(
     if _uses_three_products():
         projected = _three_products(x, kernel)
         if bias is not None:
-            projected = tuple(part + bias[i] for i, part in enumerate(projected))
+            projected = tuple(part + bias[i][None, None] for i, part in enumerate(projected))
         query, key, value = (
             constrain_sharding(part, "batch", "context", "tensor", None) for part in projected
         )
@@ -51,7 +51,7 @@ def project_qkv(
     # In the order of the product, because another order would be a copy.
     qkv = jnp.einsum("btd,dcnh->btcnh", x, kernel)
     if bias is not None:
-        qkv += bias
+        qkv += bias[None, None]
     return _split(constrain_sharding(qkv, "batch", "context", None, "tensor", None))
 
 

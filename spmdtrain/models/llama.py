@@ -245,7 +245,7 @@ class Llama(StackedDecoder):
             return normal(layers, *shape, std=std, names=(None, *names))
 
         def scales(*shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.ones(shape))
+            return nnx.Param(jnp.ones(shape, jnp.float32))
 
         experts = config.experts
         count, expert = ((), ()) if experts is None else ((experts.count,), ("experts",))
@@ -341,7 +341,7 @@ class Llama(StackedDecoder):
           The values (B, T, width) from which `logits` computes those of the next tokens, and the
           extended cache.
         """
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
         turn = self._rotation(positions)
 
         def read(x: jax.Array, weights: Any, cached: Any) -> tuple[jax.Array, Any]:

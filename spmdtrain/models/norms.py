@@ -26,9 +26,10 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
     """
     wide = x.astype(jnp.float32)
     normal = _scaled(wide - wide.mean(axis=-1, keepdims=True), scale, epsilon)
-    return (normal + bias.astype(jnp.float32)).astype(x.dtype)
+    return (normal + jax.lax.broadcast_to_rank(bias.astype(jnp.float32), x.ndim)).astype(x.dtype)
 
 
 def _scaled(wide: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return wide * jax.lax.rsqrt(mean_square + epsilon) * scale.astype(jnp.float32)
+    scale = jax.lax.broadcast_to_rank(scale.astype(jnp.float32), wide.ndim)
+    return wide * jax.lax.rsqrt(mean_square + epsilon) * scale

@@ -68,7 +68,7 @@ def _turn_with_swap(x: jax.Array, cos: Any, sin: Any) -> jax.Array:
 
     Args:
       x: bf16 (B, T, heads, width).
-      cos: f32 (..., T, 1, width), the cosine of each value's angle.
+      cos: f32 (B or 1, T, 1, width), the cosine of each value's angle.
       sin: f32, the same shape, the sine, negative in the first half.
     """
     half = x.shape[-1] // 2
@@ -92,17 +92,17 @@ _turn_with_swap.defvjp(_turn_forward, _turn_backward)
 
 
 def _tables(positions: int | jax.Array, speeds: np.ndarray) -> tuple[Any, Any]:
-    """Returns the cosines and sines of the angles, f32 (..., T, 1, width / 2).
+    """Returns the cosines and sines of the angles, f32 (B or 1, T, 1, width / 2).
 
     Of a known number of positions they are constants, because XLA:CPU computes them again in each
     operation that uses them, which took a twentieth of a small transformer's step.
     """
     if not isinstance(positions, int):
-        angles = (positions[..., None] * speeds)[..., None, :]
+        angles = positions[..., None, None].astype(jnp.float32) * speeds[None, None, None]
         return jnp.cos(angles), jnp.sin(angles)
     if positions * speeds.size > _MAX_TABLE:
-        return _tables(jnp.arange(positions), speeds)
-    known = np.arange(positions, dtype=np.float32)[:, None, None] * speeds
+        return _tables(jnp.arange(positions)[None], speeds)
+    known = np.arange(positions, dtype=np.float32)[None, :, None, None] * speeds
     # In f64: NumPy's f32 functions have other bits on other processors, and f64 ones hardly ever
     # after they are rounded.
     angles = known.astype(np.float64)

@@ -150,13 +150,13 @@ class Transformer(StackedDecoder):
         heads = (config.heads, config.head_width)
 
         def normal(*shape: int, std: float) -> nnx.Param[jax.Array]:
-            return nnx.Param(std * jax.random.normal(rngs.params(), shape))
+            return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
         def ones(*shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.ones(shape))
+            return nnx.Param(jnp.ones(shape, jnp.float32))
 
         def zeros(*shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.zeros(shape))
+            return nnx.Param(jnp.zeros(shape, jnp.float32))
 
         # With this scale, the sum of the blocks is as large as the embedding for any number.
         into, back = width**-0.5, (2 * layers) ** -0.5
@@ -238,7 +238,7 @@ class Transformer(StackedDecoder):
           The values (B, T, width) from which `logits` computes those of the next tokens, and the
           extended cache.
         """
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
         x, turn = self._embed(tokens, positions)
         x = split_residual(x)
 
@@ -260,7 +260,7 @@ class Transformer(StackedDecoder):
         if config.positions == "learned":
             learned = self.positions[...]
             if positions is None:
-                return x + learned[:length], _identity
+                return x + learned[None, :length], _identity
             return x + embed_tokens(learned, positions, len(learned)), _identity
         speeds = rotary_speeds(config.head_width, _ROTARY_BASE)
         return x, rotation(length if positions is None else positions, speeds)
@@ -286,15 +286,15 @@ def _mix_heads(weights: dict[str, jax.Array], mixed: jax.Array) -> jax.Array:
     """Returns the output of the attention (B, T, width) of what the heads have mixed."""
     mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
     out = jnp.einsum("btnh,nhd->btd", mixed, weights["out"])
-    return out + weights["out_bias"] if "out_bias" in weights else out
+    return out + weights["out_bias"][None, None] if "out_bias" in weights else out
 
 
 def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     hidden = _norm(x, weights["norm"], weights.get("norm_bias")) @ weights["up"]
     hidden = constrain_sharding(hidden, "batch", "context", "tensor")
     if "up_bias" in weights:
-        active = jax.nn.gelu(hidden + weights["up_bias"], approximate=True)
-        return active @ weights["down"] + weights["down_bias"]
+        active = jax.nn.gelu(hidden + weights["up_bias"][None, None], approximate=True)
+        return active @ weights["down"] + weights["down_bias"][None, None]
     # Learns as well as GELU, which takes a fifth of a small step's time on a CPU.
     return squared_relu(hidden) @ weights["down"]
 

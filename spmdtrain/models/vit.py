@@ -106,11 +106,14 @@ class ViT(nnx.Module):
         heads, patch = (config.heads, config.head_width), config.patch_size
 
         def zeros(*shape: int, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
-            return annotated_param(jnp.zeros(shape), names)
+            return annotated_param(jnp.zeros(shape, jnp.float32), names)
 
         def norm(*leading: int) -> dict[str, nnx.Param[jax.Array]]:
             shape = (*leading, width)
-            return {"norm": nnx.Param(jnp.ones(shape)), "norm_bias": nnx.Param(jnp.zeros(shape))}
+            return {
+                "norm": nnx.Param(jnp.ones(shape, jnp.float32)),
+                "norm_bias": nnx.Param(jnp.zeros(shape, jnp.float32)),
+            }
 
         # With this scale, the sum of the blocks is as large for any number.
         back = (2 * layers) ** -0.5
@@ -121,10 +124,10 @@ class ViT(nnx.Module):
                 std=(patch * patch * config.channels) ** -0.5,
                 names=(None, None, None, "embed"),
             ),
-            bias=nnx.Param(jnp.zeros(width)),
+            bias=nnx.Param(jnp.zeros(width, jnp.float32)),
         )
         if config.pooling == "class_token":
-            self.class_token = nnx.Param(jnp.zeros(width))
+            self.class_token = nnx.Param(jnp.zeros(width, jnp.float32))
         # Nearly as large as the embedded patches: if they are much smaller (0.02 in the paper), a
         # model takes many times as many steps until it uses them.
         self.positions = normal_param(rngs, (config.tokens, width), std=0.5, names=(None, "embed"))
@@ -141,21 +144,24 @@ class ViT(nnx.Module):
                 qkv=matrix(width, 3, *heads, inputs=width, names=("embed", None, "heads", None)),
                 qkv_bias=zeros(layers, 3, *heads, names=(None, None, "heads", None)),
                 out=matrix(*heads, width, inputs=width, scale=back, names=("heads", None, "embed")),
-                out_bias=nnx.Param(jnp.zeros((layers, width))),
+                out_bias=nnx.Param(jnp.zeros((layers, width), jnp.float32)),
             ),
             mlp=nnx.Dict(
                 **norm(layers),
                 up=matrix(width, hidden, inputs=width, names=("embed", "mlp")),
                 up_bias=zeros(layers, hidden, names=(None, "mlp")),
                 down=matrix(hidden, width, inputs=hidden, scale=back, names=("mlp", "embed")),
-                down_bias=nnx.Param(jnp.zeros((layers, width))),
+                down_bias=nnx.Param(jnp.zeros((layers, width), jnp.float32)),
             ),
         )
-        self.norm = nnx.Dict(scale=nnx.Param(jnp.ones(width)), bias=nnx.Param(jnp.zeros(width)))
+        self.norm = nnx.Dict(
+            scale=nnx.Param(jnp.ones(width, jnp.float32)),
+            bias=nnx.Param(jnp.zeros(width, jnp.float32)),
+        )
         # Zeros as in the paper's fine-tuning: the first loss is that of equally probable classes.
         self.head = nnx.Dict(
             kernel=zeros(width, config.classes, names=("embed", None)),
-            bias=nnx.Param(jnp.zeros(config.classes)),
+            bias=nnx.Param(jnp.zeros(config.classes, jnp.float32)),
         )
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -184,7 +190,7 @@ class ViT(nnx.Module):
         pooled = x[:, 0] if config.pooling == "class_token" else x.mean(axis=1)
         kernel, bias = self.head["kernel"][...], self.head["bias"][...]
         logits = jnp.einsum("bd,dc->bc", pooled, kernel, preferred_element_type=jnp.float32)
-        return logits + bias.astype(jnp.float32)
+        return logits + bias.astype(jnp.float32)[None]
 
     def _embed(self, images: jax.Array) -> jax.Array:
         """Returns patches, and the class token before them: (B, tokens, width)."""
@@ -197,12 +203,12 @@ class ViT(nnx.Module):
             )
         kernel, side = self.patches["kernel"][...], size // patch
         images = images.astype(kernel.dtype).reshape(-1, side, patch, side, patch, channels)
-        x = jnp.einsum("bipjqc,pqcd->bijd", images, kernel) + self.patches["bias"][...]
+        x = jnp.einsum("bipjqc,pqcd->bijd", images, kernel) + self.patches["bias"][None, None, None]
         x = x.reshape(len(x), side * side, config.width)
         if config.pooling == "class_token":
             first = jnp.broadcast_to(self.class_token[...], (len(x), 1, config.width))
             x = jnp.concatenate([first, x], axis=1)
-        return split_residual(x + self.positions[...])
+        return split_residual(x + self.positions[None])
 
 
 def _attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -210,11 +216,11 @@ def _attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     heads = project_qkv(x, weights["qkv"], weights["qkv_bias"])
     mixed = attention(*heads, causal=False)
     mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
-    return jnp.einsum("btnh,nhd->btd", mixed, weights["out"]) + weights["out_bias"]
+    return jnp.einsum("btnh,nhd->btd", mixed, weights["out"]) + weights["out_bias"][None, None]
 
 
 def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     normal = layer_norm(x, weights["norm"], weights["norm_bias"], _EPSILON)
     hidden = constrain_sharding(normal @ weights["up"], "batch", "context", "tensor")
-    active = jax.nn.gelu(hidden + weights["up_bias"], approximate=False)
-    return active @ weights["down"] + weights["down_bias"]
+    active = jax.nn.gelu(hidden + weights["up_bias"][None, None], approximate=False)
+    return active @ weights["down"] + weights["down_bias"][None, None]

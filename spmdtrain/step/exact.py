@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmdtrain.adapters.base import Variables
@@ -36,6 +35,7 @@ from spmdtrain.step.outputs import PredictedRows
 from spmdtrain.step.reductions import accumulation_dtype, pairwise
 from spmdtrain.step.shard_loops import VIRTUAL_SHARD, synchronized_loops, tree_loop
 from spmdtrain.strategies import DEFAULT
+from spmdtrain.tree import promoted
 
 PyTree = Any
 ON_VIRTUAL_SHARD = Placement(DEFAULT, None, batch_axis=VIRTUAL_SHARD)
@@ -221,9 +221,7 @@ class ExactUpdate(Update):
         # so that their norm, which needs a collective, is computed after the loop. The place has a
         # dtype that holds the values of both.
         *_, updates = jax.eval_shape(apply, params, opt_state, gradients)
-        place = jax.tree.map(
-            lambda x, y: x.astype(jnp.promote_types(x.dtype, y.dtype)), gradients, updates
-        )
+        place = jax.tree.map(lambda x, y: x.astype(promoted(x.dtype, y.dtype)), gradients, updates)
         given = (params, opt_state, place, gradients)
         params, opt_state, found, gradients = in_loop_of_one_turn(in_order, given, before)
         return Updated(params, opt_state, _as_dtypes_of(updates, found), gradients)

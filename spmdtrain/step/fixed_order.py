@@ -116,7 +116,7 @@ def in_loop_of_one_turn(
       values: A pytree of arrays.
       before: With `values`, the results of all collectives before the loop.
     """
-    turns = 2 - exist(before)  # 1, which XLA does not know
+    turns = 2 - exist(before).astype(jnp.int32)  # 1, which XLA does not know
 
     def body(given: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
         return given[0] + 1, function(given[1], given[0])
@@ -132,7 +132,9 @@ def exist(arrays: Sequence[jax.Array]) -> jax.Array:
       arrays: Arrays; random keys among them do not count.
     """
     numbers = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.number)]
-    count = sum((jnp.isfinite(x).sum() for x in numbers), start=jnp.zeros((), jnp.int32))
+    count = sum(
+        (jnp.isfinite(x).sum(dtype=jnp.int32) for x in numbers), start=jnp.zeros((), jnp.int32)
+    )
     return count >= 0  # a count is never negative
 
 

@@ -27,7 +27,7 @@ from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.optimizer import merge
 from spmdtrain.step.outputs import outputs_of_training
 from spmdtrain.step.remat import with_policy
-from spmdtrain.tree import is_key, named_leaves, path_name
+from spmdtrain.tree import is_key, named_leaves, path_name, promoted
 from spmdtrain.user_errors import locate_errors
 
 PyTree = Any
@@ -163,7 +163,7 @@ class Forward:
                 return new
             # A model that computes in 16 bits may have assigned 16-bit arrays to its state.
             is_rounded = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new))
-            if not is_rounded and jnp.promote_types(old.dtype, new.dtype) != old.dtype:
+            if not is_rounded and promoted(old.dtype, new.dtype) != old.dtype:
                 raise UserError(
                     f"the model assigns {new.dtype} to {path_name(path)} of its state, which is "
                     f"{old.dtype}: initialize it with the dtype that it keeps, such as "

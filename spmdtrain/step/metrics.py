@@ -351,7 +351,7 @@ def _weighted(
         )
     weights = _expand(what, weights, values)
     if mask is not None:
-        weights = weights * _expand(what, mask, values)
+        weights = weights * _expand(what, mask, values).astype(jnp.float32)
     weights = jnp.broadcast_to(weights, values.shape)
     return counted(_real(what, values), weights), weights
 

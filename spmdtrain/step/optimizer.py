@@ -166,13 +166,15 @@ class Update:
             return average_in(opt_state, params)
         if self.ema_decay is None:
             return averaged
-        decay = jnp.minimum(self.ema_decay, (2.0 + step) / (11.0 + step))
+        count = step.astype(jnp.float32)
+        decay = jnp.minimum(self.ema_decay, (2.0 + count) / (11.0 + count))
 
         # `optax.ema` averages updates, from 0 and with a fixed decay. `optax.incremental_update`
         # computes s * new + (1 - s) * old, by whose rounding the average of a parameter that does
         # not change would drift, and returns float32 for a bfloat16 average.
         def average(old: jax.Array, new: jax.Array) -> jax.Array:
-            return (old + (1 - decay) * (new - old)).astype(old.dtype)
+            change = new.astype(old.dtype) - old
+            return old + (1 - decay).astype(old.dtype) * change
 
         return jax.tree.map(average, averaged, params)
 

@@ -123,14 +123,15 @@ class SumMetric:
             )
         values = jnp.asarray(self.values, jnp.float32)
         _check_rows(what, values, batch_size)
-        weights = jnp.ones(batch_size) if self.weights is None else jnp.asarray(self.weights)
+        given = jnp.ones(batch_size, jnp.float32) if self.weights is None else self.weights
+        weights = jnp.asarray(given, jnp.float32)
         if weights.shape != (batch_size,):
             raise UserError(
                 f"{what} has weights of shape {weights.shape}: a SumMetric takes one weight for "
                 f"each of the {batch_size} examples"
             )
-        weights = weights if mask is None else weights * mask
-        weights = weights.astype(jnp.float32).reshape(-1, *[1] * (values.ndim - 1))
+        weights = weights if mask is None else weights * mask.astype(jnp.float32)
+        weights = weights.reshape(-1, *[1] * (values.ndim - 1))
         return ArraySum((jnp.where(weights == 0, 0.0, values) * weights).sum(0), self.finish)
 
 
@@ -234,7 +235,7 @@ class PredictionMetric:
         for array in jax.tree.leaves((arrays, named)):
             _check_rows(what, array, batch_size)
         return PredictedRows(
-            arrays, named, jnp.ones(batch_size) if mask is None else mask, self.compute
+            arrays, named, jnp.ones(batch_size, jnp.float32) if mask is None else mask, self.compute
         )
 
 

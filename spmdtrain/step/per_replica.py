@@ -287,7 +287,9 @@ def _replicate(tree: PyTree) -> PyTree:
 
 
 def _mean_over_examples(x: jax.Array, weights: jax.typing.ArrayLike | None) -> jax.Array:
-    weights = jnp.asarray(jnp.ones(x.shape[0]) if weights is None else weights, jnp.float32)
+    weights = jnp.asarray(
+        jnp.ones(x.shape[0], jnp.float32) if weights is None else weights, jnp.float32
+    )
     if weights.shape != x.shape[:1]:
         raise UserError(
             f"mean: weights of shape {weights.shape} for {x.shape[0]} examples: give one for each"

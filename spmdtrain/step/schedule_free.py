@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.tree import named_leaves, path_name, promoted
 
 PyTree = Any
 
@@ -29,7 +29,7 @@ def average_in(opt_state: PyTree, params: PyTree) -> PyTree:
       opt_state: The state of the optimizer.
       params: All parameters.
     """
-    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+    wide = jax.tree.map(lambda x: jnp.asarray(x, promoted(x.dtype, jnp.float32)), params)
     averages: dict[str, jax.Array] = {}
     named = named_leaves(wide)
     for node in _nodes(opt_state):

@@ -58,7 +58,7 @@ def tree_loop(
 
         def both(first: jax.Array) -> tuple[Leaves, Leaves]:
             zeros = [jnp.zeros(x.shape, x.dtype) for x in summands]
-            return jax.lax.scan(add, zeros, first + jnp.arange(2) * (turns // 2))
+            return jax.lax.scan(add, zeros, first + jnp.arange(2, dtype=jnp.int32) * (turns // 2))
 
         return both
 

@@ -38,7 +38,7 @@ def confusion_counts(labels: Array, predictions: Array, classes: int) -> jax.Arr
             f"confusion_counts: labels of shape {labels.shape} and predictions of shape "
             f"{predictions.shape}: both must be integers of shape (B,)"
         )
-    rows, columns = jax.nn.one_hot(labels, classes), jax.nn.one_hot(predictions, classes)
+    rows, columns = (jax.nn.one_hot(x, classes, dtype=jnp.float32) for x in (labels, predictions))
     return rows[:, :, None] * columns[:, None, :]
 
 
@@ -102,12 +102,13 @@ def roc_auc(
             f"roc_auc: labels of shape {labels.shape} and scores of shape {scores.shape}: both "
             "must have shape (B,)"
         )
+    labels = labels.astype(jnp.int32) if labels.dtype == jnp.bool_ else labels
     # One more bin counts the labels that are no classes, because values are not known under jit.
     is_wrong = (labels != 0) & (labels != 1) & ~(labels < 0)
-    label = jnp.where(is_wrong, 0, labels).astype(jnp.int32)
+    label = jnp.where(is_wrong, jnp.zeros_like(labels), labels).astype(jnp.int32)
     of_score = jnp.clip(scores * bins, 0, bins - 1).astype(jnp.int32)
-    of_bin = jax.nn.one_hot(jnp.where(is_wrong, bins, of_score), bins + 1)
-    counts = jax.nn.one_hot(label, 2)[:, :, None] * of_bin[:, None, :]
+    of_bin = jax.nn.one_hot(jnp.where(is_wrong, bins, of_score), bins + 1, dtype=jnp.float32)
+    counts = jax.nn.one_hot(label, 2, dtype=jnp.float32)[:, :, None] * of_bin[:, None, :]
     valid = (scores >= 0) & (scores <= 1)
     return SumMetric(jnp.where(valid[:, None, None], counts, jnp.nan), _area, weights)
 
@@ -123,7 +124,7 @@ def perplexity(values: Array, weights: Array | None = None) -> SumMetric:
       UserError: If the shapes do not fit.
     """
     values = jnp.asarray(values, jnp.float32)
-    weights = jnp.ones(()) if weights is None else jnp.asarray(weights, jnp.float32)
+    weights = jnp.ones((), jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
     lengths = zip(weights.shape, values.shape, strict=False)
     if not values.ndim >= max(1, weights.ndim) or any(w not in (1, v) for w, v in lengths):
         raise UserError(
@@ -155,7 +156,7 @@ def value_histogram(
         raise UserError(f"value_histogram: the edges must rise: {list(edges)}")
     values = jnp.asarray(values, jnp.float32)
     values = values.reshape(len(values), -1, 1)
-    lower, upper = jnp.asarray(edges[:-1]), jnp.asarray(edges[1:])
+    lower, upper = jnp.asarray([edges[:-1], edges[1:]], jnp.float32)[:, None, None]
     inside = (values >= lower) & (values < upper)
     counts = inside.sum(1, dtype=jnp.float32)
     last = (values[..., 0] == edges[-1]).sum(1, dtype=jnp.float32)  # closed, as in NumPy
