@@ -1,22 +1,27 @@
 """Optimizer updates of all parameters, or of a parameter server's part."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from spmdtrain.errors import UserError
 from spmdtrain.step.extra_arguments import ExtraArguments, update_with
 from spmdtrain.step.optimizer_checks import check_optimizer
 from spmdtrain.step.schedule_free import average_in, is_schedule_free
 from spmdtrain.step.state import first_average
-from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.tree import named_leaves, path_name, promoted
 
 PyTree = Any
+_LARGEST_SUM = 1e6
+"""Gradients of sums over a batch exceed smaller numbers: those of float16 and float8."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,28 @@ class Update:
             )
 
     def init(self, params: PyTree) -> PyTree:
-        """Returns the initial state of the optimizer for these parameters."""
-        return self.optimizer.init(self.partition(params)[0])
+        """Returns the initial state of the optimizer for these parameters.
+
+        Args:
+          params: All parameters.
+
+        Raises:
+          UserError: If the optimizer compares an `nnx.State` or another tree with them.
+          ValueError: If the optimizer does not fit the parameters otherwise.
+        """
+        trained = self.partition(params)[0]
+        try:
+            return _settled(self.optimizer, self.optimizer.init(trained), trained)
+        except ValueError as error:
+            if "pytree structure error" not in str(error):
+                raise
+            is_state = str(nnx.State) in str(error)
+            remedy = "nnx.to_pure_dict(state)" if is_state else "such dictionaries"
+            raise UserError(
+                f"the optimizer compares {'an nnx.State' if is_state else 'another tree'} (a mask "
+                "of optax.masked, or labels of optax.partition) with the parameters, which are "
+                f"nested dictionaries here: give it {remedy}, or a function of the parameters"
+            ) from error
 
     def first_average(self, params: PyTree) -> PyTree:
         """Returns the average before the first step; an empty dictionary without an average."""
@@ -145,6 +170,13 @@ class Update:
                     f"parameter {name} is {x.dtype}, which has no gradient: freeze it (freeze="
                     f"({re.escape(name)!r},)), or give it a floating-point dtype"
                 )
+            if (largest := _largest_number(x.dtype)) < _LARGEST_SUM:
+                raise UserError(
+                    f"parameter {name} is {x.dtype}, whose largest number is "
+                    f"{largest:g}: the gradient of a batch's sum can exceed "
+                    "it where that of the mean does not. Give it float32 (param_dtype="
+                    f"jnp.float32) or bfloat16, or freeze it (freeze=({re.escape(name)!r},))"
+                )
 
     def average(
         self, averaged: PyTree, params: PyTree, opt_state: PyTree, step: jax.Array
@@ -177,6 +209,52 @@ class Update:
             return old + (1 - decay).astype(old.dtype) * change
 
         return jax.tree.map(average, averaged, params)
+
+
+def _settled(optimizer: optax.GradientTransformation, state: PyTree, trained: PyTree) -> PyTree:
+    """Returns an initial state with the arrays and dtypes that it has after an update.
+
+    `optax.monitor` has no measurements before the first one. `optax.inject_hyperparams` multiplies
+    by numbers of the widest dtype among the parameters, so the moments of narrower ones widen.
+    """
+    is_monitor = partial(_is_a, optax.MonitorState)
+    has_monitor = any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor)))
+    if not has_monitor and len({x.dtype for x in jax.tree.leaves(trained)}) < 2:
+        return state  # an update is traced only where it may differ
+
+    def update(trained: PyTree, state: PyTree) -> PyTree:
+        loss = jnp.zeros((), jnp.float32)
+        extra = ExtraArguments(loss, trained, lambda params: loss, lambda params, _: params)
+        return update_with(optimizer, trained, state, trained, extra)[1]
+
+    after = jax.eval_shape(update, trained, state)
+
+    def fit(before: Any, after: Any) -> Any:
+        if is_monitor(before):
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), after.measurements)
+            states = jax.tree.map(fit, before.measure_states, after.measure_states)
+            return before._replace(measurements=zeros, measure_states=states)
+        widens = before.shape == after.shape and before.dtype != after.dtype
+        if widens and promoted(before.dtype, after.dtype) == after.dtype:
+            return before.astype(after.dtype)
+        return before
+
+    # Another structure is refused as a step's.
+    structure: Any
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_monitor)
+    others, other = jax.tree.flatten(after, is_leaf=is_monitor)
+    return state if structure != other else structure.unflatten(map(fit, leaves, others))
+
+
+def _largest_number(dtype: Any) -> float:
+    """Returns the largest number of a floating-point dtype; of others, infinity."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return math.inf
+    return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+
+
+def _is_a(kind: type, node: Any) -> bool:
+    return isinstance(node, kind)
 
 
 def matches_any(patterns: Iterable[str], name: str) -> bool:

@@ -605,6 +605,7 @@ def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
         return {name: normal(key, 0).astype(name) for name in dtypes}
 
     options: Options = {"model": FunctionModel(start), "objective": of_all_leaves, "method": "sgd"}
+    options |= {"freeze": ("float8", "^float16")}  # too narrow for gradients
     fitted = trainer(tmp_path / "run", devices=1, **options)
     fitted.fit((X, Y), steps=1)
     assert fitted.state is not None

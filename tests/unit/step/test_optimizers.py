@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import REPOSITORY
 from jax.sharding import PartitionSpec
 
@@ -363,3 +364,71 @@ def test_the_rate_includes_the_scale_of_a_plateau_and_the_step_of_a_line_search(
     rate = line["update_norm"] / line["gradient_norm"]
     assert line["learning_rate"] == pytest.approx(rate, rel=1e-5)
     assert 0 < line["learning_rate"] < 0.6 * base
+
+
+@pytest.mark.parametrize("kind", ["inject_hyperparams", "monitor"])
+def test_a_state_that_changes_at_its_first_update_is_that_of_optax(kind: str) -> None:
+    """Moments widen to the dtype of an injected rate; measurements appear with the first update."""
+    optimizer: Any = (
+        optax.inject_hyperparams(optax.adam)(0.05)
+        if kind == "inject_hyperparams"
+        else optax.chain(
+            optax.sgd(0.05),
+            optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)}),
+        )
+    )
+
+    def start(key: jax.Array) -> PyTree:
+        return {"w": jnp.asarray(W, jnp.bfloat16), "b": jnp.zeros(8, jnp.float32)}
+
+    def loss(params: PyTree, batch: Any) -> jax.Array:
+        return jnp.square(batch @ params["w"].astype(jnp.float32) + params["b"]).mean(-1)
+
+    trainer = Trainer(
+        model=FunctionModel(start),
+        objective=lambda params, batch: {"loss": loss(params, batch)},
+        optimizer=optimizer,
+        mesh=MeshSpec(devices=(0,)),
+        global_batch_size=16,
+        shuffle=False,
+        terminal=Terminal(quiet=True),
+    )
+    trainer.fit(X, steps=3)
+    params = start(jax.random.key(0))
+    state = optimizer.init(params)
+    for rows in X.reshape(3, 16, 8):
+        gradients = jax.grad(lambda p, rows=rows: loss(p, rows).mean())(params)
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    ours: Any = trainer.state
+    for mine, own in ((ours.params, params), (ours.opt_state, state)):
+        assert jax.tree.map(lambda x: x.dtype, mine) == jax.tree.map(lambda x: x.dtype, own)
+        for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(own), strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_parameters_too_narrow_for_the_gradient_of_a_sum_are_refused(dtype: str) -> None:
+    params = {"w": jnp.zeros(4, dtype)}
+    update = Update(optax.sgd(0.1))
+    with pytest.raises(UserError, match=f"parameter w is {dtype}, whose largest number is"):
+        update.check(params, update.init(params))
+    Update(optax.sgd(0.1), frozen=("w",)).check(params | {"v": jnp.zeros(2)}, ())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda state: optax.masked(optax.sgd(0.1), jax.tree.map(lambda x: True, state)),
+        lambda state: optax.adamw(0.1, mask=jax.tree.map(lambda x: True, state)),
+        lambda state: optax.partition({"a": optax.sgd(0.1)}, jax.tree.map(lambda x: "a", state)),
+    ],
+    ids=["masked", "adamw", "partition"],
+)
+def test_a_mask_that_is_a_state_of_nnx_is_refused_in_one_line(make: Any) -> None:
+    state = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match=r"give it nnx\.to_pure_dict\(state\)"):
+        Update(make(state)).init(nnx.to_pure_dict(state))
+    Update(make(nnx.to_pure_dict(state))).init(nnx.to_pure_dict(state))
+    with pytest.raises(UserError, match="compares another tree"):
+        Update(make({"kernel": jnp.zeros(2)})).init(nnx.to_pure_dict(state))
