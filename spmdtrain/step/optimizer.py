@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from spmdtrain.errors import UserError
 from spmdtrain.step.extra_arguments import ExtraArguments, update_with
@@ -85,6 +84,8 @@ class Update:
         except ValueError as error:
             if "pytree structure error" not in str(error):
                 raise
+            from flax import nnx  # slow to import
+
             is_state = str(nnx.State) in str(error)
             remedy = "nnx.to_pure_dict(state)" if is_state else "such dictionaries"
             raise UserError(

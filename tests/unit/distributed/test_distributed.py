@@ -98,7 +98,7 @@ def test_what_is_found_but_not_usable_is_never_swallowed(monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_JOB_ID", "12")  # and nothing else that Slurm sets
     for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="--cluster auto: "):
+    with pytest.raises(UserError, match="auto_detect=True: "):
         initialize.initialize(from_tf_config(None), auto_detect=True)
 
 

@@ -334,7 +334,7 @@ def repeated(updates: Any, params: Any) -> Any:
         ({"optimizer": optax.stateless(repeated)}, "the optimizer multiplies in a loop"),
         (
             {"optimizer": optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0)), 2)},
-            "adds up an array in a branch, .* use --microbatches",
+            "adds up an array in a branch, .* use microbatches",
         ),
     ],
 )

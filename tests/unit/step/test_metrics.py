@@ -266,7 +266,7 @@ def test_metrics_in_a_dictionary_of_their_own_are_refused_by_name() -> None:
 
 def test_a_result_without_a_loss_is_refused_with_what_it_has() -> None:
     message = refusal({"error": np.ones(4), "accuracy": np.ones(4)})
-    assert "returned ['accuracy', 'error']" in message
+    assert "returned the values 'error', 'accuracy'" in message
     assert '"loss"' in message
     assert "returned ndarray" in refusal(np.ones(4))
     assert "returned tuple" in refusal((np.ones(4), {}))
