@@ -268,8 +268,8 @@ def test_a_result_without_a_loss_is_refused_with_what_it_has() -> None:
     message = refusal({"error": np.ones(4), "accuracy": np.ones(4)})
     assert "returned the values 'error', 'accuracy'" in message
     assert '"loss"' in message
-    assert "returned ndarray" in refusal(np.ones(4))
-    assert "returned tuple" in refusal((np.ones(4), {}))
+    assert "returned an array of shape (4,):" in refusal(np.ones(4))
+    assert "returned a tuple" in refusal((np.ones(4), {}))
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1,), (8,), (3, 4)])
