@@ -244,7 +244,8 @@ def _prepend(error: Exception, where: str, name: str, batch: Any) -> None:
         return  # a function that was called by another one
     if isinstance(error, KeyError) and error.args:
         is_field = isinstance(batch, Mapping) and first not in batch
-        fields = f": the {name} has {', '.join(map(repr, batch))}" if is_field else ""
+        # Another dictionary may have lacked the key: this names the batch without a verdict.
+        fields = f" (the fields of the {name}: {', '.join(map(repr, batch))})" if is_field else ""
         first = f"{first!r}{fields}"
     if isinstance(first, str):
         error.args = (Located(where, first), *error.args[1:])

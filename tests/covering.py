@@ -253,7 +253,7 @@ def batch_loss(
 
 
 def counted(cell: Cell, weights: jax.Array) -> Any:
-    """What divides the sum: the weights, or with losses of Keras the number of values."""
+    """Returns the divisor of the sum: the total weight; for Keras' losses the number of values."""
     return weights.size if cell.entry == "from_keras" else weights.sum()
 
 

@@ -360,9 +360,7 @@ def status_of(workdir: str) -> dict[str, Any] | None:
         check_fields(content, FIELDS["status.json"])
         check(content, _StatusFile, "status")
     except OtherFields as error:
-        raise UserError(
-            f"{path}: {error} Another version of spmdtrain may have written it"
-        ) from error
+        raise error.of_file(path) from error
     except Malformed as error:
         start = text[:60].decode(errors="replace")
         raise UserError(f"{path}: not the status of a run: {start!r}") from error

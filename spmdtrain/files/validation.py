@@ -42,6 +42,14 @@ class Malformed(UserError):
 class OtherFields(Malformed):
     """Content with missing or unknown fields, perhaps written by another version."""
 
+    def of_file(self, path: epath.Path) -> UserError:
+        """Returns the error for a user, with the file.
+
+        Args:
+          path: The file with these fields.
+        """
+        return UserError(f"{path}: {self} Another version of spmdtrain may have written it")
+
 
 def read_bytes(path: epath.Path, most: int = LARGEST, start: int = 0) -> bytes:
     """Returns the content of a regular file, or of an object at a URL.

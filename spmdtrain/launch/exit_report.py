@@ -63,7 +63,7 @@ class TaskExit:
     peak: int = 0
     """Peak memory of its largest process in bytes; 0 if unknown."""
     work: str | None = None
-    """What it had not finished when it exited (see `progress.working`)."""
+    """The work that was not finished when it exited (see `progress.working`)."""
 
     @property
     def is_early(self) -> bool:

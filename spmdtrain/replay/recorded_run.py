@@ -193,9 +193,7 @@ def _read_config(workdir: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OtherFields as error:
-        raise UserError(
-            f"{path}: {error} Another version of spmdtrain may have written it"
-        ) from error
+        raise error.of_file(path) from error
     except Malformed as error:
         raise UserError(f"{path}: not the configuration of a run: {error}") from error
     except failures(path) as error:

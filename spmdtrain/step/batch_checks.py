@@ -30,7 +30,7 @@ from spmdtrain.xla.partitioner_faults import check_partitioning
 PyTree = Any
 COUPLED = "the objective is declared as batch_coupled: its values depend on the whole batch"
 _WEIGHTED = (
-    ". Scalar(value, weight) declares that the mean over microbatches, with these weights, is meant"
+    "Scalar(value, weight) declares that the mean over microbatches, with these weights, is meant"
 )
 ABSTRACT_DRAW: Any = np.zeros(2, np.uint32)
 """The `draw` argument of an evaluation that is only traced."""
@@ -223,12 +223,12 @@ class BatchChecks:
         for (name, is_loss), (why, is_sum) in zip(scalars.items(), reasons, strict=True):
             if is_sum or (why and is_loss):
                 what = "is a sum over the examples" if is_sum else "may not be a mean over examples"
+                declared = "" if is_sum else f". {_WEIGHTED}"
                 raise UserError(
                     f"microbatches is {microbatches}, and the Scalar {name!r} {what} of the batch "
                     f"({why}): the mean over microbatches would be another number. Return a value "
                     "for each example, or Scalar(x.mean()). Set microbatches to 1 otherwise"
-                    + _WEIGHTED
-                    * (not is_sum)
+                    f"{declared}"
                 )
 
     def _check_padded(self, batch: PyTree, size: int) -> None:

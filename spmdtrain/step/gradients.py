@@ -41,7 +41,7 @@ NO_SLOPE = (
     "without jax.lax.stop_gradient and without functions that have no derivative (argmax, "
     "comparisons) in between"
 )
-"""How to compute a loss that trains, for errors."""
+"""The advice to users whose loss has a gradient of 0."""
 
 
 class GradientOutput(NamedTuple):

@@ -59,9 +59,8 @@ class Options:
     hang_timeout: float | None = None
     """Seconds without progress in any process after which the job ends as hung; 0 is never. The
     default is five times the longest pause between steps so far, at least 60, and 1800 for the
-    first steps, compilations, saves and callbacks; a process that is alone has none; under the
-    launcher, the launcher's
-    --hang-timeout applies instead."""
+    first steps, compilations, saves and callbacks. A process that is alone has no default. Under
+    the launcher, the launcher's --hang-timeout applies instead."""
 
 
 # Options that describe the job without TF_CONFIG, and their defaults.

@@ -45,7 +45,7 @@ TRAINER_ONLY: Mapping[str, Any] = {
     "profile_steps": None,
     "sentinel_every": None,
 }
-"""What the Trainer's step does, and the step of a loop has to do itself, by its default."""
+"""Options that only the Trainer's step implements, with the values that a Loop accepts."""
 
 PARTS = ("params", "opt_state", "averaged", "model_state")
 

@@ -133,7 +133,7 @@ def first_factors(cell: Cell) -> dict[str, np.ndarray]:
 
 
 def excludes(cell: Cell, pair: tuple[str, str], message: str) -> bool:
-    """Whether the cell crosses the pair, and the message names both with their values."""
+    """Returns whether the message names both features of a pair that the cell crosses."""
     said = zip(pair, PAIRS[pair], strict=True)
     return all(
         name in cell.features and words.format(getattr(cell, name)) in message.lower()
