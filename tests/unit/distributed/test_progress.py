@@ -213,6 +213,14 @@ def records(places: Places) -> list[ProgressRecord]:
             id="no process, in a save",
         ),
         pytest.param(
+            {"chief": ("compile", 0, 1), "worker 0": ("compile", 0, 2)},
+            [],
+            None,
+            "all are in compile at step 0, and none waits for another: "
+            "a larger --hang-timeout allows more time",
+            id="no process, in a compilation",
+        ),
+        pytest.param(
             {"chief": ("step", 37, 1), "worker 0": ("step", 36, 2), "worker 1": ("step", 37, 2)},
             [],
             "worker 0",
