@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from spmdtrain.distributed.progress import WAITING, Phase, ProgressRecord
+from spmdtrain.errors import option
 
 
 class IdleTimer:
@@ -92,7 +93,7 @@ class HangTimer:
         slowest = self._slowest[evaluates]
         limit = min(self._default, max(_LEAST, math.ceil(_FACTOR * slowest)))
         longest = f"the longest pause before was {slowest:.1f} s"
-        return limit, f" ({longest}; --hang-timeout sets another limit)"
+        return limit, f" ({longest}; {option('hang_timeout')} sets another limit)"
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ def find_hung_task(records: Sequence[ProgressRecord], stopped: Collection[str] =
         where = ordered[0].where
         sentence = f"all wait in {where}: a collective does not end"
         if working:
-            sentence = f"all are in {where}, and none waits for another: a larger --hang-timeout"
-            sentence += " allows more time"
+            sentence = f"all are in {where}, and none waits for another: a larger "
+            sentence += f"{option('hang_timeout')} allows more time"
         return Hang(None, ordered[0].phase, ordered[0].step, sentence)
     if working:  # all tasks work, and none waits for another
         return _hang(working[0], f"is in {working[0].where}, the longest without progress")

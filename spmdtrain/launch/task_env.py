@@ -7,7 +7,7 @@ from pathlib import Path
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.spec import Role, from_tf_config
 from spmdtrain.distributed.progress import TASK
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 from spmdtrain.launch.free_ports import free_ports
 
 EVALUATOR = "evaluator"
@@ -124,8 +124,8 @@ def _assign_gpus(
         counted = each if devices else f"all {each}"
         raise UserError(
             f"{len(training)} processes x {counted} GPUs = {wanted}, but there are {len(gpus)} "
-            f"({','.join(gpus)}): change --processes or --devices-per-process, or set "
-            "JAX_PLATFORMS=cpu"
+            f"({','.join(gpus)}): change {option('processes')} or "
+            f"{option('devices_per_process')}, or set JAX_PLATFORMS=cpu"
         )
     shares = {name: gpus[i * each : (i + 1) * each] for i, name in enumerate(training)}
     shares |= {name: [] for name in names if name.startswith("ps")}  # servers compute little

@@ -19,7 +19,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize, Partitioner
 from spmdtrain.parameter_server.ray_pool import RayJob
@@ -255,15 +255,14 @@ class ServerBackend:
         if options.mode != "train":
             if (tasks := len(from_environment().tasks)) > 1:
                 raise UserError(
-                    f"--mode {options.mode} under parameter_server is for one process, and "
-                    f"TF_CONFIG lists {tasks} tasks: start it without TF_CONFIG"
+                    f"{option('mode', options.mode)} under parameter_server is for one process, "
+                    f"and TF_CONFIG lists {tasks} tasks: start it without TF_CONFIG"
                 )
             return
         for field, default in (("cluster", "tf_config"), ("hang_timeout", None), *JOB_OPTIONS):
             if getattr(options, field) != default:
-                option = f"--{field}".replace("_", "-")
                 raise UserError(
-                    f"{option} is for synchronous processes: TF_CONFIG describes those of "
+                    f"{option(field)} is for synchronous processes: TF_CONFIG describes those of "
                     "parameter servers, and the launcher watches them"
                 )
         run_task_role(options.init_timeout)

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if json_subprocess.is_child():
-            return _run_child(words)
+            return exit_code_of(lambda: _run_child(words))
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
         return exit_code_of(lambda: execute(words))

@@ -14,7 +14,7 @@ from spmdtrain.config.option_groups import CollectiveOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
@@ -141,7 +141,7 @@ def plan(
     if strategy(config.strategy).by_servers:
         raise UserError(
             "strategy parameter_server cannot be planned: it has no step on a mesh; plan with "
-            "--strategy mirrored for the devices of one worker"
+            f"{option('strategy', 'mirrored')} for the devices of one worker"
         )
     # JAX's compilation cache is off, because programs for absent devices cannot be deserialized and
     # cached programs have lost their source lines.
@@ -252,8 +252,8 @@ def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) 
                 Trainer.from_experiment(experiment, fewer, terminal=Terminal(quiet=True))
             )
             return (
-                f"; with --sharding.max-shards {parts} all parameters are divisible, and each "
-                f"device holds {byte_size(total.device)} of the state"
+                f"; with {option('sharding.max_shards', parts)} all parameters are divisible, and "
+                f"each device holds {byte_size(total.device)} of the state"
             )
     return ""
 

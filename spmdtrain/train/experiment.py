@@ -15,7 +15,7 @@ import optax
 from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
-from spmdtrain.errors import OwnExit, UserError, did_you_mean
+from spmdtrain.errors import OwnExit, UserError, did_you_mean, option
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.source_files import describe_sys_exit
@@ -144,8 +144,9 @@ class ExperimentFile:
         if self.has_own_loop:
             raise UserError(
                 f"{self.path} has a loop of its own, train(config, loop), which can only train: "
-                "--mode evaluate, --mode predict, --role evaluate and --show-sharding are for "
-                "files with build(config)"
+                f"{option('mode', 'evaluate')}, {option('mode', 'predict')}, "
+                f"{option('role', 'evaluate')} and {option('show_sharding')} are for files with "
+                "build(config)"
             )
         experiment = _guarded(self.path, lambda: self.module.build(config))
         if not isinstance(experiment, Experiment):
@@ -169,10 +170,10 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
     path = Path(name)
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
-        raise UserError(f"{path}: {problem}; --config takes an experiment's .py file")
+        raise UserError(f"{path}: {problem}; {option('config')} takes an experiment's .py file")
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path.resolve())
     if spec is None or spec.loader is None:
-        raise UserError(f"{path}: --config takes an experiment's .py file")
+        raise UserError(f"{path}: {option('config')} takes an experiment's .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     sys.path.append(str(path.resolve().parent))  # it may import modules of its folder

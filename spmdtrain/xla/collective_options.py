@@ -7,7 +7,7 @@ import jax
 from jax._src import xla_bridge  # no public name for whether a backend is initialized
 
 from spmdtrain.config.option_groups import CollectiveOptions
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 
 MPI_LIBRARY = "MPITRAMPOLINE_LIB"  # environment variable with the path of the MPI library for JAX
 
@@ -50,8 +50,8 @@ def configure_collectives(options: CollectiveOptions, processes: int) -> None:
         implementation = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
         if processes > 1 and implementation == "mpi":
             raise UserError(
-                "collectives.timeout is not supported by MPI: use cpu_implementation=gloo, or the "
-                "launcher's --hang-timeout, which works for any job"
+                "collectives.timeout is not supported by MPI: use cpu_implementation=gloo, or "
+                f"{option('hang_timeout')}, which works for any job"
             )
         _limit_cpu(options.timeout)
 
@@ -87,12 +87,12 @@ def compiler_options(
         raise UserError(
             "collectives.timeout is not supported on GPU: XLA's timeouts cover the setup of NCCL "
             "groups and the enqueuing of a step, but not a collective that waits on the device; "
-            "use the launcher's --hang-timeout"
+            f"use {option('hang_timeout')}"
         )
     if options.timeout is not None and platform == "tpu":
         raise UserError(
-            "collectives.timeout is not supported on TPU, where XLA has no such timeout; use the "
-            "launcher's --hang-timeout"
+            "collectives.timeout is not supported on TPU, where XLA has no such timeout; use "
+            f"{option('hang_timeout')}"
         )
     if options.combine_threshold_bytes is None:
         return {}

@@ -102,6 +102,41 @@ def test_folders_import_in_one_direction(module: str) -> None:
     assert not imports(module) & above
 
 
+def reached_from_python() -> set[str]:
+    """The modules to which the public names lead, by imports anywhere, also lazy ones."""
+    reached: set[str] = set()
+    found = {f"spmdtrain.{module}" for module in spmdtrain._HOMES.values()}
+    found |= {module for module in MODULES if folder_of(module) in EXPORTING}
+    while found:
+        module = found.pop()
+        reached.add(module)
+        code = re.sub(r"(?m)^if TYPE_CHECKING:\n( .*\n)*", "", FILES[module].read_text())
+        named = set(re.findall(r"import (spmdtrain[\w.]*)|\"(spmdtrain[\w.]+):\w+\"", code))
+        for source, names in re.findall(r"from (spmdtrain[\w.]*) import (\([^)]*|.*)", code):
+            named |= {(source, f"{source}.{name}") for name in re.findall(r"\w+", names)}
+        found |= {name for names in named for name in names if name in FILES} - reached
+    return {name for name in reached if "command" not in name}  # which parse arguments
+
+
+def test_what_python_reaches_names_options_as_the_user_gives_them() -> None:
+    modules = reached_from_python()
+    assert {folder_of(module) for module in modules} >= {"xla", "distributed", "launch"}
+    assert "spmdtrain.parameter_server.executor" in modules and "spmdtrain.run" not in modules
+    # Not those of XLA, lines for a shell, and arguments, which are alone in their strings.
+    option = re.compile(r"(?<![\w-])--(?!xla)[a-z]")
+    written = []
+    for module in sorted(modules):
+        code = FILES[module].read_text()
+        nodes = list(ast.walk(ast.parse(code))) if option.search(code) else []
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in docs:
+                text = ast.unparse(node)
+                if " " in text and option.search(text) and "python -m" not in text:
+                    written.append(f"{module}:{node.lineno}: {text}")
+    assert not written
+
+
 def test_each_folder_states_its_purpose_in_one_line() -> None:
     for path in INITS:
         tree = ast.parse(path.read_text())

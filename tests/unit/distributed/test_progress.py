@@ -217,7 +217,7 @@ def records(places: Places) -> list[ProgressRecord]:
             [],
             None,
             "all are in compile at step 0, and none waits for another: "
-            "a larger --hang-timeout allows more time",
+            "a larger hang_timeout allows more time",
             id="no process, in a compilation",
         ),
         pytest.param(

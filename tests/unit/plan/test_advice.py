@@ -218,6 +218,7 @@ def test_dims_that_do_not_divide_and_into_how_many_parts_they_do(tmp_path: Path)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert "no dim divides (1002 = 125 * 8 + 2" in line
+    assert "(or raise --sharding.replicated-limit)" in line
     assert (
         "with --sharding.max-shards 2 all parameters are divisible, and each device holds 6.02 MB"
         in line

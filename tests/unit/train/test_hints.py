@@ -1,6 +1,8 @@
 """Each hint about an unknown option is tried with what it proposes."""
 
+import dataclasses
 import functools
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -14,14 +16,19 @@ import pytest
 from helpers import small_experiment
 from linear_model import squared_error, trainer
 
-from spmdtrain import EarlyStopping, Loop, Subset, Trainer, UserError
+import spmdtrain
+from spmdtrain import EarlyStopping, Loop, RunConfig, Subset, Trainer, UserError, initialize
 from spmdtrain.adapters.keras import import_keras
 from spmdtrain.data.datasets import as_dataset
+from spmdtrain.distributed.initialize import ClusterOptions
 from spmdtrain.errors import OTHER_NAMES
-from spmdtrain.train.command_line import parse_command_line
+from spmdtrain.launch.options import Options as LaunchOptions
+from spmdtrain.testing import run_processes
+from spmdtrain.train.command_line import Options, parse_command_line
 from spmdtrain.train.overrides import INSTEAD
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+PACKAGE = Path(spmdtrain.__file__).parent
 X, Y = np.ones((16, 4), np.float32), np.zeros((16, 1), np.float32)
 VALUES: dict[str, Any] = {
     "learning_rate": 0.1,
@@ -225,3 +232,24 @@ def test_a_hint_of_the_command_proposes_an_option(tmp_path: Path) -> None:
             parse_command_line([*line[:2], f"--{found[1]}", str(value)])
         except SystemExit:
             assert name in (*OTHER_NAMES["validation"].split(), *OTHER_NAMES["train"].split())
+
+
+def test_each_option_that_a_message_names_is_one_in_python_and_in_a_command() -> None:
+    groups = {
+        f"{group.name}.{field.name}"
+        for group in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(group.default)
+        for field in dataclasses.fields(group.default)
+    }
+    fields = {field.name for field in dataclasses.fields(RunConfig)} | groups
+    calls = (initialize, ClusterOptions, run_processes)
+    in_python = fields | {name for call in calls for name in inspect.signature(call).parameters}
+    options = [field for of in (Options, LaunchOptions) for field in dataclasses.fields(of)]
+    in_commands = fields | {field.name for field in options}
+    # An experiment file is opened by commands alone; `cluster=auto` has a text of its own.
+    in_commands_alone = {"config", "mode", "role", "show_sharding", "cluster"}
+    named = re.compile(r"\boption\(\s*[\"']([\w.]+)[\"']")
+    found = {name for path in PACKAGE.rglob("*.py") for name in named.findall(path.read_text())}
+    assert {"hang_timeout", "sharding.max_shards", "devices_per_process"} <= found
+    assert found <= in_commands
+    assert found - in_python == in_commands_alone
