@@ -40,6 +40,7 @@ from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
+from spmdtrain.xla import collective_options
 from spmdtrain.xla.chips import Chip
 from spmdtrain.xla.compile_cache import OFF, processor
 
@@ -143,21 +144,20 @@ def plan(
             "strategy parameter_server cannot be planned: it has no step on a mesh; plan with "
             f"{option('strategy', 'mirrored')} for the devices of one worker"
         )
+    if not config.jit:
+        raise UserError(
+            f"{option('jit', False)} cannot be planned: operations that run one by one are no "
+            "program; leave it out to plan the compiled step"
+        )
     # JAX's compilation cache is off, because programs for absent devices cannot be deserialized and
     # cached programs have lost their source lines.
     cache_option = config.compilation_cache
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)
-    if topology.platform == "cpu":  # a CPU timeout only limits how long a run waits
-        collectives = dataclasses.replace(config.collectives, timeout=None)
-        config = dataclasses.replace(config, collectives=collectives)
     on_progress("building")
     devices = devices_of(topology)
     virtual = not has_compiler(topology)
-    with mesh.abstract_devices(devices):
-        if virtual:
-            # Without the target's compiler, the step is compiled for virtual CPU devices. Their
-            # default, flattened gradients, is not that of a GPU.
-            config = dataclasses.replace(config, collectives=_automatic(config))
+    config = dataclasses.replace(config, collectives=_collectives(config, topology, virtual))
+    with mesh.abstract_devices(devices, topology.platform):
         config = resolve_config(config)
         experiment = file.build(config)
         try:
@@ -320,10 +320,28 @@ def _is_frozen(name: str, trainer: Trainer) -> bool:
     return trainer.functions.update.is_frozen(name.removeprefix("params/"))
 
 
-def _automatic(config: RunConfig) -> CollectiveOptions:
+def _collectives(config: RunConfig, topology: Topology, virtual: bool) -> CollectiveOptions:
+    """Returns the options with which the step is compiled here as a run's is on the topology."""
     options = config.collectives
+    if topology.platform == "cpu":  # how processes connect, and how long they wait
+        return dataclasses.replace(options, timeout=None, cpu_implementation=None)
+    if not virtual:
+        return options
+    # Without the target's compiler, the step is compiled for virtual CPU devices.
+    collective_options.compiler_options(options, topology.platform)  # refused there
+    if config.expert.exchange == "ragged_all_to_all":
+        raise UserError(
+            "expert.exchange is ragged_all_to_all, which the virtual devices that stand in for "
+            f"{topology} do not have: install the GPU compiler with pip install "
+            "'spmdtrain[cuda12]' or 'spmdtrain[cuda13]', or plan for all_to_all"
+        )
+    # XLA has no thresholds on CPU, where it reduces bfloat16 in float32. float16 has its size.
+    options = dataclasses.replace(options, combine_threshold_bytes=None)
+    if options.reduce_dtype == "bfloat16":
+        options = dataclasses.replace(options, reduce_dtype="float16")
     if options.reduction or config.exact or config.batch_statistics == "replica":
         return options
+    # The default on CPU, flattened gradients, is not that of a GPU.
     return dataclasses.replace(options, reduction="automatic")
 
 

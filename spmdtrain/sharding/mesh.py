@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -57,17 +57,25 @@ def cpu_devices_in_environment() -> str | None:
     return next((f for f in os.environ.get("XLA_FLAGS", "").split() if f.startswith(flag)), None)
 
 
-_abstract: ContextVar[Sequence[jax.Device] | None] = ContextVar("abstract", default=None)
+class _Abstract(NamedTuple):
+    """Devices of a topology, and the platform by which users name them."""
+
+    devices: Sequence[jax.Device]
+    platform: str
+
+
+_abstract: ContextVar[_Abstract | None] = ContextVar("abstract", default=None)
 
 
 @contextlib.contextmanager
-def abstract_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
+def abstract_devices(devices: Sequence[jax.Device], platform: str | None = None) -> Iterator[None]:
     """Makes meshes use devices of a topology instead of this machine's, to compile for them.
 
     Args:
       devices: Devices that programs can be compiled for but not run on.
+      platform: The platform of the topology, if devices of another one stand in for it.
     """
-    token = _abstract.set(devices)
+    token = _abstract.set(_Abstract(devices, platform or devices[0].platform))
     try:
         yield
     finally:
@@ -81,16 +89,17 @@ def is_abstract() -> bool:
 
 def default_device() -> jax.Device:
     """Returns the device of arrays that are not on a mesh."""
-    if devices := _abstract.get():
-        return devices[0]
+    if abstract := _abstract.get():
+        return abstract.devices[0]
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def _visible(platform: str | None = None) -> list[jax.Device]:
     """Returns all devices, or those of one platform; none if the platform is missing."""
-    if devices := _abstract.get():
-        return [device for device in devices if platform in (None, device.platform)]
+    if abstract := _abstract.get():
+        named = "gpu" if platform in ("cuda", "rocm") else platform  # as in `jax.devices`
+        return list(abstract.devices) if named in (None, abstract.platform) else []
     try:
         return jax.devices(platform)
     except RuntimeError:
@@ -129,7 +138,9 @@ def _device(name: str) -> jax.Device:
     visible = _visible(platform or None)
     if not index.isdecimal() or int(index) >= len(visible):
         where = f" of platform {platform}" if platform else ""
-        seen = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(visible)) or "none"
+        abstract = _abstract.get()
+        known = [abstract.platform if abstract else device.platform for device in visible]
+        seen = ", ".join(f"{each}:{i}" for i, each in enumerate(known)) or "none"
         raise UserError(f"mesh.devices: there is no device {name!r}; visible{where}: {seen}")
     return visible[int(index)]
 
