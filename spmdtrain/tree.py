@@ -18,6 +18,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in leaves}
 
 
+def with_own_containers(tree: Any) -> Any:
+    """Returns the leaves in new containers: a function of the user may change those it is given."""
+    return jax.tree.map(lambda leaf: leaf, tree)
+
+
 def is_key(leaf: Any) -> bool:
     """Returns whether a leaf is an array of typed random keys, which have no ordinary dtype."""
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))

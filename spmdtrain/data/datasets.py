@@ -105,6 +105,22 @@ class ArrayDataset:
             file.check_unchanged()
 
 
+def own_rows(dataset: Dataset, indices: np.ndarray) -> PyTree:
+    """Returns rows in containers and arrays of their own.
+
+    A dataset may return the same ones in each call. Functions of the user change theirs in place,
+    several batches are kept at a time, and those on CPU devices share memory with the rows.
+
+    Args:
+      dataset: The dataset.
+      indices: int64 (n,), the indices of the examples.
+    """
+    rows = dataset.rows(indices)
+    if type(dataset) is ArrayDataset:  # makes new arrays, as a subclass need not
+        return rows
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, rows)
+
+
 def _mapped_file(array: Any) -> tuple[SourceFile, ...]:
     """Returns the file of an array that is mapped into memory, unless this process writes to it."""
     if not isinstance(array, np.memmap) or array.mode not in ("r", "c"):
@@ -176,7 +192,7 @@ class MappedDataset:
         return len(self.dataset)
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        rows = self.dataset.rows(indices)
+        rows = own_rows(self.dataset, indices)
         try:
             return self.function(rows)
         except Exception as error:

@@ -18,6 +18,7 @@ from spmdtrain.data.datasets import (
     blocks_of,
     classes_of,
     fingerprint,
+    own_rows,
 )
 from spmdtrain.data.mixture_order import MixtureOrder, examples_per_period
 from spmdtrain.data.order import EpochOrder
@@ -93,7 +94,8 @@ class Mixture:
         """
         component = self.component_of(indices)
         datasets, present = list(self.components.values()), np.unique(component)
-        parts = {n: datasets[n].rows(indices[component == n] - self._offsets[n]) for n in present}
+        places = {n: indices[component == n] - self._offsets[n] for n in present}
+        parts = {n: own_rows(datasets[n], places[n]) for n in present}
         if len(parts) == 1:
             return parts[present[0]]
 

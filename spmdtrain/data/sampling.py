@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from spmdtrain.config.run_config import Purpose, derive_seed
 from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
-from spmdtrain.data.datasets import ArrayDataset, Dataset, batched_of, blocks_of
+from spmdtrain.data.datasets import Dataset, batched_of, blocks_of, own_rows
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of
 from spmdtrain.data.order import EpochOrder, Order
@@ -108,10 +108,8 @@ class TrainBatches:
 
     def __getitem__(self, step: int) -> PyTree:
         indices, epochs = self.local_examples(step)
-        if self.augment is None:
-            rows = _new_rows(self.dataset, indices)
-        else:  # which makes new arrays
-            rows = self.dataset.rows(indices)
+        rows = own_rows(self.dataset, indices)
+        if self.augment is not None:
             zeros = np.zeros_like(indices)
             counters = np.stack([zeros, zeros, indices, epochs], axis=1)
             rows = augmented(self.augment, rows, counters, self.seed)
@@ -150,17 +148,6 @@ class TrainBatches:
         indices, epochs = self._order.examples(np.arange(block * length, (block + 1) * length))
         shape = (self._per_block, self.batch_size)
         return indices.reshape(shape), epochs.reshape(shape)
-
-
-def _new_rows(dataset: Dataset, indices: np.ndarray) -> PyTree:
-    """Returns rows in arrays of their own: a dataset may fill the same arrays in each call.
-
-    Several batches are kept at a time, and those on CPU devices share memory with the rows.
-    """
-    rows = dataset.rows(indices)
-    if type(dataset) is ArrayDataset:  # makes new arrays, as a subclass need not
-        return rows
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, rows)
 
 
 def augmented(augment: Augment, rows: PyTree, counters: np.ndarray, seed: int) -> PyTree:
@@ -235,5 +222,5 @@ class OrderedBatches:
         first, count = index * self.batch_size, self._count(index)
         local = all_rows(count) if self.is_unpadded(index) else self.local
         # Padding repeats a real example, so that the model never sees values unlike the data.
-        rows = _new_rows(self.dataset, first + np.minimum(local, count - 1))
+        rows = own_rows(self.dataset, first + np.minimum(local, count - 1))
         return rows, (local < count).astype(np.float32)

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from spmdtrain.errors import UserError
+from spmdtrain.tree import with_own_containers
 
 PyTree = Any
 _OFFERED = ("value", "grad", "value_fn", "obj_fn", "grad_fn")
@@ -64,7 +65,8 @@ def update_with(
     """
     update: Any = optimizer.update
     given = extra.of(extra_names(optimizer))
-    updates, after = update(gradients, opt_state, trained, **given)
+    own = with_own_containers((gradients, opt_state, trained))
+    updates, after = update(*own, **given)
     return updates, after
 
 

@@ -27,7 +27,7 @@ from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.optimizer import merge
 from spmdtrain.step.outputs import outputs_of_training
 from spmdtrain.step.remat import with_policy
-from spmdtrain.tree import is_key, named_leaves, path_name, promoted
+from spmdtrain.tree import is_key, named_leaves, path_name, promoted, with_own_containers
 from spmdtrain.user_errors import locate_errors
 
 PyTree = Any
@@ -245,7 +245,8 @@ class Forward:
 
         def run(variables: Variables, batch: PyTree, key: jax.Array, mask: Any) -> Any:
             called = function.given(key, batch, mask)
-            return self._adapter.run(called, variables, self._cast_input(batch), key, mode)
+            own = with_own_containers(variables)
+            return self._adapter.run(called, own, self._cast_input(batch), key, mode)
 
         def specs() -> tuple[PyTree, ...]:
             rows = self._context.batch_specs((batch, mask))

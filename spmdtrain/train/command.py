@@ -146,9 +146,9 @@ def _write_predictions(
     """Writes predictions for a split, then prints the lines that `format_predictions` returns."""
     # Written before they are printed, so that an error of `format_predictions` loses nothing.
     file = write_predictions(trainer.config.workdir, predictions)
+    rows = jax.tree.leaves(predictions)[0].shape[0]  # first: the function may take arrays out
     for line in format_predictions(predictions) if format_predictions else ():
         trainer.terminal.result(line)
-    rows = jax.tree.leaves(predictions)[0].shape[0]
     examples = "1 example" if rows == 1 else f"{rows:,} examples"
     trainer.terminal.result(f"predictions for the {examples} of {name}: {file}")
 

@@ -34,6 +34,7 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.run_logger import RunLogger
+from spmdtrain.tree import with_own_containers
 from spmdtrain.user_errors import locate_errors
 from spmdtrain.xla.collectives import describe_found, find_collectives
 
@@ -62,7 +63,8 @@ def make_program(
 
     def program(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
         state = layout.to_device(state, lambda shardings: shardings)  # from host memory
-        after, metrics = state_and_metrics(function(state, batch, state.step_key))
+        own = with_own_containers(state)
+        after, metrics = state_and_metrics(function(own, batch, state.step_key))
         check_state(after, abstract)
         if after.step is not state.step or after.key is not state.key:
             raise UserError(
