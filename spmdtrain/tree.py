@@ -28,6 +28,11 @@ def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
+def in_dtype_of(leaf: Any, like: Any) -> Any:
+    """Returns a leaf in the dtype of another one; a random key, which has only one, as it is."""
+    return leaf if is_key(like) else leaf.astype(like.dtype)
+
+
 def promoted(first: Any, second: Any) -> np.dtype[Any]:
     """Returns the dtype that holds the values of two, for any `jax_numpy_dtype_promotion`."""
     with jax.numpy_dtype_promotion("standard"):

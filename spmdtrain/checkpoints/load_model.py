@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Variables
+from spmdtrain.checkpoints.items import raw_keys
+from spmdtrain.checkpoints.read_arrays import restore_key
 from spmdtrain.checkpoints.restore import read_variables
 from spmdtrain.errors import UserError
 from spmdtrain.tree import named_leaves, path_name
@@ -51,7 +53,7 @@ def load_model(
 
 def _match(expected: PyTree, saved: PyTree, label: str) -> PyTree:
     """Returns the saved arrays in the structure of the expected ones, matched by path."""
-    arrays, leaves = named_leaves(saved), named_leaves(expected)
+    arrays, leaves = named_leaves(saved), named_leaves(raw_keys(expected))
     for name in sorted(arrays.keys() | leaves.keys()):
         saved_shape, own_shape = _shape(arrays.get(name)), _shape(leaves.get(name))
         if saved_shape != own_shape:
@@ -60,7 +62,7 @@ def _match(expected: PyTree, saved: PyTree, label: str) -> PyTree:
                 "the model that was trained"
             )
     return jax.tree_util.tree_map_with_path(
-        lambda leaf_path, _: jnp.asarray(arrays[path_name(leaf_path)]), expected
+        lambda path, leaf: restore_key(leaf, jnp.asarray(arrays[path_name(path)])), expected
     )
 
 

@@ -69,7 +69,7 @@ def read_arrays(
     actual = format_sums(process_group.summed(read_parts(start_sums(arrays))))
     _verify_checksums(actual, manifest, arrays)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
-    fields: dict[str, PyTree] = jax.tree.map(_restore_key, wanted, arrays)
+    fields: dict[str, PyTree] = jax.tree.map(restore_key, wanted, arrays)
     return fields
 
 
@@ -84,8 +84,13 @@ def _checkpointer() -> contextlib.AbstractContextManager[Any]:
     )
 
 
-def _restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
-    """Returns the random key whose data were saved if the target is a key, or the leaf itself."""
+def restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
+    """Returns the random key whose data were saved if the target is a key, or the leaf itself.
+
+    Args:
+      target: The shape and dtype of the leaf in the state.
+      leaf: The leaf as it was saved (see `items.raw_keys`).
+    """
     if not is_key(target):
         return leaf
     implementation: list[Any] = []

@@ -27,7 +27,14 @@ from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.optimizer import merge
 from spmdtrain.step.outputs import outputs_of_training
 from spmdtrain.step.remat import with_policy
-from spmdtrain.tree import is_key, named_leaves, path_name, promoted, with_own_containers
+from spmdtrain.tree import (
+    in_dtype_of,
+    is_key,
+    named_leaves,
+    path_name,
+    promoted,
+    with_own_containers,
+)
 from spmdtrain.user_errors import locate_errors
 
 PyTree = Any
@@ -258,9 +265,7 @@ class Forward:
 
     def as_parameters(self, variables: Variables) -> Variables:
         """Returns variables with the parameters, or their average, cast to the model's dtypes."""
-        params = jax.tree.map(
-            lambda x, like: x.astype(like.dtype), variables.params, self._abstract_params
-        )
+        params = jax.tree.map(in_dtype_of, variables.params, self._abstract_params)
         return Variables(params, variables.model_state)
 
     def _to_compute(self, params: PyTree) -> PyTree:

@@ -206,6 +206,8 @@ class Update:
         # computes s * new + (1 - s) * old, by whose rounding the average of a parameter that does
         # not change would drift, and returns float32 for a bfloat16 average.
         def average(old: jax.Array, new: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(new.dtype, jnp.inexact):
+                return new  # frozen: flags, integers, random keys
             change = new.astype(old.dtype) - old
             return old + (1 - decay).astype(old.dtype) * change
 

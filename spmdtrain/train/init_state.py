@@ -27,7 +27,7 @@ from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState, averaged_steps
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.starting_state import InitialState
-from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.tree import in_dtype_of, named_leaves, path_name
 from spmdtrain.weights.assignment import assign_weights, check_taken
 from spmdtrain.weights.placing import place
 from spmdtrain.weights.report import report
@@ -85,7 +85,9 @@ class ValueLoader:
         averaged: PyTree = {}
         like = steps.abstract_state.averaged
         if jax.tree.leaves(like):  # separate arrays, because the state is donated
-            averaged = jax.tree.map(lambda x, like: jnp.array(x, like.dtype), found.params, like)
+            averaged = jax.tree.map(
+                lambda x, like: jnp.copy(in_dtype_of(x, like)), found.params, like
+            )
             averaged = jax.device_put(averaged, places.averaged)
         state = dataclasses.replace(
             state,

@@ -131,7 +131,7 @@ OPTIONS = (
     *(f"--collectives.reduction {name}" for name in ("hierarchical", "one_device")),
     "--collectives.reduction reduce_scatter --sharding.min-size 8",
     *("--collectives.reduce-dtype float16", "--collectives.combine-threshold-bytes 1024"),
-    *("--collectives.timeout 60", "--norm", "--drops", "--batch-statistics replica"),
+    *("--norm", "--drops", "--batch-statistics replica"),
     "--norm --batch-statistics replica",
     "--norm --batch-statistics replica --microbatches 2",
     "--norm --batch-statistics replica --collectives.reduction automatic",
