@@ -73,6 +73,7 @@ class KerasCallbacks:
         self._epoch = 0  # the number of epochs that have ended
         self._begun = False  # whether `on_epoch_begin` was called for the epoch in progress
         self._is_last = False  # whether the run ends with the epoch that is not reported yet
+        self._logs: dict[str, float] = {}  # of the last reported epoch
 
     # -- events --------------------------------------------------------------------------------
 
@@ -97,12 +98,15 @@ class KerasCallbacks:
                 callback.append = True  # the rows of the epochs before a resume
             if _reads_values(callback):
                 self._copy_to_model(event)
+            before = self._assignable()
             if self._runs_here(name):
                 callback.on_train_begin({})
+            if _kind(callback) == "LambdaCallback" and not event.step:
+                self._keep_if_assigned(event, callback, before)
         if event.step:  # `on_train_begin` has reset what a checkpoint has restored
             self.load_state_dict(state)
         else:
-            self._epoch, self._begun = 0, False
+            self._epoch, self._begun, self._logs = 0, False, {}
         if not self._begun and self._epoch_means is None:
             self._begin_epoch(event)
 
@@ -152,7 +156,7 @@ class KerasCallbacks:
         for name, callback in self._active.items():
             before = self._assignable()
             if self._runs_here(name):
-                callback.on_train_end({})
+                callback.on_train_end(dict(self._logs))
             if _kind(callback) == "LambdaCallback" and trainer.state is not None:
                 self._keep_if_assigned(event, callback, before)
             if getattr(callback, "restore_best_weights", False) and trainer.state is not None:
@@ -164,18 +168,15 @@ class KerasCallbacks:
         """Returns the state of the callbacks as JSON values."""
         states = {
             # Some attributes exist only after `on_train_begin`.
-            name: {key: _number(getattr(callback, key, None)) for key in _states_of(callback)}
+            name: {key: _as_json(getattr(callback, key, None)) for key in _states_of(callback)}
             for name, callback in self._active.items()
         }
-        # A signal may interrupt the evaluation for which the epoch waits. NaN is not JSON.
-        means = None
-        if self._epoch_means is not None:
-            known = self._epoch_means.items()
-            means = {name: None if math.isnan(value) else value for name, value in known}
         return {
             "epoch": self._epoch,
             "begun": self._begun,
-            "epoch_means": means,
+            # A signal may interrupt the evaluation for which the epoch waits.
+            "epoch_means": _as_json(self._epoch_means),
+            "logs": _as_json(self._logs),
             "callbacks": states,
         }
 
@@ -197,21 +198,19 @@ class KerasCallbacks:
             )
         # Earlier versions began the next epoch before they saved.
         self._epoch, self._begun = state["epoch"], state.get("begun", True)
-        means = state.get("epoch_means")  # None also in checkpoints of version 0.1
-        self._epoch_means = means and {
-            name: math.nan if value is None else value for name, value in means.items()
-        }
+        self._epoch_means = _from_json(state.get("epoch_means"))
+        self._logs = _from_json(state.get("logs", {}))
         for name, callback in self._active.items():
             for key in _states_of(callback):
-                setattr(callback, key, states[name][key])
+                setattr(callback, key, _from_json(states[name][key]))
 
     # -- calls ---------------------------------------------------------------------------------
 
     def _end_epoch(self, event: CallbackContext, validation: Mapping[str, float]) -> None:
         """Reports an epoch to the callbacks, and begins the next one."""
         assert self._epoch_means is not None
-        # Callbacks add the learning rate to it, for the callbacks after them.
-        logs = self._epoch_means | dict(validation)
+        # In Keras' order. Callbacks add the learning rate to it, for the callbacks after them.
+        logs = dict(sorted(self._epoch_means.items())) | dict(sorted(validation.items()))
         after_evaluation = [name for name, x in self._active.items() if _needs_validation(x)]
         config = event.trainer.config
         # With these options, an epoch may end without an evaluation.
@@ -223,7 +222,7 @@ class KerasCallbacks:
                 f"training ({', '.join(logs)})"
             )
         names = [name for name in self._active if validation or name not in after_evaluation]
-        self._epoch_means = None
+        self._epoch_means, self._logs = None, dict(logs)
         self._call(event, names, "on_epoch_end", self._epoch - 1, logs)
         if not self._is_last and not self._model.stop_training:
             self._begin_epoch(event)
@@ -421,5 +420,17 @@ def _states_of(callback: Any) -> tuple[str, ...]:
     return MAPPED_CALLBACKS[_kind(callback)].state
 
 
-def _number(value: Any) -> float | int | None:
-    return value if value is None or isinstance(value, int) else float(value)
+def _as_json(value: Any) -> Any:
+    """Returns a number or metrics as JSON values: names of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(x) for name, x in value.items()}
+    if value is None or isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        # Earlier versions have None for NaN.
+        return {name: math.nan if x is None else _from_json(x) for name, x in value.items()}
+    return float(value) if isinstance(value, str) else value

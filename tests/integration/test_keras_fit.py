@@ -131,6 +131,21 @@ def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
     assert len(specs) == 2 and set(map(str, specs.values())) == {"P(None, 'fsdp')"}
 
 
+def test_a_state_that_is_not_finite_is_saved(tmp_path: Path) -> None:
+    """Keras takes the first value as the best one, also if it is infinite."""
+
+    def log_of_zero(y: Any, predicted: Any) -> Any:
+        return keras.ops.log(0 * predicted[:, 0])
+
+    for epochs in (1, 3):
+        model = made()
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[log_of_zero])
+        watch = keras.callbacks.EarlyStopping("val_log_of_zero", patience=5, mode="max")
+        fitted = trainer(model, callbacks=[watch], workdir=str(tmp_path))
+        fitted.fit((X, Y), epochs=epochs, global_batch_size=BATCH, validation=(X, Y))
+    assert watch.best == -np.inf and watch.wait == 2
+
+
 def test_callbacks_get_the_epoch_of_the_history(tmp_path: Path) -> None:
     """Where batches reach over the ends of epochs, and after a resume within one."""
     begun, ended = list[int](), list[int]()
@@ -250,6 +265,7 @@ def viewed(model: Any, seen: list[Any]) -> Any:
         on_train_begin=lambda logs: view("train_begin", 0, logs),
         on_epoch_begin=lambda epoch, logs: view("epoch_begin", epoch, logs),
         on_epoch_end=lambda epoch, logs: view("epoch_end", epoch, logs),
+        on_train_end=lambda logs: view("train_end", 0, logs),
     )
 
 
@@ -268,7 +284,11 @@ def assigning(model: Any) -> Any:
         model.optimizer.learning_rate = 0.01 / (epoch + 1)
         model.set_weights([0.9 * x for x in model.get_weights()])
 
-    return keras.callbacks.LambdaCallback(on_epoch_end=assign)
+    def begin(logs: Any) -> None:
+        model.optimizer.learning_rate = 0.005
+        model.set_weights([1.1 * x for x in model.get_weights()])
+
+    return keras.callbacks.LambdaCallback(on_train_begin=begin, on_epoch_end=assign)
 
 
 CALLBACKS: dict[str, Any] = {
