@@ -188,6 +188,17 @@ class CompiledKeras:
                     self._of_outputs.append((name, index, bool(prefix), metric))
                     if metric.direction is not None:
                         self.directions[name] = metric.direction
+        self._check_metric_names()
+
+    def _check_metric_names(self) -> None:
+        """Checks that no metric has the name of a loss, which it would replace."""
+        losses = {"loss", *(f"{name}_loss" for name in self._loss_names)}
+        for name, _, _, metric in self._of_outputs:
+            if name in losses:
+                raise UserError(
+                    f"the metric {metric.name!r} of model.compile has the name of a loss, "
+                    f"{name!r}: give it another name"
+                )
 
     # -- the structure of outputs --------------------------------------------------------------
 

@@ -288,6 +288,10 @@ def test_what_needs_the_loop_of_keras_is_refused_by_name(case: str) -> None:
             {"metrics": [keras.metrics.Precision([0.2, 0.5], name="p")]},
             r"'p' \(Precision\) returns an",
         ),
+        (
+            {"metrics": [keras.metrics.MeanAbsoluteError(name="loss")]},
+            "the metric 'loss' of model.compile has the name of a loss, 'loss': give it another",
+        ),
         ({"loss": {"other": "mse"}}, "loss names the output 'other': the outputs are out"),
     ],
 )
