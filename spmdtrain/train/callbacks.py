@@ -246,6 +246,13 @@ class CallbackRunner:
         """Returns whether an event has callbacks."""
         return bool(self._functions[event])
 
+    @property
+    def may_add_metrics(self) -> bool:
+        """Whether evaluations call functions of the user, which may add metrics."""
+        package = __name__.partition(".")[0] + "."
+        functions = self._functions[CallbackEvent.EVALUATION]
+        return any(not str(getattr(x, "__module__", "")).startswith(package) for x in functions)
+
     def _check_processes(self) -> None:
         """Checks that all processes have callbacks of the same events, which they handle together.
 

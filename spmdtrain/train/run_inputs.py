@@ -64,6 +64,8 @@ def check_inputs(
     train: TrainingData | None,
     data: Mapping[str, Dataset],
     trained: Trainable,
+    *,
+    may_add_metrics: bool = False,
 ) -> int:
     """Checks that the data of a run fit its configuration.
 
@@ -72,6 +74,7 @@ def check_inputs(
       train: The training data.
       data: Datasets of the other splits: "validation" and "test".
       trained: Names the metrics of an evaluation.
+      may_add_metrics: Whether callbacks may add others, which the first evaluation shows.
 
     Returns:
       The number of steps of the run.
@@ -126,7 +129,7 @@ def check_inputs(
         names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
         components = components_of(data["validation"])
         names += [component_metric(name, part) for name in names for part in components]
-        if config.best_metric not in names:
+        if config.best_metric not in names and not may_add_metrics:
             raise UserError(
                 f"best_metric is {config.best_metric!r}, which no evaluation gives."
                 + did_you_mean(config.best_metric, names)

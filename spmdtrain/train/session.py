@@ -87,6 +87,8 @@ class RunSession:
         clock: Callable[[], float],
         trackers: Sequence[Tracker] = (),
         functions: Mapping[str, CodeRecord] | None = None,
+        *,
+        may_add_metrics: bool = False,
     ) -> "RunSession":
         """Checks the inputs of a run and opens its files.
 
@@ -99,6 +101,7 @@ class RunSession:
           clock: Returns seconds, for `checkpoint_every_seconds`.
           trackers: The user's own trackers.
           functions: Records of the user's functions by their use.
+          may_add_metrics: Whether callbacks may add metrics to an evaluation.
 
         Returns:
           The session of the run.
@@ -112,7 +115,7 @@ class RunSession:
         if isinstance(train, ShardedStream):
             stack.callback(train.close)
         data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
-        total = check_inputs(config, train, data, trained)
+        total = check_inputs(config, train, data, trained, may_add_metrics=may_add_metrics)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
         identity = identity_of(config, train, trained, functions or {})

@@ -210,7 +210,10 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
             given = self.terminal, self._clock, self._own_trackers, self._code
-            run = RunSession.open(stack, config, data, self.functions, *given)
+            may_add = self._callbacks.may_add_metrics
+            run = RunSession.open(
+                stack, config, data, self.functions, *given, may_add_metrics=may_add
+            )
             stack.callback(self._end_fit)
             self._fitting, self._trackers = True, run.logger.trackers
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does

@@ -283,6 +283,20 @@ def test_a_best_metric_that_no_evaluation_gives_is_an_error(tmp_path: Path) -> N
         fitted.fit((X, Y), validation=(X, Y), epochs=1)
 
 
+def test_a_metric_that_a_callback_adds_selects_the_best_checkpoint(tmp_path: Path) -> None:
+    def add(event: CallbackContext) -> None:
+        event.metrics["score"] = -abs(event.step - 10)
+
+    options: dict[str, Any] = {"best_direction": "max", "keep_latest": 1}
+    scored = {"evaluation": add}
+    fitted = trainer(workdir=str(tmp_path), best_metric="score", callbacks=scored, **options)
+    fitted.fit((X, Y), validation=(X, Y), epochs=4)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [10, 20]
+    other = trainer(workdir=str(tmp_path / "other"), best_metric="scor", callbacks=scored)
+    with pytest.raises(UserError, match=r"'scor', which this evaluation does not give.*'score'"):
+        other.fit((X, Y), validation=(X, Y), epochs=1)
+
+
 def test_evaluate_before_fit_does_not_hide_the_checkpoint_from_fit(tmp_path: Path) -> None:
     first = trainer(workdir=str(tmp_path))
     first.fit((X, Y), steps=5)
