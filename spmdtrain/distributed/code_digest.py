@@ -221,18 +221,17 @@ class _Reader:
                 else:
                     yield from self._of_variable(name, value, changed)
             if is_own:
-                yield from self._of_globals(function, set(_names(code)), changed)
+                yield from self._of_globals(function, changed)
 
     def _of_variable(self, name: str, value: Any, changed: frozenset[str]) -> Iterator[str]:
         """Yields texts of a variable outside of a function, unless a function changes it."""
         if name not in changed or not isinstance(value, _CHANGEABLE):  # not `optimizer.update`
             yield from self.texts(value)
 
-    def _of_globals(
-        self, function: FunctionType, names: set[str], changed: frozenset[str]
-    ) -> Iterator[str]:
-        """Yields texts of the global variables that a function uses by these names."""
-        for name in sorted(names & function.__globals__.keys()):
+    def _of_globals(self, function: FunctionType, changed: frozenset[str]) -> Iterator[str]:
+        """Yields texts of the global variables that a function uses."""
+        names = set(_names(function.__code__))
+        for name in sorted(set(_global_names(function.__code__)) & function.__globals__.keys()):
             value = function.__globals__[name]
             yield f"global {name}"
             yield from self._of_variable(name, value, changed)
@@ -476,6 +475,15 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Yields the names of global variables that a function and those within read."""
+    for x in dis.get_instructions(code):
+        if x.opname == "LOAD_NAME" or (x.opname.startswith("LOAD_") and "GLOBAL" in x.opname):
+            yield x.argval
+        elif isinstance(x.argval, CodeType):
+            yield from _global_names(x.argval)
 
 
 def _name(kind: type) -> str:

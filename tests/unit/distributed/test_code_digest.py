@@ -348,3 +348,19 @@ def test_the_functions_that_changed_are_known(
     line = SOURCE[: SOURCE.index("def helper")].count("\n") + 1
     assert before["helper"].partition(" ")[2] == f"a.py:{line}"
     assert [n for n in after if before[n].split()[0] != after[n].split()[0]] == changed
+
+
+def test_an_attribute_is_no_global_variable_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's `d = "runs/one"` does not count in `self.d`; as a variable it does."""
+
+    def attribute(module: Any) -> Any:
+        return [module.d for _ in range(2)]
+
+    def variable() -> Any:
+        return [d for _ in range(2)]  # type: ignore[name-defined]  # noqa: F821
+
+    digests = []
+    for value in ("runs/one", "runs/two"):
+        monkeypatch.setitem(globals(), "d", value)
+        digests.append((code_record(attribute).digest, code_record(variable).digest))
+    assert digests[0][0] == digests[1][0] and digests[0][1] != digests[1][1]
