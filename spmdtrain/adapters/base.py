@@ -108,6 +108,24 @@ def describe_modes(adapter: "Adapter") -> str:
 
 
 @runtime_checkable
+class HasFileNames(Protocol):
+    """An adapter of a library whose files name arrays by their place in the model."""
+
+    def file_names(self) -> Mapping[str, str | None]:
+        """Returns the path in the model of each array in a file of it; None for other arrays."""
+        ...
+
+
+def file_names_of(adapter: "Adapter") -> Mapping[str, str | None]:
+    """Returns the names of a model's arrays in files of its library; empty without such names.
+
+    Args:
+      adapter: The adapter of the model.
+    """
+    return adapter.file_names() if isinstance(adapter, HasFileNames) else {}
+
+
+@runtime_checkable
 class ExtendsBase(Protocol):
     """An adapter that adds trained parameters to those of a base model, which are frozen."""
 

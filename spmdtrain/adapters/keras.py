@@ -16,13 +16,15 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain.adapters.base import Function, Mode, Variables
-from spmdtrain.adapters.keras_internals import all_layers
+from spmdtrain.adapters.keras_internals import all_layers, saved_variables
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.files.storage import one_line
 
 PyTree = Any
+_BUILD = "call it once before, such as model(x[:1])"
+"""The advice for a model without its variables."""
 
 
 class KerasModel:
@@ -53,11 +55,17 @@ class KerasModel:
             if not inputs:
                 raise UserError(
                     f"the Keras model {model.name!r} is not built, so it has no variables yet: "
-                    "give it a keras.Input, or an example: KerasModel(model, example_input)"
+                    f"{_BUILD}, or give it a keras.Input"
                 )
             model(*inputs, **kwargs)
         self.model = model
         self._keras = keras
+        unbuilt = [x.name for x in all_layers(model) if not x.built]
+        if unbuilt:  # by `model.build`, which Keras cannot do for all subclassed models
+            raise UserError(
+                f"the Keras model {model.name!r} has layers that are not built, so they have no "
+                f"variables yet ({', '.join(unbuilt[:3])}): {_BUILD}"
+            )
         self._params, self._state = _split(model)
         self._weights = self._params | self._state
         # `weights` leaves out the states of random streams, which are seeded in each step.
@@ -104,6 +112,18 @@ class KerasModel:
           name: The path of the leaf in the model state.
         """
         return name
+
+    def file_names(self) -> Mapping[str, str | None]:
+        """Returns the path of each array of a `.keras` file of this model; None if it is no weight.
+
+        The optimizer is left out.
+        """
+        paths = {id(variable): name for name, variable in self._weights.items()}
+        return {
+            name: paths.get(id(value))
+            for name, value in saved_variables(self.model).items()
+            if not name.startswith("optimizer/")
+        }
 
     def with_frozen_state(self, names: Collection[str]) -> "KerasModel":
         """Returns this model, whose batch normalizations use their stored statistics in training.
@@ -174,8 +194,7 @@ class KerasModel:
         if created := [v.path for v in self.model.variables if id(v) not in known]:
             raise UserError(
                 f"the Keras model {self.model.name!r} created variables while it ran, for example "
-                f"{created[0]}: call it once before, or pass an unbuilt model to "
-                "KerasModel(model, example_input)"
+                f"{created[0]}: {_BUILD}"
             )
         known |= {id(v) for v in self.model.metrics_variables}  # Keras' own, which are not kept
         if scope.state_mapping.keys() - known:
@@ -358,7 +377,7 @@ def _check_same_values(given: Mapping[str, np.ndarray]) -> None:
         return
     digests = {name: hashlib.sha256(x.tobytes()).hexdigest()[:12] for name, x in given.items()}
     try:
-        process_group.check_same({"initial value of": digests})
+        process_group.check_same({f"initial value of {n}": x for n, x in digests.items()})
     except UserError as error:
         raise UserError(
             f"{error}; call keras.utils.set_random_seed(seed) before the model is created"

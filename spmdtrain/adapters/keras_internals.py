@@ -29,6 +29,23 @@ def all_layers(model: Any) -> Sequence[Any]:
     return list(_read(model, "_flatten_layers")())
 
 
+def saved_variables(model: Any) -> Mapping[str, Any]:
+    """Returns what a `.keras` file of a model holds, by the name in its HDF5 file.
+
+    Args:
+      model: The model. Values are its variables themselves, unless a layer saves something else.
+    """
+    saving = importlib.import_module("keras.src.saving.saving_lib")
+    store = _read(saving, "NpzIOStore")("", None, "w")  # keeps what it is given until it is closed
+    _read(saving, "_save_state")(model, store, None, "", set())
+    folders = {"" if name == "__root__" else f"{name}/": x for name, x in store.contents.items()}
+    return {
+        f"{folder}vars/{name}": value
+        for folder, values in folders.items()
+        for name, value in values.items()
+    }
+
+
 def mask_of(array: Any) -> Any:
     """Returns the mask that a layer attached to its output; None if there is none."""
     # Not the attribute of the array, which is absent if there is no mask.

@@ -1,6 +1,7 @@
 """Keras losses without their reduction: values for each example, with what divides their sum."""
 
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -52,11 +53,16 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
         values, masks = values_and_masks(loss, true, prediction)
         rows = prediction.shape[0]
         if values.ndim == 0 or values.shape[0] != rows:
-            # Keras' own that have it combine the whole batch by default (Dice, Tversky).
-            axes = tuple(range(1, prediction.ndim))
-            has_axis = getattr(loss, "axis", 0) is None
+            # Keras' own that have an axis combine the whole batch by default: Dice, Tversky.
+            kind, axes = loss.name.title(), tuple(range(1, prediction.ndim))
+            has_axis = (
+                getattr(loss, "axis", 0) is None
+                or "axis" in inspect.signature(getattr(keras.losses, kind, object)).parameters
+            )
             hint = (
-                f"give it axis={axes}" if has_axis else "for example keras.ops.mean(..., axis=-1)"
+                f"give it axis, as in keras.losses.{kind}(axis={axes})"
+                if has_axis
+                else "for example keras.ops.mean(..., axis=-1)"
             )
             raise UserError(
                 f"the loss {loss.name!r} returns shape {values.shape} for a batch of {rows}: it "

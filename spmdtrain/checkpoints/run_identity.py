@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -363,6 +364,17 @@ def check_same_model(
 def _check_same_leaves(
     saved: Mapping[str, str], now: Mapping[str, str], source: str, remedy: str
 ) -> None:
+    if saved.keys() != now.keys() and _without_numbers(saved) == _without_numbers(now):
+        before, here = (
+            min(a.keys() - b.keys(), key=lambda name: (not name.startswith("params/"), name))
+            for a, b in ((saved, now), (now, saved))
+        )
+        _refuse(
+            f"{source} has the arrays of this model under other names: {before} there, {here} "
+            "here. Keras numbers unnamed layers over the whole process: call "
+            "keras.utils.clear_session() before the model is created, or name the model and its "
+            "layers"
+        )
     for name in [*now, *saved]:
         if saved.get(name) != now.get(name):
             part = name.split("/")[0]
@@ -374,6 +386,11 @@ def _check_same_leaves(
                 f"{now.get(name, 'absent')} here; {remedy}"
                 + ("" if kind == "model" or name == "key" else _start_from(source, remedy))
             )
+
+
+def _without_numbers(leaves: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns the leaves without the numbers at the ends of names: `dense` for `dense_3`."""
+    return sorted((re.sub(r"_\d+(?=/|$)", "", name), leaf) for name, leaf in leaves.items())
 
 
 def changes(saved: Identity, now: Identity) -> list[str]:

@@ -45,7 +45,9 @@ def make_cpu_devices(count: int | None) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         raise UserError(
-            f"cpu_devices={count} comes too late: JAX has already started its backend"
+            f"cpu_devices={count} comes too late: JAX has already started its backend (Keras does, "
+            f"when a model is created). Set JAX_NUM_CPU_DEVICES={count} in the environment before "
+            "the script starts"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The jitted functions of a run: initialize, train, evaluate, predict."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from spmdtrain.adapters.base import (
     Function,
     Variables,
     annotations_of,
+    file_names_of,
     layer_paths,
 )
 from spmdtrain.adapters.model_context import ModelContext
@@ -276,6 +277,11 @@ class StepFunctions:
 
         program = jax.jit(begin, out_shardings=self.shardings.opt_state)
         return call_together(program, params)
+
+    @property
+    def file_names(self) -> Mapping[str, str | None]:
+        """The model's arrays by their names in files of its library; see `file_names_of`."""
+        return file_names_of(self._adapter)
 
     @property
     def initial_hyperparameters(self) -> dict[str, Any]:

@@ -253,3 +253,44 @@ class EventFile:
         """Closes the file. Call `flush` first, because errors are not raised here."""
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+class EpochEvents:
+    """The means of epochs in event files, as the callback `TensorBoard` of Keras writes them.
+
+    The files are in the folders `train` and `validation`; steps are epochs, counted from 0.
+
+    Args:
+      folder: The path of the folder, which is created.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._root = Path(folder)
+        self._files: dict[str, EventFile] = {}
+
+    def add(self, epoch: int, means: Mapping[str, float]) -> None:
+        """Writes the means of an epoch, and discards those of an earlier run.
+
+        Args:
+          epoch: The epoch.
+          means: Name to value; names of the validation begin with `val_`.
+        """
+        parts: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
+        for name, value in means.items():
+            part = "validation" if name.startswith("val_") else "train"
+            parts[part][f"epoch_{name.removeprefix('val_')}"] = value
+        for part, scalars in parts.items():
+            if not scalars:
+                continue
+            if part not in self._files:
+                self._root.mkdir(parents=True, exist_ok=True)
+                exists = (self._root / part).exists()
+                self._files[part] = EventFile(self._root / part, epoch if exists else None)
+            self._files[part].add_scalars(epoch, scalars)
+            self._files[part].flush()  # a killed run leaves its epochs
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}

@@ -28,7 +28,7 @@ from spmdtrain.step.state import TrainState, averaged_steps
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.starting_state import InitialState
 from spmdtrain.tree import in_dtype_of, named_leaves, path_name
-from spmdtrain.weights.assignment import assign_weights, check_taken
+from spmdtrain.weights.assignment import assign_weights, check_taken, rules_of_file
 from spmdtrain.weights.placing import place
 from spmdtrain.weights.report import report
 from spmdtrain.weights.source import WeightSource, is_weights_file, open_weights
@@ -229,7 +229,8 @@ class ValueLoader:
             if name not in added
             and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)  # random keys
         }
-        found = assign_weights(source.path, source.headers, targets, weight_map)
+        rules = weight_map or rules_of_file(source, steps.file_names)
+        found = assign_weights(source.path, source.headers, targets, rules)
         self.terminal.console.print(report(source.path, found, source.headers, targets))
         check_taken(source.path, found, strict=self.config.init_from_strict == "all")
         if frozen := [n for n in found.kept if steps.base and steps.update.is_frozen(n)]:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Any
 
 from spmdtrain.adapters.keras import import_keras
@@ -39,8 +40,9 @@ MAPPED_CALLBACKS: Mapping[str, MappedCallback] = {
         state=("best", "wait", "cooldown_counter"),
     ),
     "ModelCheckpoint": MappedCallback(
-        _WATCHES | {"filepath", "save_best_only", "save_weights_only", "initial_value_threshold"},
-        {"save_freq": "leave it out, or pass workdir and checkpoint_every_steps"},
+        _WATCHES
+        | {"filepath", "save_best_only", "save_weights_only", "initial_value_threshold"}
+        | {"save_freq"},
         state=("best",),
     ),
     "LearningRateScheduler": MappedCallback(frozenset({"schedule", "verbose"})),
@@ -50,7 +52,7 @@ MAPPED_CALLBACKS: Mapping[str, MappedCallback] = {
     ),
     # Every run ends with an error at a loss or a state that is NaN or infinite.
     "TerminateOnNaN": MappedCallback(frozenset({"raise_error"})),
-    # Every run with a workdir writes event files. Keras calls `write_graph` "not supported".
+    # Keras calls `write_graph` "not supported".
     "TensorBoard": MappedCallback(
         frozenset({"log_dir", "write_graph"}),
         {
@@ -96,6 +98,8 @@ def callback_kind(callback: Any) -> str:
                 f"{_EACH_STEP}"
             )
         return kind
+    if kind == "ModelCheckpoint" and callback.save_freq != "epoch":
+        _check_save_freq(callback)
     parameters = inspect.signature(type(callback)).parameters
     for name, advice in MAPPED_CALLBACKS[kind].refused.items():
         if name == "profile_batch":  # not an attribute
@@ -105,3 +109,14 @@ def callback_kind(callback: Any) -> str:
         if value != default:
             raise UserError(f"{kind}: {name}={value!r} cannot be used: {advice}")
     return kind
+
+
+def _check_save_freq(callback: Any) -> None:
+    """Raises `UserError` if a file that is saved every N steps would need metrics of the step."""
+    names = {name for _, name, _, _ in Formatter().parse(str(callback.filepath)) if name}
+    if callback.save_best_only or names - {"epoch", "batch"}:
+        raise UserError(
+            f"ModelCheckpoint: save_freq={callback.save_freq} saves between the ends of epochs, "
+            "where metrics are not known: leave save_best_only out, name {epoch} and {batch} alone "
+            "in filepath, or leave save_freq out"
+        )

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from spmdtrain.files.validation import check
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metric_names import OF_EPOCH
 from spmdtrain.step.state import TrainState
+from spmdtrain.trackers.tensorboard import EpochEvents
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.keras_callback_options import MAPPED_CALLBACKS, callback_kind
 from spmdtrain.tree import path_name
@@ -71,6 +73,9 @@ class KerasCallbacks:
         }
         self._epoch_means: dict[str, float] | None = None  # of an epoch that is not reported yet
         self._epoch = 0  # the number of epochs that have ended
+        self._epoch_step = 0  # the step with which the last one has ended
+        self._saved: dict[str, int] = {}  # the last step that `save_freq` has counted, by callback
+        self._events: list[EpochEvents] = []  # of this fit, in process 0
         self._begun = False  # whether `on_epoch_begin` was called for the epoch in progress
         self._is_last = False  # whether the run ends with the epoch that is not reported yet
         self._logs: dict[str, float] = {}  # of the last reported epoch
@@ -87,6 +92,13 @@ class KerasCallbacks:
           UserError: If the run cannot have one of them.
         """
         self._check_run(event.trainer.config)
+        self._events = [
+            EpochEvents(callback.log_dir)
+            for callback in self._given
+            if _kind(callback) == "TensorBoard"
+            and not _is_in_workdir(callback, event.trainer)
+            and process_group.is_chief()
+        ]
         state = self.state_dict()
         self._model.stop_training = False
         for name, callback in self._active.items():
@@ -107,17 +119,34 @@ class KerasCallbacks:
             self.load_state_dict(state)
         else:
             self._epoch, self._begun, self._logs = 0, False, {}
+            self._epoch_step, self._saved = 0, {}
         if not self._begun and self._epoch_means is None:
             self._begin_epoch(event)
 
     def step(self, event: CallbackContext) -> None:
-        """Reports an epoch whose evaluation a signal has interrupted, and that is not resumed.
+        """Saves the files of `save_freq`.
+
+        Reports an epoch whose evaluation a signal has interrupted, and that is not resumed.
 
         Args:
           event: The event.
         """
         if self._epoch_means is not None:
             self._end_epoch(event, {})
+        for name, callback in self._active.items():
+            frequency: Any = getattr(callback, "save_freq", "epoch")
+            if frequency == "epoch" or event.step - self._saved.get(name, 0) < frequency:
+                continue
+            self._saved[name] = event.step
+            self._copy_to_model(event)
+            if self._runs_here(name):
+                batch = event.step - self._epoch_step
+                path = str(callback.filepath).format(epoch=self._epoch + 1, batch=batch)
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                save = "save_weights" if callback.save_weights_only else "save"
+                getattr(self._model, save)(path, overwrite=True)
+                if callback.verbose > 0:
+                    event.trainer.terminal.line(f"epoch {self._epoch + 1}: model saved to {path}")
 
     def epoch_end(self, event: CallbackContext) -> None:
         """Reports an epoch, unless its evaluation follows.
@@ -127,6 +156,7 @@ class KerasCallbacks:
         """
         self._epoch_means = {n: x for n, x in event.metrics.items() if n not in OF_EPOCH}
         self._epoch = int(event.metrics["epoch"])  # that of the history
+        self._epoch_step = event.step
         self._begun, self._is_last = False, event.is_last
         if not event.evaluates:
             self._end_epoch(event, {})
@@ -153,6 +183,8 @@ class KerasCallbacks:
         if optimizer is not None and state is not None and optimizer.averages_params:
             trainer.state = self._averaged(optimizer, state)
         self._copy_to_model(event)
+        for events in self._events:
+            events.close()
         for name, callback in self._active.items():
             before = self._assignable()
             if self._runs_here(name):
@@ -173,6 +205,8 @@ class KerasCallbacks:
         }
         return {
             "epoch": self._epoch,
+            "epoch_step": self._epoch_step,
+            "saved": self._saved,
             "begun": self._begun,
             # A signal may interrupt the evaluation for which the epoch waits.
             "epoch_means": _as_json(self._epoch_means),
@@ -198,6 +232,7 @@ class KerasCallbacks:
             )
         # Earlier versions began the next epoch before they saved.
         self._epoch, self._begun = state["epoch"], state.get("begun", True)
+        self._epoch_step, self._saved = state.get("epoch_step", 0), state.get("saved", {})
         self._epoch_means = _from_json(state.get("epoch_means"))
         self._logs = _from_json(state.get("logs", {}))
         for name, callback in self._active.items():
@@ -222,6 +257,10 @@ class KerasCallbacks:
                 f"training ({', '.join(logs)})"
             )
         names = [name for name in self._active if validation or name not in after_evaluation]
+        rate = hyperparameters.learning_rate(event.trainer.state.opt_state)
+        trained = {} if rate is None else {"learning_rate": float(rate)}
+        for events in self._events:
+            events.add(self._epoch - 1, logs | trained)
         self._epoch_means, self._logs = None, dict(logs)
         self._call(event, names, "on_epoch_end", self._epoch - 1, logs)
         if not self._is_last and not self._model.stop_training:
@@ -290,7 +329,9 @@ class KerasCallbacks:
         if process_group.count() > 1:
             values = {str(number): np.asarray(x) for number, x in enumerate(after)}
             digests = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in values.items()}
-            process_group.check_same({f"value that {kind} has left in variable": digests})
+            process_group.check_same(
+                {f"value that {kind} has left in variable {n}": x for n, x in digests.items()}
+            )
         state = self._with_values_of_model(trainer.state)
         if self._optimizer is not None:
             opt_state = jax.tree.map(_like, state.opt_state, self._optimizer.read_state())
@@ -340,8 +381,6 @@ class KerasCallbacks:
     def _check_run(self, config: Any) -> None:
         for callback in self._given:
             kind = _kind(callback)
-            if kind == "TensorBoard":
-                _check_folder(callback, config.workdir)
             if config.evaluated_by == "evaluator" and _needs_validation(callback):
                 raise UserError(
                     f"{kind} uses a metric 'val_...' and needs the evaluations of the training, "
@@ -404,16 +443,15 @@ def _check_monitor(callback: Any, logs: Mapping[str, float]) -> None:
         )
 
 
-def _check_folder(callback: Any, workdir: str | None) -> None:
-    """Checks that a run writes event files where a `TensorBoard` callback does."""
-    folders = ["logs"]  # the default, which the workdir replaces
-    if workdir is not None:
-        folders += [workdir.rstrip("/"), f"{workdir.rstrip('/')}/tensorboard"]
-    if workdir is None or callback.log_dir.rstrip("/") not in folders:
-        raise UserError(
-            f"TensorBoard: event files are written to the workdir, which is {workdir!r} and not "
-            f"{callback.log_dir!r}: pass workdir={callback.log_dir!r}"
-        )
+def _is_in_workdir(callback: Any, trainer: Any) -> bool:
+    """Returns whether a run writes event files where a `TensorBoard` callback does."""
+    if (workdir := trainer.config.workdir) is None:
+        return False
+    # "logs" is the default, which the workdir replaces.
+    return str(callback.log_dir).rstrip("/") in (
+        *("logs", workdir.rstrip("/")),
+        f"{workdir.rstrip('/')}/tensorboard",
+    )
 
 
 def _states_of(callback: Any) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import optax
@@ -31,6 +31,7 @@ from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
+from spmdtrain.train import overrides
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import backend_of
 from spmdtrain.train.init_state import ValueLoader
@@ -203,13 +204,25 @@ class ModelRunner:
 
     # -- evaluate and predict ------------------------------------------------------------------
 
-    def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
+    def evaluate(
+        self,
+        data: Any = overrides.REQUIRED,
+        *others: Never,
+        global_batch_size: int | None = None,
+        **unknown: Never,
+    ) -> Metrics:
         """Returns the weighted means over a dataset by name; each example counts exactly once.
 
         Args:
           data: A dataset, or arrays in a tuple or dictionary.
+          *others: None; inputs and targets are one dataset.
           global_batch_size: By default `eval_batch_size`, or else the training's batch size.
+          **unknown: None; another keyword is an error that suggests the right one.
+
+        Raises:
+          UserError: If an argument is wrong.
         """
+        overrides.check_arguments(self.evaluate, data, others, unknown)
         dataset = run_dataset(data, self.config)
         self._variables()  # first: those of a checkpoint have a batch size
         batch_size = self._eval_batch(global_batch_size)
@@ -217,13 +230,25 @@ class ModelRunner:
         with failures.work_in_progress(failures.EVALUATION), use_placement(self.placement):
             return self._evaluate(dataset, batch_size, self._interrupt_check())
 
-    def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
+    def predict(
+        self,
+        data: Any = overrides.REQUIRED,
+        *others: Never,
+        global_batch_size: int | None = None,
+        **unknown: Never,
+    ) -> PyTree:
         """Returns predictions for a dataset: NumPy arrays of leading dim N, in its order.
 
         Args:
           data: A dataset of N examples, or arrays in a tuple or dictionary.
+          *others: None; inputs and targets are one dataset.
           global_batch_size: By default `eval_batch_size`, or else the training's batch size.
+          **unknown: None; another keyword is an error that suggests the right one.
+
+        Raises:
+          UserError: If an argument is wrong.
         """
+        overrides.check_arguments(self.predict, data, others, unknown)
         dataset, variables = run_dataset(data, self.config), self._variables()
         self._check_classes(dataset)
         batch_size = self._eval_batch(global_batch_size)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any, Never
 
 from spmdtrain.config.run_config import RunConfig
@@ -25,7 +26,7 @@ INSTEAD = {
     "validation_split": "split the data, and give fit(train, validation=...)",
     "validation_steps": "an evaluation counts each example once: give a part of the data, "
     "fit(train, validation=Subset(data, np.arange(n)))",
-    "verbose": "quiet=True of the Trainer or Loop prints nothing",
+    "verbose": "a Trainer or Loop with quiet=True prints nothing",
     "x y": "inputs and targets are one dataset: fit((x, y), ...), or fit({'x': x, 'y': y}, ...)",
     "loss loss_fn criterion": 'the objective, in a Loop the step, returns it: {"loss": values}',
     "metrics compute_metrics eval_metrics": "the objective, in a Loop the step, returns them "
@@ -69,10 +70,18 @@ def _refuse(of: str, name: str, known: Collection[str], elsewhere: Mapping[str, 
     elif field not in known and field in elsewhere:
         hint = f" {elsewhere[field]}."
     elif field not in known and name in _ADVICE:
-        hint = f" {_ADVICE[name][0].upper()}{_ADVICE[name][1:]}."
+        hint = f" {_advice(of, name)}."
     else:
         hint = did_you_mean(name, known)
     raise UserError(f"{of} has no option {name!r}.{hint}")
+
+
+def _advice(of: str, name: str) -> str:
+    """Returns what to do instead of giving an option of other frameworks, as a sentence."""
+    advice = _ADVICE[name]
+    if of in ("evaluate", "predict"):  # they take data as `fit` does
+        advice = advice.replace("fit(", f"{of}(")
+    return advice[0].upper() + advice[1:]
 
 
 def _given_to(receiver: str, names: Iterable[str]) -> dict[str, str]:
@@ -180,24 +189,34 @@ REQUIRED: Any = object()
 """The default of `train` in `fit`, so that a wrong keyword is named before a missing one."""
 
 
-def check_fit_arguments(train: Any, unknown: Mapping[str, Any], trainer: type) -> None:
-    """Refuses keywords that `fit` does not have.
+def check_arguments(
+    method: Callable[..., Any], data: Any, others: Sequence[Any], unknown: Mapping[str, Any]
+) -> None:
+    """Refuses what a method of a `Trainer` that takes one dataset does not have.
 
     Args:
-      train: The training data.
+      method: `fit`, `evaluate` or `predict` of a trainer.
+      data: The dataset.
+      others: The positional arguments after it.
       unknown: The unknown keywords.
-      trainer: The class with `fit`.
 
     Raises:
-      UserError: If there is a keyword, with a suggestion, or no training data.
+      UserError: If there is another argument, with a suggestion, or no dataset.
     """
-    of_trainer = {field.name for field in dataclasses.fields(RunConfig)} - {*_OF_BUILD}
-    elsewhere = _given_to("the Trainer", [*_keywords(trainer), *of_trainer])
-    known = _keywords(trainer.fit)  # type: ignore[attr-defined]
+    assert isinstance(method, MethodType)
+    of = method.__name__
+    if others:
+        raise UserError(
+            f"{of} takes one dataset, and {1 + len(others)} positional arguments are given. "
+            f"{_advice(of, 'x')}."
+        )
+    fields = {field.name for field in dataclasses.fields(RunConfig)} - {*_OF_BUILD}
+    elsewhere = _given_to("the Trainer", [*_keywords(type(method.__self__)), *fields])
     for name in unknown:
-        _refuse("fit", name, known, elsewhere)
-    if train is REQUIRED:
-        raise UserError("fit needs training data: fit(train, steps=...), or epochs=...")
+        _refuse(of, name, _keywords(method), elsewhere)
+    if data is REQUIRED:
+        needs = "training data: fit(train, steps=...), or epochs=..." if of == "fit" else "data"
+        raise UserError(f"{of} needs {needs}")
 
 
 def with_totals(

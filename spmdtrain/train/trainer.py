@@ -156,7 +156,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
     def fit(
         self,
         train: Any = overrides.REQUIRED,
-        *,
+        *others: Never,
         validation: Any = None,
         test: Any = None,
         epochs: int | None = None,
@@ -174,6 +174,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
 
         Args:
           train: A dataset, or arrays in a tuple or dictionary; so are `validation` and `test`.
+          *others: None; inputs and targets are one dataset, `fit((x, y))`.
           validation: Evaluated at the cadence of the configuration.
           test: Evaluated once, at the end.
           epochs: Total number of epochs.
@@ -198,7 +199,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             after the training has ended.
           UserError: If an argument is wrong.
         """
-        overrides.check_fit_arguments(train, unknown, Trainer)
+        overrides.check_arguments(self.fit, train, others, unknown)
         totals = epochs, steps, global_batch_size, batch_size_per_device
         config = overrides.with_totals(self.config, *totals)
         if roles.is_evaluator():

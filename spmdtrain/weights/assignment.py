@@ -150,6 +150,33 @@ def assign_weights(
     return found
 
 
+def rules_of_file(source: WeightSource, file_names: Mapping[str, str | None]) -> WeightMap:
+    """Returns the rules for a file of the library of the model, which has the same layers.
+
+    Args:
+      source: The file.
+      file_names: The path in the model of each array in such a file; None for an array that the
+        model does not take.
+
+    Returns:
+      The rules; none if the file has none of these names.
+
+    Raises:
+      UserError: If the file is of a model with other layers: its names count them.
+    """
+    saved = {name for name in source.headers if not name.startswith("optimizer/")}
+    if saved.isdisjoint(file_names):
+        return ()
+    if others := sorted(saved ^ file_names.keys()):
+        which = "the file" if others[0] in saved else "this model"
+        raise UserError(
+            f"init_from {source.path}: it is of a model with other layers ({which} alone has "
+            f"{foreign(others[0], 200)}), and its names count the layers: give a weight_map"
+        )
+    taken = {name: path for name, path in file_names.items() if path is not None}
+    return [WeightRule(_literal(name), _literal(path)) for name, path in taken.items()]
+
+
 def check_taken(path: str, found: WeightAssignment, *, strict: bool) -> None:
     """Checks that an assignment is what the user asked for.
 

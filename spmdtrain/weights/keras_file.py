@@ -1,4 +1,4 @@
-"""Weights in a `.keras` file, by their names in its HDF5 file: `layers/dense/vars/0`."""
+"""Weights in a Keras file, by their names in its HDF5 file: `layers/dense/vars/0`."""
 
 import contextlib
 import zipfile
@@ -18,7 +18,9 @@ _MEMBER = "model.weights.h5"
 
 
 class KerasWeights:
-    """The arrays of a `.keras` file. The model's configuration is not read, and no code is run.
+    """The arrays of a `.keras` or `.weights.h5` file.
+
+    The model's configuration is not read, and no code is run.
 
     Args:
       path: The path, as the user gave it.
@@ -66,12 +68,12 @@ class KerasWeights:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
         try:
-            with (
-                zipfile.ZipFile(self._file) as archive,
-                archive.open(_MEMBER) as member,
-                self._h5py.File(member, "r") as weights,
-            ):
-                yield weights
+            with contextlib.ExitStack() as stack:
+                member: Any = str(self._file)
+                if self._file.suffix == ".keras":
+                    archive = stack.enter_context(zipfile.ZipFile(self._file))
+                    member = stack.enter_context(archive.open(_MEMBER))
+                yield stack.enter_context(self._h5py.File(member, "r"))
         except UserError:
             raise
         except (
@@ -82,7 +84,8 @@ class KerasWeights:
             ValueError,
             RuntimeError,
         ) as error:
-            raise UserError(f"{self.path} is not a valid .keras file: {in_short(error)}") from error
+            kind = self._file.suffix
+            raise UserError(f"{self.path} is not a valid {kind} file: {in_short(error)}") from error
 
 
 def _dtype_of(dataset: Any) -> np.dtype[Any]:

@@ -15,7 +15,10 @@ from spmdtrain.files.validation import check_regular_file
 from spmdtrain.terminal import byte_size
 from spmdtrain.weights.region import Box
 
-_FORMATS = "a .safetensors, .npz or .keras file, a folder of .safetensors, or an Orbax checkpoint"
+_FORMATS = (
+    "a .safetensors, .npz, .keras or .weights.h5 file, a folder of .safetensors, or an Orbax "
+    "checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def is_weights_file(path: str) -> bool:
     Args:
       path: A path that the user has given.
     """
-    if path.endswith((".safetensors", ".npz", ".keras", ".safetensors.index.json")):
+    if path.endswith((".safetensors", ".npz", ".keras", ".h5", ".safetensors.index.json")):
         return True
     folder = folder_of(path)
     if is_url(folder) or not folder.is_dir():
@@ -86,8 +89,8 @@ def open_weights(path: str) -> WeightSource:
     """Returns the arrays of a file or folder, of which only the headers are read.
 
     Args:
-      path: A file `.safetensors`, `.npz` or `.keras`, a folder of `.safetensors` files, perhaps
-        with an index, or an Orbax checkpoint.
+      path: A file `.safetensors`, `.npz`, `.keras` or `.weights.h5`, a folder of `.safetensors`
+        files, perhaps with an index, or an Orbax checkpoint.
 
     Raises:
       UserError: If it is not such a file or folder, is corrupted, or a file of it is missing.
@@ -132,7 +135,7 @@ def _open(path: str, found: epath.Path) -> WeightSource:
         from spmdtrain.weights.npz_file import NpzWeights
 
         return NpzWeights(path, found)
-    if found.suffix == ".keras":
+    if found.suffix == ".keras" or found.name.endswith(".weights.h5"):
         from spmdtrain.weights.keras_file import KerasWeights
 
         return KerasWeights(path, found)

@@ -435,7 +435,24 @@ def test_losses_that_the_objective_leaves_out_are_named() -> None:
 
 
 def test_an_unbuilt_model_needs_an_example() -> None:
-    assert "'careless' is not built" in refusal(Careless)
+    assert "'careless' is not built, so it has no variables yet: call it once" in refusal(Careless)
+
+    class WithoutBuild(Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES, name="inner")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    with pytest.warns(UserWarning, match=r"build\(\)"):
+        half = WithoutBuild()
+        half.build((None, 4))
+    assert "layers that are not built, so they have no variables yet (inner): call" in refusal(
+        lambda: half
+    )
+    half(np.ones((1, 4), np.float32))  # the advice
+    assert len(KerasModel(half).given) == 2
     built = KerasModel(Careless(), np.ones((1, 4), np.float32))
     assert set(built.given) == {"careless/dense/kernel", "careless/dense/bias"}
 
@@ -654,5 +671,5 @@ def test_processes_that_draw_other_initial_values_are_refused(tmp_path: Path) ->
     ended = job(path, "--no-seeded", "--workdir", tmp_path / "run", check=False)
     assert codes(ended) == [2, 2]
     for one in ended:
-        assert "initial value of.net/dense_8/kernel is" in one.output
+        assert "initial value of net/dense_8/kernel is" in one.output
         assert "keras.utils.set_random_seed(seed) before the model is created" in one.output

@@ -371,6 +371,71 @@ def test_a_callback_does_not_wait_for_the_metrics_of_an_evaluator(tmp_path: Path
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""  # before the first step
 
 
+def small(count: int = 2) -> Any:
+    net = keras.Sequential(
+        [keras.Input((4,)), *(keras.layers.Dense(4) for _ in range(count)), keras.layers.Dense(1)]
+    )
+    net.compile("sgd", "mse")
+    return net
+
+
+SMALL = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+SMALL_DATA = SMALL, SMALL[:, :1]
+
+
+@pytest.mark.parametrize("suffix", ["keras", "weights.h5"])
+def test_a_file_of_the_same_layers_needs_no_map(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"net.{suffix}"
+    saved = small()
+    (saved.save if suffix == "keras" else saved.save_weights)(file)
+    other = small()  # other values, under other names
+    from_file = Trainer.from_keras(other, init_from=str(file), quiet=True)
+    taken = from_file.model.get_weights()
+    for one, two in zip(taken, saved.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+    for count in (1, 3):
+        with pytest.raises(UserError, match="of a model with other layers"):
+            Trainer.from_keras(small(count), init_from=str(file), quiet=True).predict(SMALL)
+
+
+def test_files_of_every_n_steps_and_events_of_epochs(tmp_path: Path) -> None:
+    def callbacks(folder: Path) -> list[Any]:
+        file = str(folder / "{epoch}-{batch}.keras")
+        return [
+            keras.callbacks.ModelCheckpoint(file, save_freq=3),
+            keras.callbacks.TensorBoard(str(folder / "events")),
+        ]
+
+    net = small()
+    values = net.get_weights()
+    folders = [tmp_path / name for name in ("keras", "ours")]
+    options: dict[str, Any] = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    net.fit(*SMALL_DATA, **options, callbacks=callbacks(folders[0])[:1])
+    net.set_weights(values)
+    net.compile("sgd", "mse")
+    trainer = Trainer.from_keras(net, callbacks=callbacks(folders[1]), shuffle=False, quiet=True)
+    trainer.fit(SMALL_DATA, epochs=2, global_batch_size=8, validation=SMALL_DATA)
+    theirs, ours = ({x.name for x in folder.glob("*.keras")} for folder in folders)
+    assert ours == theirs == {"1-3.keras", "2-1.keras", "2-4.keras"}
+    for name in ours:
+        one, two = (keras.saving.load_model(folder / name).get_weights() for folder in folders)
+        for a, b in zip(one, two, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for part in ("train", "validation"):
+        (file,) = (folders[1] / "events" / part).iterdir()
+        assert b"epoch_loss" in file.read_bytes()
+
+
+def test_the_error_for_a_model_under_other_names_names_clear_session(tmp_path: Path) -> None:
+    for step in (1, 2):
+        trainer = Trainer.from_keras(small(), workdir=str(tmp_path), quiet=True)
+        if step == 1:
+            trainer.fit(SMALL_DATA, steps=1, global_batch_size=8)
+            continue
+        with pytest.raises(UserError, match=r"under other names: params/.*clear_session\(\)"):
+            trainer.fit(SMALL_DATA, steps=2, global_batch_size=8)
+
+
 def test_the_command_trains_a_compiled_model(tmp_path: Path) -> None:
     file = SCRIPTS / "experiment.py"
     assert main(["--config", str(file), "--workdir", str(tmp_path), "--quiet"]) == 0

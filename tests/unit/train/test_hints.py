@@ -202,6 +202,16 @@ def test_an_option_of_other_frameworks_is_refused_with_advice(names: str) -> Non
             assert str(caught.value) == f"{receiver} {end}"
 
 
+@pytest.mark.parametrize("of", ["fit", "evaluate", "predict"])
+def test_inputs_and_targets_are_one_argument(of: str) -> None:
+    method = getattr(shared(), of)
+    match = rf"{of} takes one dataset, and 2 positional .* {of}\(\(x, y\), \.\.\.\)"
+    with pytest.raises(UserError, match=match):
+        method(X, Y)
+    with pytest.raises(UserError, match=rf"{of} has no option 'batch_size'"):
+        method(X, batch_size=8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("names", INSTEAD)
 def test_advice_can_be_followed(names: str) -> None:

@@ -23,7 +23,6 @@ def test_each_option_is_mapped_or_refused(kind: str) -> None:
 
 
 OTHER_VALUES: dict[str, dict[str, Any]] = {
-    "ModelCheckpoint": {"save_freq": 4},
     "LambdaCallback": {"on_train_batch_begin": print, "on_train_batch_end": print},
     "TensorBoard": {
         "histogram_freq": 1,
@@ -41,11 +40,21 @@ def test_refused_options_are_errors_that_name_them() -> None:
     refused = {kind: mapped.refused for kind, mapped in MAPPED_CALLBACKS.items() if mapped.refused}
     assert {k: set(v) for k, v in refused.items()} == {k: set(v) for k, v in OTHER_VALUES.items()}
     for kind, options in OTHER_VALUES.items():
-        required = {"filepath": "x.keras"} if kind == "ModelCheckpoint" else {}
-        assert callback_kind(getattr(keras.callbacks, kind)(**required)) == kind
+        assert callback_kind(getattr(keras.callbacks, kind)()) == kind
         for name, value in options.items():
             if name == "profile_batch" and sys.version_info < (3, 12):
                 continue  # Keras itself ignores it there, and warns
-            callback = getattr(keras.callbacks, kind)(**required, **{name: value})
+            callback = getattr(keras.callbacks, kind)(**{name: value})
             with pytest.raises(UserError, match=rf"{kind}: {name}.* cannot be used"):
                 callback_kind(callback)
+
+
+@pytest.mark.parametrize(
+    "options", [{"filepath": "{loss}.keras"}, {"filepath": "x.keras", "save_best_only": True}]
+)
+def test_a_file_of_every_n_steps_has_no_metrics(options: dict[str, Any]) -> None:
+    callback = keras.callbacks.ModelCheckpoint(**options, save_freq=4)
+    with pytest.raises(UserError, match="save_freq=4 saves between the ends of epochs"):
+        callback_kind(callback)
+    callback = keras.callbacks.ModelCheckpoint("{epoch}-{batch}.keras", save_freq=4)
+    assert callback_kind(callback) == "ModelCheckpoint"

@@ -126,7 +126,9 @@ def test_a_missing_part_without_an_index_and_another_format_are_named(tmp_path: 
     assert set(open_weights(str(tmp_path)).headers) == {"w1", "w3"}
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert is_weights_file(str(tmp_path / "pytorch_model.bin"))
-    assert "init_from takes a .safetensors, .npz or" in refused(tmp_path / "pytorch_model.bin")
+    assert "init_from takes a .safetensors, .npz, .keras or" in refused(
+        tmp_path / "pytorch_model.bin"
+    )
 
 
 def test_missing_and_contradictory_shards_are_named(tmp_path: Path) -> None:
