@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
@@ -364,6 +364,17 @@ def _check_exact(config: "RunConfig") -> None:
             f"exact is {shards} and {name} is {value}: {why}, so the bits would depend on the "
             "number of devices; leave one of the two out"
         )
+
+
+def can_pad(options: Mapping[str, Any]) -> bool:
+    """Returns whether other options of a run allow `uneven_batch` to be `pad`.
+
+    Args:
+      options: Some fields of `RunConfig` by name.
+    """
+    name = options.get("strategy")
+    by_servers = name is not None and strategy(name).by_servers
+    return options.get("exact") is None and not by_servers
 
 
 _OWN_ORDER = "it adds up gradients in an order of its own"

@@ -50,7 +50,7 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
             f"global_batch_size is {batch}: it does not divide over {batch_shards} devices "
             f"({batch} = {batch // batch_shards} * {batch_shards} + {batch % batch_shards}); "
             f"{max(1, batch // batch_shards) * batch_shards} would; uneven_batch=pad pads "
-            "the batch (not supported by Loop)"
+            "the batch, with rows that devices compute for nothing (not supported by Loop)"
         )
     parts = batch_shards * config.microbatches
     if not pads and batch % parts:
@@ -58,7 +58,8 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
             f"global_batch_size is {batch}: it does not divide over {batch_shards} devices and "
             f"{config.microbatches} microbatches ({batch} = {batch // parts} * {parts} + "
             f"{batch % parts}); {max(1, batch // parts) * parts} would; "
-            "uneven_batch=pad pads the batch (not supported by Loop)"
+            "uneven_batch=pad pads the batch, with rows that devices compute for nothing (not "
+            "supported by Loop)"
         )
     return dataclasses.replace(
         config,

@@ -12,7 +12,7 @@ import numpy as np
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.uneven_batch import why_not_in_training
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.attention import check_context_used
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.mesh import BATCH_AXES
@@ -249,10 +249,12 @@ class BatchChecks:
             at_once = size // self._config.microbatches
             why = why_not_in_training(outputs, params, frozen, batch, at_once)
         if why:
-            shards = self._placement.batch_shards
+            shards, batch = self._placement.batch_shards, self._config.resolved_batch_size
+            parts = shards * self._config.microbatches
+            divides = option("global_batch_size", max(1, batch // parts) * parts)
             raise UserError(
-                f"uneven_batch is pad, and a batch padded to {size} rows on {shards} devices could "
-                f"give other gradients: {why}. Choose a global_batch_size that divides over them"
+                f"global_batch_size is {batch}, and padded to {size} rows on {shards} devices it "
+                f"could give other gradients: {why}. Choose one that divides over them: {divides}"
             )
 
     def _check_compute_dtype(self, batch: PyTree) -> None:

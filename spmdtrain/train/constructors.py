@@ -4,6 +4,7 @@ from typing import Any, Self
 
 import optax
 
+from spmdtrain.config.checks import can_pad
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.train.callbacks import Callbacks
 from spmdtrain.train.experiment import Experiment
@@ -38,7 +39,8 @@ class TrainerConstructors:
         """Returns the trainer of a compiled Keras model: its losses, metrics and optimizer.
 
         A batch is Keras' own: (x,), (x, y) or (x, y, sample_weight). After each `fit`, the model
-        and its optimizer have the trained values.
+        and its optimizer have the trained values. Without `config`, `uneven_batch` is `pad`:
+        the batches of Keras' scripts run on any number of devices.
 
         Args:
           model: A Keras model on which `model.compile` was called.
@@ -58,4 +60,6 @@ class TrainerConstructors:
             callbacks=callbacks,
             steps_per_dispatch=keywords.get("steps_per_dispatch"),
         )
+        if "config" not in keywords and can_pad(keywords):
+            parts["uneven_batch"] = "pad"
         return cls(**{**parts, **keywords})

@@ -398,6 +398,25 @@ def test_a_file_of_the_same_layers_needs_no_map(suffix: str, tmp_path: Path) -> 
             Trainer.from_keras(small(count), init_from=str(file), quiet=True).predict(SMALL)
 
 
+@pytest.mark.parametrize("weights", [(), (np.linspace(0.1, 2, 40, dtype=np.float32),)])
+def test_a_batch_that_does_not_divide_has_the_numbers_of_one_device(weights: Any) -> None:
+    def fitted(devices: int, **options: Any) -> Trainer:
+        net = small()
+        net.set_weights([np.full(x.shape, 0.1) for x in net.get_weights()])
+        mesh = MeshSpec(devices=tuple(range(devices)))
+        trainer = Trainer.from_keras(net, mesh=mesh, quiet=True, **options)
+        trainer.fit((*SMALL_DATA, *weights), epochs=1, global_batch_size=6)
+        return trainer
+
+    one, four = (fitted(devices).model.get_weights() for devices in (1, 4))
+    for a, b in zip(one, four, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(UserError, match="6: it does not divide over 4 devices"):
+        fitted(4, uneven_batch="refuse")
+    with pytest.raises(UserError, match="6: it does not divide over 4 devices"):
+        fitted(4, exact=8)
+
+
 def test_files_of_every_n_steps_and_events_of_epochs(tmp_path: Path) -> None:
     def callbacks(folder: Path) -> list[Any]:
         file = str(folder / "{epoch}-{batch}.keras")

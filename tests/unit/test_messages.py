@@ -172,7 +172,8 @@ CASES = [
         UserError,
         (
             "global_batch_size is 8: it does not divide over 8 devices and 3 microbatches (8 = 0 "
-            "* 24 + 8); 24 would; uneven_batch=pad pads the batch (not supported by Loop)"
+            "* 24 + 8); 24 would; uneven_batch=pad pads the batch, with rows that devices compute "
+            "for nothing (not supported by Loop)"
         ),
     ),
     Case(
