@@ -25,7 +25,7 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.dispatch_batches import examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.annotations import AxisRules
@@ -47,13 +47,14 @@ from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
 from spmdtrain.step.reduction_choice import (
+    OF_STATE,
     check_agrees,
     default_reduction,
     describe_request,
     requested_reduction,
     shard_map_blocker,
 )
-from spmdtrain.step.reductions import Reduction
+from spmdtrain.step.reductions import Reduction, flattened
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import step_options
@@ -394,7 +395,14 @@ class StepFunctions:
         if self._gradients.reduction != reduction:
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
-        return f"; reduced by XLA, because {blocker}" if blocker else ""
+        if not blocker:
+            return ""
+        of_state = blocker.startswith(OF_STATE) and wanted is flattened
+        hint = (
+            f"; layers wait for sums over the devices: {option('batch_statistics', 'replica')} "
+            "needs 1 collective a step (statistics of each replica's examples)"
+        )
+        return f"; reduced by XLA, because {blocker}" + (hint if of_state else "")
 
     @property
     def loss_is_of_tokens(self) -> bool:
@@ -462,10 +470,10 @@ def _check_kept_key(config: RunConfig, name: str) -> None:
         "batch_statistics is replica": config.batch_statistics == "replica",
         "strategy is parameter_server": config.strategy == "parameter_server",
     }
-    for option, is_given in shares.items():
+    for what, is_given in shares.items():
         if is_given:
             raise UserError(
-                f"{option}, and the model keeps a random key in its state ({name}): each part of a "
+                f"{what}, and the model keeps a random key in its state ({name}): each part of a "
                 "batch would draw the same numbers from it. Draw from a stream of the model, such "
                 "as nnx.Rngs or make_rng, or leave the option out"
             )

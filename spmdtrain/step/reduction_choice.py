@@ -28,6 +28,8 @@ from spmdtrain.xla.jaxpr import constrains_sharding
 from spmdtrain.xla.padding import why_parts_differ
 
 PyTree = Any
+OF_STATE = "the model carries state"
+"""The beginning of the reason of a model whose state the global batch determines."""
 
 
 def requested_reduction(
@@ -167,7 +169,7 @@ def shard_map_blocker(
     state_leaves = jax.tree.leaves(model_state)
     if state_leaves and not gradients.per_replica and not gradients.batch_axes:
         return (
-            f"the model carries state ({len(state_leaves)} arrays, for example batch "
+            f"{OF_STATE} ({len(state_leaves)} arrays, for example batch "
             "statistics), which would differ between devices"
         )
     single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)

@@ -513,6 +513,8 @@ def test_xla_reduces_them_if_flattening_would_change_the_result_and_says_why(
         assert message.count("step compiled") == 1
         if chosen is None:
             assert ("reduced by XLA, because" in message) == bool(why) and why in message, message
+            names_option = "batch_statistics='replica' needs 1 collective a step" in message
+            assert names_option == (model is Normalizes), message
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6 if why else 1e-5)
 
 
