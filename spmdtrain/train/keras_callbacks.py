@@ -105,7 +105,7 @@ class KerasCallbacks:
             callback.set_model(self._model)
             callback.set_params({"verbose": 0, "epochs": event.trainer.config.epochs})
             if _kind(callback) in _CHANGES_RATE:
-                hyperparameters.changeable_learning_rate(event.trainer.state.opt_state)
+                self._check_changeable_rate(callback, event.trainer.state.opt_state)
             if _kind(callback) == "CSVLogger" and event.step:
                 callback.append = True  # the rows of the epochs before a resume
             if _reads_values(callback):
@@ -321,10 +321,18 @@ class KerasCallbacks:
     def _keep_if_assigned(self, event: CallbackContext, callback: Any, before: list[Any]) -> None:
         """Continues with the values that a callback has assigned, in all processes the same."""
         after = self._assignable()
-        assigned = any(x is not y for x, y in zip(before, after, strict=True))
-        if not any(process_group.gather(assigned)):
+        replaced = [x is not y for x, y in zip(before, after, strict=True)]
+        count = len(self._model.weights)  # those of the optimizer follow
+        assigned = process_group.gather((any(replaced[:count]), any(replaced)))
+        of_model, of_any = (any(each) for each in zip(*assigned, strict=True))
+        if not of_any:
             return
         trainer, kind = event.trainer, _kind(callback)
+        if of_model and trainer.config.ema_decay is not None:
+            raise UserError(
+                f"{kind} assigns weights, and with ema_decay={trainer.config.ema_decay:g} it finds "
+                "the moving average in the model instead of the parameters: leave ema_decay out"
+            )
         old = hyperparameters.learning_rate(trainer.state.opt_state)
         if process_group.count() > 1:
             values = {str(number): np.asarray(x) for number, x in enumerate(after)}
@@ -332,7 +340,7 @@ class KerasCallbacks:
             process_group.check_same(
                 {f"value that {kind} has left in variable {n}": x for n, x in digests.items()}
             )
-        state = self._with_values_of_model(trainer.state)
+        state = self._with_values_of_model(trainer.state) if of_model else trainer.state
         if self._optimizer is not None:
             opt_state = jax.tree.map(_like, state.opt_state, self._optimizer.read_state())
             state = dataclasses.replace(state, opt_state=opt_state)
@@ -378,6 +386,19 @@ class KerasCallbacks:
             )
         return self._directions.get(metric, "min")
 
+    def _check_changeable_rate(self, callback: Any, opt_state: Any) -> None:
+        """Checks that a callback can change the learning rate, which is a number in the state."""
+        try:
+            hyperparameters.changeable_learning_rate(opt_state)
+        except UserError as error:
+            if self._optimizer is None:
+                raise UserError(f"{_kind(callback)}: {error}") from None
+            raise UserError(
+                f"{_kind(callback)} changes the learning rate, and a schedule of the optimizer "
+                f"{self._model.optimizer.name!r} computes it: give the optimizer a number, or "
+                "leave the callback out"
+            ) from None
+
     def _check_run(self, config: Any) -> None:
         for callback in self._given:
             kind = _kind(callback)
@@ -387,7 +408,14 @@ class KerasCallbacks:
                     "and evaluated_by is 'evaluator': use a metric of the training, or leave "
                     "evaluated_by out"
                 )
-            if getattr(callback, "restore_best_weights", False) and config.workdir is not None:
+            restores = getattr(callback, "restore_best_weights", False)
+            if restores and config.ema_decay is not None:
+                raise UserError(
+                    f"{kind}: restore_best_weights keeps the values of the model, which with "
+                    f"ema_decay={config.ema_decay:g} are the moving average and not the "
+                    "parameters: leave one of them out"
+                )
+            if restores and config.workdir is not None:
                 raise UserError(
                     "EarlyStopping: restore_best_weights keeps the values in memory, and a resumed "
                     "run would have lost them: leave it out; the checkpoint with the best "

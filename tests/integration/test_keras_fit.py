@@ -337,6 +337,35 @@ def test_a_callback_sees_the_model_and_the_optimizer_of_its_step(case: str, tmp_
     np.testing.assert_allclose(continued[4:], continued[:4], rtol=1e-5)
 
 
+def test_with_an_average_a_callback_assigns_a_rate_and_no_weights() -> None:
+    """The model has the average, which must not replace the parameters."""
+
+    def rate_of(model: Any) -> Any:
+        def assign(epoch: int, logs: Any) -> None:
+            model.optimizer.learning_rate = 0.03 / (epoch + 1)
+
+        return keras.callbacks.LambdaCallback(on_epoch_begin=assign)
+
+    scheduled = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.03 / (epoch + 1))
+    params = []
+    for callback in (lambda model: scheduled, rate_of):
+        model = made()
+        fitted = trainer(model, callbacks=[callback(model)], ema_decay=0.9)
+        fitted.fit((X, Y), epochs=2, global_batch_size=BATCH)
+        params.append(named_leaves(fitted.state.params))
+    for name, expected in params[0].items():
+        np.testing.assert_allclose(params[1][name], expected, rtol=1e-5, atol=1e-7)
+    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    for make, words in (
+        (assigning, "LambdaCallback assigns weights"),
+        (lambda model: best, "best"),
+    ):
+        model = made()
+        fitted = trainer(model, callbacks=[make(model)], ema_decay=0.9)
+        with pytest.raises(UserError, match=rf"{words}.*ema_decay=0\.9.* average"):
+            fitted.fit((X, Y), epochs=2, global_batch_size=BATCH)
+
+
 def test_files_do_not_hold_another_optimizer_than_that_which_trains(tmp_path: Path) -> None:
     save = keras.callbacks.ModelCheckpoint(str(tmp_path / "x.keras"))
     with pytest.raises(
