@@ -3,12 +3,14 @@
 A `Cell` is one run with all its features; `draw` draws one from `FEATURES`. `expected` computes its
 losses, evaluation, predictions and parameters as the docs define them, without the package: each
 batch is the next slice of the examples in their order, epoch after epoch; the loss is
-sum(w * v) / sum(w) over the batch; row r of a batch belongs to microbatch r % m.
+sum(w * v) / sum(w) over the batch; row r of a batch belongs to microbatch r % m, and to virtual
+shard r // (batch / shards) of an exact run, each of which draws from a key of its own. Epoch e ends
+at step ceil(e * examples / batch), where Keras' callbacks and optimizers do what Keras documents.
 """
 
 import math
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -46,28 +48,42 @@ class Cell:
     eval_every: int | None = None
     continued: str = "no"
     begun_with: tuple[tuple[str, Any], ...] = ()  # other options of the part before a resume
+    callback: str = "none"
     average: float | None = None
     freeze: bool = False
     lora: bool = False
     seed: int = 0
 
     @property
+    def fits(self) -> list[range]:
+        """The steps of each call of `fit`, counted from 0."""
+        if self.continued == "restarted":
+            return [range(self.steps)] * 2
+        if self.continued == "no" or self.steps == 1:
+            return [range(self.steps)]
+        return [range(self.steps // 2), range(self.steps // 2, self.steps)]
+
+    @property
     def features(self) -> dict[str, Any]:
         """What differs from the plain run."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain = {field.name: field.default for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {each.name: each.default for each in fields(self)}
         return {name: value for name, value in values.items() if value != plain[name]}
 
 
 # Values of each feature with their weights. A value that several features exclude is drawn anyway:
 # a refusal that names the pair is a right answer.
 FEATURES: dict[str, list[tuple[Any, int]]] = {
-    "entry": [("trainer", 6), ("from_keras", 2), ("loop", 2)],
+    "entry": [("trainer", 6), ("from_keras", 3), ("loop", 2)],
     "model": [
         *(("function", 4), ("nnx", 3), ("linen", 2), ("keras", 2)),
         *(("batch_norm", 2), ("eval_batch_norm", 2), ("eval_dropout", 2)),
+        ("dropout", 2),
     ],
-    "optimizer": [("sgd", 2), ("momentum", 2), ("adam", 3), ("clipped", 2), ("schedule", 3)],
+    "optimizer": [
+        *(("sgd", 2), ("momentum", 2), ("adam", 3), ("clipped", 2), ("schedule", 3)),
+        *(("Adam", 3), ("SGD", 3), ("ExponentialDecay", 1), ("use_ema", 2)),
+    ],
     "strategy": [
         *(("mirrored", 4), ("default", 1), ("zero", 2), ("fully_sharded", 2)),
         *(("central_storage", 1), ("hybrid", 1), ("tensor_parallel", 1)),
@@ -93,7 +109,14 @@ FEATURES: dict[str, list[tuple[Any, int]]] = {
     "average": [(None, 3), (0.9, 1)],
     "freeze": [(False, 4), (True, 1)],
     "lora": [(False, 3), (True, 1)],
+    "callback": [
+        *(("none", 2), ("LearningRateScheduler", 2), ("ReduceLROnPlateau", 2)),
+        *(("EarlyStopping", 2), ("ModelCheckpoint", 2)),
+    ],
 }
+CHANGE_RATE = ("LearningRateScheduler", "ReduceLROnPlateau")
+OF_KERAS = ("Adam", "SGD", "ExponentialDecay", "use_ema")
+"""Optimizers of Keras; these and the callbacks are those of `from_keras`."""
 # What a resume may change: the numbers stay. Only without rules, which the strategies then need.
 BEGUN_WITH: list[tuple[tuple[str, Any], ...]] = [
     (),
@@ -128,8 +151,14 @@ def draw(seed: int) -> Cell:
         chosen = {name: value for name, value in chosen.items() if name not in left}
         if chosen.get("weights") == "params":
             del chosen["weights"]
+        if chosen.get("callback") in CHANGE_RATE and chosen.get("optimizer", "sgd") == "sgd":
+            chosen["optimizer"] = "Adam"  # the plain optimizer is no feature that a message names
         if chosen.get("source") != "py_dataset":
             chosen.pop("source", None)
+    else:
+        chosen.pop("callback", None)
+        if chosen.get("optimizer") in OF_KERAS:
+            del chosen["optimizer"]
     if chosen.get("entry") == "loop":
         allowed = {"entry", *FREE_IN_A_LOOP}
         chosen = {name: value for name, value in chosen.items() if name in allowed}
@@ -181,7 +210,79 @@ def make_optimizer(cell: Cell) -> optax.GradientTransformation:
         return optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.2))
     if cell.optimizer == "schedule":
         return optax.sgd(optax.linear_schedule(0.3, 0.0, 9))
-    return optax.sgd(0.1)
+    return plain_keras(cell.optimizer) if cell.optimizer in OF_KERAS else optax.sgd(0.1)
+
+
+# -- the optimizers and callbacks of Keras ---------------------------------------------------------
+
+RATE = 0.05
+DECAY_STEPS, DECAY_RATE = 3, 0.5
+EMA_MOMENTUM = 0.6
+FACTOR, BETTER_BY = 0.3, 0.04
+
+
+def plain_keras(kind: str) -> optax.GradientTransformation:
+    """Keras' formulas; the rate is in the state, where a callback may change it."""
+
+    def init(params: PyTree) -> PyTree:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        state = {"iteration": 0, "rate": RATE, "momentum": zeros}
+        slots = {"Adam": {"velocity": zeros}, "use_ema": {"average": params}}
+        return state | slots.get(kind, {})
+
+    def update(gradients: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        count, rate = state["iteration"], state["rate"]
+        if kind == "ExponentialDecay":
+            rate = RATE * DECAY_RATE ** (count / DECAY_STEPS)
+        new = state | {"iteration": count + 1}
+        moment = state["momentum"]
+        if kind == "Adam":
+            moment = jax.tree.map(lambda m, g: m + 0.1 * (g - m), moment, gradients)
+            second = jax.tree.map(
+                lambda v, g: v + 0.001 * (g * g - v), state["velocity"], gradients
+            )
+            size = rate * math.sqrt(1 - 0.999 ** (count + 1)) / (1 - 0.9 ** (count + 1))
+            changes = jax.tree.map(lambda m, v: -size * m / (jnp.sqrt(v) + 1e-4), moment, second)
+            new["velocity"] = second
+        else:
+            moment = jax.tree.map(lambda m, g: 0.9 * m - rate * g, moment, gradients)
+            changes = jax.tree.map(lambda m, g: 0.9 * m - rate * g, moment, gradients)
+        if kind == "use_ema":
+            after = optax.apply_updates(params, changes)
+            new["average"] = mixed(state["average"], after, EMA_MOMENTUM) if count else after
+        return changes, new | {"momentum": moment}
+
+    return optax.GradientTransformation(init, update)
+
+
+@dataclass
+class Watcher:
+    """What a callback of Keras decides from the metrics of the epochs, with a patience of 1."""
+
+    kind: str
+    best: float = math.inf
+    stops: bool = False
+
+    @staticmethod
+    def scheduled(epoch: int, rate: float) -> float:
+        """Returns the rate of an epoch, counted from 0, for the schedule of the callback."""
+        return rate * (0.5, 1.5, 0.8)[epoch % 3]
+
+    def begin_epoch(self, epoch: int, state: PyTree) -> PyTree:
+        """Returns the optimizer's state for an epoch, counted from 0."""
+        self.stops = False
+        if self.kind != "LearningRateScheduler":
+            return state
+        return state | {"rate": self.scheduled(epoch, state["rate"])}
+
+    def end_epoch(self, watched: float, state: PyTree) -> PyTree:
+        """Returns the optimizer's state after an epoch with a value of the metric watched."""
+        is_better = watched < self.best - BETTER_BY
+        self.best = watched if is_better else self.best
+        self.stops = self.kind == "EarlyStopping" and not is_better
+        if self.kind != "ReduceLROnPlateau" or is_better:
+            return state
+        return state | {"rate": FACTOR * state["rate"]}
 
 
 # -- the loop of plain JAX -------------------------------------------------------------------------
@@ -189,18 +290,30 @@ def make_optimizer(cell: Cell) -> optax.GradientTransformation:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a run gives: of each step the loss, and at its end the rest."""
+    """What a run gives: of each step the loss, and at its end the rest.
+
+    `evaluated` has the losses of the evaluations by step, and `saved` what the file of an epoch
+    holds: values of the model and of its optimizer.
+    """
 
     losses: list[float]
     evaluation: dict[str, float]
     predictions: np.ndarray | None
     params: dict[str, np.ndarray]
+    evaluated: dict[int, float] | None
+    saved: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 def forward(
-    cell: Cell, params: PyTree, stats: PyTree, x: jax.Array, *, training: bool
+    cell: Cell,
+    params: PyTree,
+    stats: PyTree,
+    x: jax.Array,
+    *,
+    training: bool,
+    key: jax.Array | None = None,
 ) -> tuple[jax.Array, PyTree]:
-    """The model, by hand: two layers, and in some cells a batch normalization between them."""
+    """The model, by hand: two layers, and in some cells something between them."""
     kernel = params["first/kernel"]
     if cell.lora:
         kernel = (
@@ -209,11 +322,14 @@ def forward(
     hidden = jnp.tanh(x @ kernel + params["first/bias"])
     if cell.model in ("batch_norm", "eval_batch_norm"):
         mean, variance = stats
-        if training and cell.model == "batch_norm":
+        if training and cell.model == "batch_norm" and not cell.lora:  # LoRA freezes the base model
             mean, variance = hidden.mean(0), hidden.var(0)
             moved = zip(stats, (mean, variance), strict=True)
             stats = tuple(MOMENTUM * old + (1 - MOMENTUM) * new for old, new in moved)
         hidden = (hidden - mean) / jnp.sqrt(variance + EPSILON)
+    if cell.model == "dropout" and training and key is not None:
+        keys = [jax.random.fold_in(each, OF_STREAM) for each in keys_of_shards(cell, key)]
+        hidden = drawn(hidden, *(jax.random.fold_in(each, 0) for each in keys))
     return hidden @ params["second/kernel"] + params["second/bias"], stats
 
 
@@ -228,9 +344,20 @@ def values_and_weights(
     return values, jnp.asarray(batch["w"])
 
 
-def drawn(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Drops inputs at random."""
-    return jnp.where(jax.random.bernoulli(key, KEEP, x.shape), x / KEEP, 0)
+OF_OBJECTIVE, OF_STREAM = 0x6F626A65, 1
+"""What is folded into a step's key for the draws of the objective, and of the only random stream of
+an nnx model. Other numbers are other runs."""
+
+
+def keys_of_shards(cell: Cell, key: jax.Array) -> list[jax.Array]:
+    return [jax.random.fold_in(key, i) for i in range(cell.exact)] if cell.exact else [key]
+
+
+def drawn(x: jax.Array, *keys: jax.Array) -> jax.Array:
+    """Drops values at random; each key has a part of the rows."""
+    shape = (len(x) // len(keys), *x.shape[1:])
+    kept = jnp.concatenate([jax.random.bernoulli(key, KEEP, shape) for key in keys])
+    return jnp.where(kept, x / KEEP, 0)
 
 
 def batch_loss(
@@ -240,13 +367,12 @@ def batch_loss(
     params, total, weight = trained | fixed, jnp.zeros(()), jnp.zeros(())
     for part in range(cell.microbatches):
         rows = {name: x[part :: cell.microbatches] for name, x in batch.items()}
-        x = rows["x"]
+        x, of_part = rows["x"], key if cell.microbatches == 1 else jax.random.fold_in(key, part)
         if cell.draws:
-            of_part = key if cell.microbatches == 1 else jax.random.fold_in(key, part)
-            x = drawn(
-                x, of_part if cell.entry == "loop" else jax.random.fold_in(of_part, OBJECTIVE)
-            )
-        output, stats = forward(cell, params, stats, x, training=True)
+            keys = keys_of_shards(cell, of_part)
+            in_step = cell.entry == "loop"  # the user's own step has the key itself
+            x = drawn(x, *(k if in_step else jax.random.fold_in(k, OF_OBJECTIVE) for k in keys))
+        output, stats = forward(cell, params, stats, x, training=True, key=of_part)
         values, weights = values_and_weights(cell, output, rows, params)
         total, weight = total + (values * weights).sum(), weight + counted(cell, weights)
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1, weight)), stats
@@ -257,46 +383,96 @@ def counted(cell: Cell, weights: jax.Array) -> Any:
     return weights.size if cell.entry == "from_keras" else weights.sum()
 
 
-OBJECTIVE = 0x6F626A65
-"""What is folded into a step's key for the objective's own draws. Another number is another run."""
+class PlainRun:
+    """The loop of plain JAX: what a step changes, and what is computed from it."""
+
+    def __init__(self, cell: Cell, factors: PyTree) -> None:
+        self.cell, self.optimizer = cell, make_optimizer(cell)
+        self.params: PyTree = first_params(cell) | factors
+        self.fixed = {n: self.params.pop(n) for n in list(self.params) if frozen(cell, n)}
+        self.stats: PyTree = (jnp.zeros(HIDDEN), jnp.ones(HIDDEN))
+        self.opt_state, self.updates = self.optimizer.init(self.params), 0
+        self.average = self.final
+        self._gradient = jax.jit(jax.value_and_grad(batch_loss, has_aux=True), static_argnums=2)
+
+    @property
+    def final(self) -> PyTree:
+        return self.params | self.fixed
+
+    @property
+    def used(self) -> PyTree:
+        """The parameters that evaluations, predictions and files have."""
+        return self.final if self.cell.average is None else self.average
+
+    def step(self, batch: PyTree, key: jax.Array) -> float:
+        arguments = self.params, self.fixed, self.cell, self.stats, batch, key
+        (loss, self.stats), gradients = self._gradient(*arguments)
+        changes, self.opt_state = self.optimizer.update(gradients, self.opt_state, self.params)
+        self.params = optax.apply_updates(self.params, changes)
+        if self.cell.average is not None:
+            decay = min(self.cell.average, (2 + self.updates) / (11 + self.updates))
+            self.average = mixed(self.average, self.final, decay)
+        self.updates += 1
+        return float(loss)
+
+    def evaluate(self, test: PyTree) -> tuple[dict[str, float], np.ndarray]:
+        output, _ = forward(self.cell, self.used, self.stats, test["x"], training=False)
+        values, weights = values_and_weights(self.cell, output, test, self.used)
+        loss = (values * weights).sum() / counted(self.cell, weights)
+        off = jnp.abs(output - test["y"]).mean()
+        return {"loss": float(loss), "off": float(off)}, np.asarray(output)
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a file of Keras has: the model's values and its optimizer's variables."""
+        if self.cell.optimizer not in OF_KERAS:
+            return dict(self.used)
+        slots = {k: x for k, x in self.opt_state.items() if isinstance(x, dict)}
+        named = {f"{name}/{slot}": x[name] for slot, x in slots.items() for name in x}
+        return self.used | named | {"iteration": self.opt_state["iteration"]}
 
 
 def expected(
-    cell: Cell, step_key: jax.Array, evaluated: dict[str, np.ndarray], factors: PyTree
+    cell: Cell, step_key: jax.Array, test: dict[str, np.ndarray], factors: PyTree
 ) -> Numbers:
     """Computes a cell; the key is that of the run's steps, the factors are the first of LoRA."""
-    data, optimizer = make_data(cell), make_optimizer(cell)
-    params: PyTree = first_params(cell) | factors
-    fixed = {name: params.pop(name) for name in list(params) if frozen(cell, name)}
-    stats: PyTree = (jnp.zeros(HIDDEN), jnp.ones(HIDDEN))
-    opt_state, average = optimizer.init(params), params | fixed
-    gradient = jax.jit(jax.value_and_grad(batch_loss, has_aux=True), static_argnums=2)
-    losses = []
-    # A restart begins with the first batch and step again, with parameters and optimizer state.
-    numbers = [*range(cell.steps)] * (2 if cell.continued == "restarted" else 1)
-    for update, step in enumerate(numbers):
-        positions = np.arange(step * cell.batch, (step + 1) * cell.batch) % cell.examples
-        batch = {name: x[positions] for name, x in data.items()}
-        key = jax.random.fold_in(step_key, step)
-        (loss, stats), grads = gradient(params, fixed, cell, stats, batch, key)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(loss))
-        if cell.average is not None:
-            decay = min(cell.average, (2 + update) / (11 + update))
-            average = jax.tree.map(
-                lambda old, new, d=decay: d * old + (1 - d) * new, average, params | fixed
-            )
-    final = params | fixed
-    used = final if cell.average is None else average
-    output, _ = forward(cell, used, stats, jnp.asarray(evaluated["x"]), training=False)
-    values, weights = values_and_weights(cell, output, evaluated, used)
-    off = np.abs(np.asarray(output) - evaluated["y"]).mean(-1)
-    means = {
-        "loss": float((values * weights).sum() / counted(cell, weights)),
-        "off": float(off.mean()),
-    }
-    return Numbers(losses, means, np.asarray(output), jax.tree.map(np.asarray, final))
+    data, run = make_data(cell), PlainRun(cell, factors)
+    losses, evaluated, saved = list[float](), dict[int, float](), dict[int, dict[str, Any]]()
+    for steps in cell.fits:
+        if steps.start == 0:  # a restart too: parameters and the optimizer's state remain
+            step, epoch, of_epoch, watcher = 0, 0, list[float](), Watcher(cell.callback)
+        while step < steps.stop:
+            if not of_epoch:
+                run.opt_state = watcher.begin_epoch(epoch, run.opt_state)
+            positions = np.arange(step * cell.batch, (step + 1) * cell.batch) % cell.examples
+            batch = {name: x[positions] for name, x in data.items()}
+            of_epoch.append(run.step(batch, jax.random.fold_in(step_key, step)))
+            losses.append(of_epoch[-1])
+            step += 1
+            validates = cell.eval_every and (step % cell.eval_every == 0 or step == steps.stop)
+            if validates:
+                evaluated[step] = run.evaluate(test)[0]["loss"]
+            if step < math.ceil((epoch + 1) * cell.examples / cell.batch):
+                continue
+            epoch, mean, of_epoch = epoch + 1, np.mean(of_epoch), []
+            if cell.callback == "ModelCheckpoint":
+                saved[epoch] = run.saved()
+            if validates or not cell.eval_every:
+                watched = evaluated[step] if validates else float(mean)
+                run.opt_state = watcher.end_epoch(watched, run.opt_state)
+                if watcher.stops:
+                    break
+        # Keras' moving average replaces the parameters at the end of a fit; the state that is
+        # saved before has the parameters.
+        if cell.optimizer == "use_ema" and (
+            steps == cell.fits[-1] or cell.continued in ("twice", "restarted")
+        ):
+            run.params = run.opt_state["average"]
+    means, output = run.evaluate(test)
+    return Numbers(losses, means, output, jax.tree.map(np.asarray, run.final), evaluated, saved)
+
+
+def mixed(old: PyTree, new: PyTree, decay: float) -> PyTree:
+    return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
 
 
 def frozen(cell: Cell, name: str) -> bool:

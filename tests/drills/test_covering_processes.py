@@ -55,13 +55,14 @@ def drawn(seed: int, **fixed: Any) -> Cell:
     """Draws a cell of a Trainer that has random access to its data, and is not refused."""
     generator = random.Random(seed)
     cell = replace(covering.draw(seed), entry="trainer", devices=4, exact=None, begun_with=())
-    cell = replace(cell, compute_dtype="float32")
+    cell = replace(cell, compute_dtype="float32", callback="none")
     sources = ("arrays", "records", "grain", "hugging_face")
     strategies = ("mirrored", "zero", "fully_sharded", "default")
     cell = replace(
         cell,
         model=cell.model if cell.model != "keras" else "function",
         source=cell.source if cell.source in sources else "arrays",
+        optimizer="adam" if cell.optimizer in covering.OF_KERAS else cell.optimizer,
         strategy=generator.choice(strategies),
         microbatches=cell.microbatches if cell.batch % (4 * cell.microbatches) == 0 else 2,
         continued="resumed" if cell.continued != "no" and cell.steps > 1 else "no",

@@ -45,10 +45,13 @@ from spmdtrain import (
 from spmdtrain.config.run_config import Purpose, derive_seed
 from spmdtrain.terminal import Terminal
 
+# Keras copies arrays in a way that NumPy 2 will not know some day.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 # Chosen so that each value of a feature occurs twice, and as many pairs of values as possible.
 SEEDS = [
-    *(4743, 4770, 4804, 4918, 5594, 5678, 5774, 5871, 5960, 5973, 5976, 5993, 6201, 6274, 6319),
-    *(6459, 6559, 6866, 6887, 7017, 7030, 7074, 7284, 7351, 7374, 7382, 7448, 7562, 7650, 7665),
+    *(1319, 1372, 1377, 1641, 1688, 1953, 2050, 2057, 2134, 2371, 2791, 2877, 3367, 3511, 4330),
+    *(4471, 4904, 5036, 5088, 5363, 5481, 5959, 5973, 6004, 6319, 6500, 6543, 6574, 6737, 6790),
 ]
 if "COVERING_SEED" in os.environ:
     first = int(os.environ["COVERING_SEED"])
@@ -70,6 +73,9 @@ PAIRS = {
     ("exact", "steps_per_dispatch"): ("exact is", "steps_per_dispatch is {}"),
     ("batch", "examples"): ("global_batch_size is {}", "{} examples"),
     ("devices", "microbatches"): ("{} devices", "{} microbatches"),
+    ("exact", "devices"): ("exact is", "{} devices"),
+    ("exact", "eval_batch"): ("exact is", "eval_batch_size is {}"),
+    ("callback", "optimizer"): ("{}", "the optimizer"),
     ("entry", "compute_dtype"): ("a keras model", "compute_dtype is {}"),
     ("model", "compute_dtype"): ("a {} model", "compute_dtype is {}"),
 }
@@ -116,6 +122,20 @@ def check(cell: Cell, folder: Path) -> None:
         np.testing.assert_allclose(
             number, wanted.evaluation[name], rtol=rtol, atol=atol, err_msg=name
         )
+    if found.evaluated is not None:
+        assert wanted.evaluated is not None
+        assert found.evaluated.keys() == wanted.evaluated.keys()
+        for step, loss in wanted.evaluated.items():
+            np.testing.assert_allclose(
+                found.evaluated[step], loss, rtol=rtol, atol=atol, err_msg=f"evaluation {step}"
+            )
+    assert found.saved.keys() == wanted.saved.keys()
+    for epoch, values in wanted.saved.items():
+        assert found.saved[epoch].keys() >= values.keys(), found.saved[epoch].keys()
+        for name, value in values.items():
+            np.testing.assert_allclose(
+                found.saved[epoch][name], value, rtol=rtol, atol=atol, err_msg=f"{epoch} {name}"
+            )
     if found.predictions is not None:
         assert wanted.predictions is not None
         np.testing.assert_allclose(found.predictions, wanted.predictions, rtol=rtol, atol=atol)
@@ -136,7 +156,7 @@ def excludes(cell: Cell, pair: tuple[str, str], message: str) -> bool:
     """Returns whether the message names both features of a pair that the cell crosses."""
     said = zip(pair, PAIRS[pair], strict=True)
     return all(
-        name in cell.features and words.format(getattr(cell, name)) in message.lower()
+        name in cell.features and words.format(getattr(cell, name)).lower() in message.lower()
         for name, words in said
     )
 
@@ -149,6 +169,18 @@ def excludes(cell: Cell, pair: tuple[str, str], message: str) -> bool:
         (("exact", "steps_per_dispatch"), Cell(exact=8, steps_per_dispatch=3)),
         (("batch", "examples"), Cell(batch=24, examples=20)),
         (("devices", "microbatches"), Cell(devices=4, microbatches=4)),
+        (("exact", "devices"), Cell(exact=8, devices=8)),
+        (("exact", "eval_batch"), Cell(exact=8, eval_batch=5)),
+        (
+            ("callback", "optimizer"),
+            Cell(entry="from_keras", callback="ReduceLROnPlateau", optimizer="adam"),
+        ),
+        (
+            ("callback", "optimizer"),
+            Cell(
+                entry="from_keras", callback="LearningRateScheduler", optimizer="ExponentialDecay"
+            ),
+        ),
         (("entry", "compute_dtype"), Cell(entry="from_keras", compute_dtype="bfloat16")),
         (("model", "compute_dtype"), Cell(model="keras", compute_dtype="bfloat16")),
     ],
@@ -215,9 +247,10 @@ class Net(nnx.Module):
             )
             if cell.model == "eval_batch_norm":
                 self.norm.eval()
-        if cell.model == "eval_dropout":
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-            self.dropout.eval()
+        if "dropout" in cell.model:
+            self.dropout = nnx.Dropout(1 - covering.KEEP, rngs=rngs)
+            if cell.model == "eval_dropout":
+                self.dropout.eval()
         self.second = nnx.Linear(
             *(HIDDEN, OUTPUTS),
             kernel_init=initial["second/kernel"],
@@ -323,6 +356,57 @@ def source(cell: Cell) -> Any:
     return hugging_face.to_iterable_dataset()
 
 
+def keras_optimizer(cell: Cell) -> Any:
+    """Returns the optimizer of a cell if it is one of Keras."""
+    from keras import optimizers
+
+    rate: Any = covering.RATE
+    if cell.optimizer == "Adam":
+        return optimizers.Adam(rate, epsilon=1e-4)
+    if cell.optimizer == "ExponentialDecay":
+        rate = optimizers.schedules.ExponentialDecay(
+            rate, covering.DECAY_STEPS, covering.DECAY_RATE
+        )
+    averages = {"use_ema": True, "ema_momentum": covering.EMA_MOMENTUM}
+    options = averages if cell.optimizer == "use_ema" else {}
+    own = cell.optimizer in covering.OF_KERAS
+    return optimizers.SGD(rate, momentum=0.9, nesterov=True, **options) if own else None
+
+
+def keras_callbacks(cell: Cell, folder: Path) -> list[Any]:
+    from keras import callbacks
+
+    monitor = "val_loss" if cell.eval_every else "loss"
+    options: dict[str, Any] = {"patience": 1, "min_delta": covering.BETTER_BY}
+    if cell.callback == "LearningRateScheduler":
+        return [callbacks.LearningRateScheduler(covering.Watcher.scheduled)]
+    if cell.callback == "ReduceLROnPlateau":
+        return [callbacks.ReduceLROnPlateau(monitor, covering.FACTOR, **options)]
+    if cell.callback == "EarlyStopping":
+        return [callbacks.EarlyStopping(monitor, **options)]
+    if cell.callback == "ModelCheckpoint":
+        return [callbacks.ModelCheckpoint(str(folder / "{epoch}.keras"))]
+    return []
+
+
+def files_of_keras(folder: Path, *, with_optimizer: bool) -> dict[int, dict[str, Any]]:
+    """Returns the values of the models and optimizers in the files, by epoch."""
+    found = {}
+    for path in folder.glob("*.keras"):
+        import keras
+
+        # Keras does not load the file of a model that was compiled without an optimizer otherwise.
+        model = keras.saving.load_model(path, compile=with_optimizer)
+        values = {v.path.removeprefix("net/"): v.value for v in model.weights}
+        layers = ("first/kernel", "first/bias", "second/kernel", "second/bias")
+        paths = {name.replace("/", "_"): name for name in layers}
+        for variable in model.optimizer.variables if with_optimizer else ():
+            layer, _, slot = variable.name.removeprefix("net_").rpartition("_")
+            values[f"{paths[layer]}/{slot}" if layer in paths else slot] = variable.value
+        found[int(path.stem)] = values
+    return found
+
+
 def py_dataset(cell: Cell, data: dict[str, np.ndarray]) -> Any:
     """The examples in the batches of the run; the last one may be smaller."""
     import keras
@@ -376,8 +460,11 @@ def of_trainer(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Nu
             common["stream_shards"] = 1
         if in_keras:
             model = keras_net(cell)
-            model.compile(loss="mean_squared_error", metrics=["mean_absolute_error"])
-            return Trainer.from_keras(model, optimizer=covering.make_optimizer(cell), **common)
+            own = keras_optimizer(cell)
+            model.compile(own, loss="mean_squared_error", metrics=["mean_absolute_error"])
+            common["optimizer"] = None if own else covering.make_optimizer(cell)
+            watching = [*keras_callbacks(cell, folder), *common.pop("callbacks", [])]
+            return Trainer.from_keras(model, callbacks=watching, **common)
         return Trainer(
             model=make_model(cell),
             objective=objective(cell),
@@ -388,7 +475,7 @@ def of_trainer(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Nu
         )
 
     validation = test if cell.eval_every else None
-    middle, run = max(1, cell.steps // 2), str(folder / "run")
+    middle, run = cell.fits[0].stop, str(folder / "run")
     folders = [folder / "run"]
     if cell.continued == "resumed" and cell.steps > 1:
         first = trainer(workdir=run, **dict(cell.begun_with))
@@ -401,18 +488,26 @@ def of_trainer(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Nu
     elif cell.continued == "twice" and cell.steps > 1:
         last.fit(data, steps=middle, validation=validation)
     elif cell.continued == "restarted":
-        last = trainer(callbacks={"log": lambda event: seen.append(event.metrics["loss"])})
+        last = trainer(callbacks=[{"log": lambda event: seen.append(event.metrics["loss"])}])
         seen: list[float] = []
-        last.fit(data, steps=cell.steps)
-        last.fit(data, steps=cell.steps, restart=True)
-        return results(cell, last, seen, test)
+        last.fit(data, steps=cell.steps, validation=validation)
+        last.fit(data, steps=cell.steps, validation=validation, restart=True)
+        return results(cell, last, folder, seen, None, test)
     last.fit(data, steps=cell.steps, validation=validation)
     lines = [line for each in folders for line in metrics(each)]
     losses = {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
-    return results(cell, last, [losses[step] for step in sorted(losses)], test)
+    of_steps = {line["step"]: line["loss"] for line in lines if line["split"] == "eval"}
+    return results(cell, last, folder, [losses[step] for step in sorted(losses)], of_steps, test)
 
 
-def results(cell: Cell, trainer: Trainer, losses: list[float], test: Any) -> Numbers:
+def results(
+    cell: Cell,
+    trainer: Trainer,
+    folder: Path,
+    losses: list[float],
+    evaluated: dict[int, float] | None,
+    test: Any,
+) -> Numbers:
     found = {} if cell.draws else trainer.evaluate(test)
     if cell.entry == "from_keras":
         found = {"off" if "absolute" in k else k: v for k, v in found.items()}
@@ -423,6 +518,8 @@ def results(cell: Cell, trainer: Trainer, losses: list[float], test: Any) -> Num
         {name: found[name] for name in ("loss", "off") if name in found},
         np.asarray(trainer.predict(test)),
         by_name(trainer.state.params),
+        None if cell.draws else evaluated,
+        files_of_keras(folder, with_optimizer=cell.optimizer in covering.OF_KERAS),
     )
 
 
@@ -465,10 +562,8 @@ def of_loop(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Numbe
         params = optax.apply_updates(state.params, updates)
         return dataclasses.replace(state, params=params, opt_state=opt_state), {"loss": value}
 
-    middle = max(1, cell.steps // 2)
-    parts = (middle, cell.steps) if cell.continued == "resumed" else (cell.steps,)
-    for total in parts:
-        with Loop(**{**options, "steps": total}, terminal=Terminal(quiet=True)) as loop:
+    for steps in cell.fits:
+        with Loop(**{**options, "steps": steps.stop}, terminal=Terminal(quiet=True)) as loop:
             rules = RULES if cell.strategy == "tensor_parallel" else ()
             state = loop.start(init, train=source(cell), rules=rules)
             compiled = loop.compile_step(step)
@@ -477,4 +572,4 @@ def of_loop(cell: Cell, folder: Path, evaluated: dict[str, np.ndarray]) -> Numbe
                 loop.end_step(state, output)
             params = by_name(state.params)
     losses = {x["step"]: x["loss"] for x in metrics(folder) if x["split"] == "train"}
-    return Numbers([losses[number] for number in sorted(losses)], {}, None, params)
+    return Numbers([losses[number] for number in sorted(losses)], {}, None, params, None)
