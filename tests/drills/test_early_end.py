@@ -47,9 +47,9 @@ def test_the_launcher_names_a_process_that_calls_os_exit(
 
 
 def test_without_a_launcher_the_others_name_a_process_that_calls_os_exit(tmp_path: Path) -> None:
-    # Each process reports its phase 10 times within the timeout, which a compilation must not reach.
-    options = ("--fault", "end", "--hang-timeout", 60, "--pause", 0.6, "--workdir", tmp_path / "run")
-    ended = job(drill(tmp_path), *options, processes=3, check=False, grace=60)
+    # Each process reports its phase 10 times within the timeout, which is longer than to compile.
+    options = ("--fault", "end", "--pause", 0.6, "--workdir", tmp_path / "run")
+    ended = job(drill(tmp_path), *options, "--hang-timeout", 60, processes=3, check=False, grace=60)
     assert ended[1].code == 0 and ended[0].code == ended[2].code == 1, show(ended)
     why = "lost the connection to worker 0, which ended without a report during the training ("
     assert why in ended[0].output, show(ended)

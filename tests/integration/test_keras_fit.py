@@ -348,10 +348,11 @@ def test_with_an_average_a_callback_assigns_a_rate_and_no_weights() -> None:
 
     scheduled = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.03 / (epoch + 1))
     params = []
-    for callback in (lambda model: scheduled, rate_of):
+    for own in (False, True):
         model = made()
-        fitted = trainer(model, callbacks=[callback(model)], ema_decay=0.9)
+        fitted = trainer(model, callbacks=[rate_of(model) if own else scheduled], ema_decay=0.9)
         fitted.fit((X, Y), epochs=2, global_batch_size=BATCH)
+        assert fitted.state is not None
         params.append(named_leaves(fitted.state.params))
     for name, expected in params[0].items():
         np.testing.assert_allclose(params[1][name], expected, rtol=1e-5, atol=1e-7)

@@ -282,7 +282,7 @@ def test_what_needs_the_loop_of_keras_is_refused_by_name(case: str) -> None:
         ),
         (
             {"units": 1, "loss": keras.losses.Tversky()},
-            r"each example, not their mean: give it axis, as in keras.losses.Tversky\(axis=\(1,\)\)$",
+            r"not their mean: give it axis, as in keras.losses.Tversky\(axis=\(1,\)\)$",
         ),
         (
             {"metrics": [keras.metrics.Precision([0.2, 0.5], name="p")]},
