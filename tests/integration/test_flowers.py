@@ -367,6 +367,7 @@ def test_a_name_does_not_end_the_line_of_a_prediction() -> None:
     assert lines == [r"a\nb/c.png: a\nb (100%)", r"d/\x1be.png: d (100%)"]
 
 
+@pytest.mark.nightly
 def test_without_the_flowers_it_says_where_to_get_them(tmp_path: Path) -> None:
     nowhere, gone = together(
         lambda: run(FLOWERS, cwd=tmp_path),

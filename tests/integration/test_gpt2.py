@@ -60,6 +60,7 @@ def test_the_logits_are_those_of_an_independent_gpt2(
     np.testing.assert_allclose(predicted(tmp_path, **options), expected, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_trained_model_is_written_back_with_the_names_of_the_file(tmp_path: Path) -> None:
     weights = {f"transformer.{name}": x for name, x in random_weights().items()}
     safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")

@@ -577,7 +577,10 @@ def test_mnist_learns_in_one_epoch(mnist: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "words"),
     [
-        ("numpy", "Keras runs on its numpy backend: set KERAS_BACKEND=jax"),
+        pytest.param(
+            *("numpy", "Keras runs on its numpy backend: set KERAS_BACKEND=jax"),
+            marks=pytest.mark.nightly,
+        ),
         ("tensorflow", r"Keras cannot be imported \(.*tensorflow.*\): set KERAS_BACKEND=jax"),
     ],
 )

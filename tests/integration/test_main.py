@@ -81,7 +81,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(
         (("run", "--help"), 0),
         (("run", "--config", "missing.py"), 2),
         (("launch", "--processes", "1", "--", "missing"), 2),
-        (("checkpoints", "verify", "missing"), 2),
+        pytest.param(("checkpoints", "verify", "missing"), 2, marks=pytest.mark.nightly),
     ],
     ids=["help", "no experiment", "no program", "no run"],
 )

@@ -24,7 +24,9 @@ BATCH_SIZE_PER_DEVICE, STEPS, FILES = 4, 20, 3
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.nightly] * (x != "local")) for x in SMALL]
+)
 def test_a_notebook_runs_from_its_first_to_its_last_cell(name: str, tmp_path: Path) -> None:
     path = FOLDER / f"{name}.ipynb"
     notebook: Any = nbformat.read(path, as_version=4)

@@ -113,6 +113,7 @@ def test_what_ends_it_ends_what_it_began(number: int, code: int, said: str, tmp_
         assert list(folder.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_plan_is_kept_where_what_tries_its_advice_falls(tmp_path: Path) -> None:
     falls = tmp_path / "falls.py"
     falls.write_text(FALLS)
@@ -151,6 +152,7 @@ def test_options_that_say_nothing_of_the_step_do_not_hinder(tmp_path: Path) -> N
     assert set(found["chip"]["element_rates"]) == set(ElementKind) and found["time"]["elements"] > 0
 
 
+@pytest.mark.nightly
 @needs_libtpu
 def test_what_is_too_much_for_a_core_is_no_question_of_the_memory() -> None:
     option = "xla_tpu_scoped_vmem_limit_kib=16"
@@ -169,6 +171,7 @@ def test_two_devices_on_a_chip() -> None:
     assert (found["chips"], found["devices"], found["flops"]["device"]) == (4, 8, 1_110_016)
 
 
+@pytest.mark.nightly
 def test_more_virtual_devices_than_there_can_be_are_refused() -> None:
     ended = plan(DIGITS, "--topology", "gpu:h100:2048x8")
     assert ended.returncode == 2, ended.stderr
@@ -187,6 +190,7 @@ def test_the_memory_that_jax_preallocates_on_a_gpu_is_reported(tmp_path: Path) -
     assert not any("three quarters" in x for x in planned(fits, *asked)["notes"])
 
 
+@pytest.mark.nightly
 def test_a_failed_plan_is_reported_in_json_and_on_the_page_too(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     options = ("--global-batch-size", 20, "--topology", "cpu:8,cpu:2", "--json", "--html", page)
@@ -204,6 +208,7 @@ def test_a_failed_plan_is_reported_in_json_and_on_the_page_too(tmp_path: Path) -
     assert (ended.returncode, json.loads(ended.stdout)) == (2, refused)
 
 
+@pytest.mark.nightly
 def test_parameters_of_any_name_are_known(tmp_path: Path) -> None:
     odd = tmp_path / "odd.py"
     odd.write_text(ODD)

@@ -149,10 +149,8 @@ def test_logits_and_export_are_those_of_transformers(
     np.testing.assert_array_equal(of(back.eval()), of(theirs))
 
 
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(LLAMA, id="llama"), pytest.param(VIT, id="vit", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("file", [LLAMA, VIT], ids=["llama", "vit"])
 def test_the_command_trains_exports_and_starts_from_the_export(file: Path, tmp_path: Path) -> None:
     """On eight devices by the annotations."""
     line: list[Any] = ["--layers", 1, "--unroll", False, "--width", 32, "--steps", 2]
@@ -173,6 +171,7 @@ def test_the_command_trains_exports_and_starts_from_the_export(file: Path, tmp_p
     assert second[0]["loss"] < first[0]["loss"]
 
 
+@pytest.mark.nightly
 def test_the_command_logs_the_terms_and_the_load_of_experts(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("All that glisters is not gold.\n" * 100)
     line: list[Any] = ["--preset", "moe", "--layers", 1, "--width", 32, "--mlp-width", 16]

@@ -115,6 +115,7 @@ def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, tmp_path: 
     assert found[:2] == found[2:] and found[0][0] != found[1][0] and found[0][1] != found[1][1]
 
 
+@pytest.mark.nightly
 def test_a_run_of_100_000_logged_steps_is_small_and_opens_quickly(
     browser: Browser, tmp_path: Path
 ) -> None:

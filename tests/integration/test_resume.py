@@ -230,7 +230,7 @@ def kill(workdir: Path) -> Path:
     return workdir
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_stopped_or_killed_ends_as_if_nothing_had_been(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_characters_and_bytes(tmp_path: Path) -> None:
     gpt.load_text(config(data_dir=folder, vocabulary="bytes"))
 
 
+@pytest.mark.nightly
 def test_without_the_text_it_says_where_to_get_it(tmp_path: Path) -> None:
     no_folder, no_file = together(
         lambda: run(GPT, cwd=tmp_path),
@@ -246,7 +247,7 @@ def write(of: Any, vocabulary: Any) -> tuple[dict[str, np.ndarray], list[str]]:
     return gpt.writer(of, vocabulary)(model, pieces.append), pieces
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_are_printed_one_after_another_while_they_grow() -> None:
     of = config("tiny", temperature=50.0, samples=2, prompt=("ab", "c"))
     written, pieces = write(of, gpt.Vocabulary(np.arange(97, 123)))

@@ -121,6 +121,7 @@ def test_one_device_and_other_strategies_have_the_losses_of_eight_devices(
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4), line["step"]
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     shards: Path, on_eight: Path, tmp_path: Path
 ) -> None:

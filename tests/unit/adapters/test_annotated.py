@@ -138,7 +138,7 @@ MODELS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(x, marks=[pytest.mark.nightly] * (x == "nnx with explicit axes"))
+        pytest.param(x, marks=[pytest.mark.nightly] * (x != "linen with logical names"))
         for x in MODELS
     ],
 )

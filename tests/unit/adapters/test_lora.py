@@ -242,7 +242,7 @@ def test_factors_are_sharded_as_the_dims_that_they_share_with_the_kernel() -> No
     assert made.functions.layout.sources["params/lora/second/kernel/a"] == "rule 2"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_are_equal_on_1_and_8_devices(base: str) -> None:
     def losses(**options: Any) -> list[float]:
         found: list[float] = []
@@ -401,7 +401,7 @@ def test_a_run_trains_saves_and_resumes_the_factors_alone(base: str, tmp_path: P
         made("whole", init_from=moved).fit((X, Y), steps=6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_base_may_be_a_run_and_a_head_may_be_trained(tmp_path: Path) -> None:
     first = trainer(lambda rngs: Net(rngs), workdir=str(tmp_path / "base"))
     first.fit((X, Y), steps=2)

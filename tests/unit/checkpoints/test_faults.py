@@ -342,7 +342,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(
     assert bits(load_params(str(folder.parent))) == bits(load_params(str(small_runs / "six")))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reading_during_a_run_always_finds_a_valid_checkpoint(tmp_path: Path) -> None:
     """With one checkpoint kept, what a reader has just listed is gone the next moment."""
     options = ("--checkpoint-every-steps", 1, "--keep-latest", 1, "--keep-best", 0)
@@ -607,7 +607,7 @@ def saved_steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lost_folder_ends_the_run(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     process = start(
@@ -640,7 +640,7 @@ def test_after_a_failure_unawaited_coroutines_of_orbax_cause_no_warning() -> Non
     assert [str(warning.message) for warning in caught] == ["others are heard"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_that_may_not_be_written_ends_the_run_within_the_next_save(tmp_path: Path) -> None:
     """A limit on the size of files: what a save cannot write is known when it is waited for."""
     workdir = tmp_path / "run"

@@ -298,7 +298,7 @@ print(len(jax.devices()), sum(int(x.size) for x in jax.tree.leaves(on_device)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_program_without_the_runs_code_loads_them_on_one_device(
     plain: Run, tmp_path: Path
 ) -> None:

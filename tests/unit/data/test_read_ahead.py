@@ -111,7 +111,7 @@ class Ends(Rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [0, 40])
+@pytest.mark.parametrize("example", [0, pytest.param(40, marks=pytest.mark.nightly)])
 def test_a_process_that_ends_with_code_0_is_named(example: int) -> None:
     with pytest.raises(StorageError, match="ended with exit code 0 before its last batch"):
         list(read_ahead(batches(Ends(fails_at=example)), 0, workers=2))
@@ -119,7 +119,7 @@ def test_a_process_that_ends_with_code_0_is_named(example: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [0, 40])
+@pytest.mark.parametrize("example", [0, pytest.param(40, marks=pytest.mark.nightly)])
 def test_a_signal_ends_the_wait_for_a_process_that_hangs(example: int) -> None:
     class Stop(Exception):
         pass

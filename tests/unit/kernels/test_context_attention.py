@@ -292,7 +292,7 @@ def plain_ring(mesh: jax.sharding.Mesh, size: int) -> Callable[..., jax.Array]:
     return jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_ring_takes_a_fiftieth_of_the_memory_of_whole_sequences() -> None:
     shape, of = (1, 8192, 8, 64), placement((1, 8, 1), "ring")
     causal = partial(attention, causal=True)
@@ -323,7 +323,7 @@ def print_collectives_for_tpus() -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_for_tpus_a_ring_sends_while_it_computes_and_gathers_nothing() -> None:
     # In a process of its own, because programs for absent devices cannot be read from the cache.
     code = f"import {__name__}; {__name__}.print_collectives_for_tpus()"

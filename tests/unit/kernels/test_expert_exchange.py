@@ -80,7 +80,10 @@ def reference(x: Any, chosen: Any, scale: Any, weights: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", get_args(ExpertExchange))
-@pytest.mark.parametrize(("capacity_factor", "overflows"), [(1.0, True), (2.0, False)])
+@pytest.mark.parametrize(
+    ("capacity_factor", "overflows"),
+    [(1.0, True), pytest.param(2.0, False, marks=pytest.mark.nightly)],
+)
 def test_each_exchange_and_branch_has_the_sums_and_gradients_of_the_definition(
     monkeypatch: pytest.MonkeyPatch,
     exchange: ExpertExchange,

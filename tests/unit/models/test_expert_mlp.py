@@ -125,13 +125,12 @@ def fitted(strategy: str, **options: Any) -> tuple[Trainer, list[dict[str, float
 
 
 # tests/drills/test_mesh_axes.py has the losses of the experiment. The first case waited forever.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [
-        pytest.param("mirrored", MeshSpec(data=2, expert=4), marks=pytest.mark.slow),
-        pytest.param(
-            *("fully_sharded", MeshSpec(fsdp=2, expert=2, tensor=2)), marks=pytest.mark.nightly
-        ),
+        ("mirrored", MeshSpec(data=2, expert=4)),
+        ("fully_sharded", MeshSpec(fsdp=2, expert=2, tensor=2)),
     ],
 )
 def test_eight_devices_have_the_metrics_of_one_also_with_microbatches(
@@ -153,7 +152,7 @@ def test_eight_devices_have_the_metrics_of_one_also_with_microbatches(
     assert trainer.functions.checks.why_not_padded(rows, 8) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cache_gives_the_text_of_the_whole_window() -> None:
     model = randomized()
     prompts = [[3, 1, 4], [1]]

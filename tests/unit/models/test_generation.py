@@ -81,8 +81,10 @@ def greedy(count: int, **options: Any) -> GenerationOptions:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"unroll": False, "positions": "learned"}],
-    ids=["rotary", "learned, a loop"],
+    [
+        pytest.param({}, marks=pytest.mark.nightly, id="rotary"),
+        pytest.param({"unroll": False, "positions": "learned"}, id="learned, a loop"),
+    ],
 )
 def test_prompts_of_unequal_length_get_the_text_of_the_whole_window(changes: Any) -> None:
     model, prompts = small(**changes), [*PROMPTS, list(range(40))]
@@ -91,7 +93,7 @@ def test_prompts_of_unequal_length_get_the_text_of_the_whole_window(changes: Any
     assert min(len(set(text)) for text in texts) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prompt_alone_has_the_same_text_and_a_slide_of_one_the_last_tokens() -> None:
     model = small()
     alone = lists(generate(model, PROMPTS[:1], greedy(40, slide=1)))
@@ -101,7 +103,7 @@ def test_a_prompt_alone_has_the_same_text_and_a_slide_of_one_the_last_tokens() -
     assert lists(generate(model, PROMPTS[:1], greedy(40))) == together[:1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_do_not_depend_on_the_other_prompts_or_on_where_a_text_was_interrupted() -> None:
     model = small()
     options = GenerationOptions(max_new_tokens=30, temperature=3.0, top_k=20, top_p=0.9, seed=4)
@@ -235,7 +237,7 @@ def test_top_k_and_top_p_keep_the_tokens_of_their_definition(
     np.testing.assert_array_equal(filtered(jnp.array(logits), top_k, top_p), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_have_the_filtered_probabilities() -> None:
     model = small(layers=1)
     options = GenerationOptions(max_new_tokens=1, temperature=4.0, top_k=5)

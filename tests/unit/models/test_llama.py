@@ -158,7 +158,7 @@ GREEDY = GenerationOptions(max_new_tokens=30, temperature=0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_cache_gives_the_text_of_the_whole_window(unroll: bool) -> None:
     model = randomized(unroll=unroll)
     for prompt, new in zip(PROMPTS, generate(model, PROMPTS, GREEDY), strict=True):

@@ -202,7 +202,7 @@ def test_in_bfloat16_the_statistics_are_float32_and_the_products_are_not(
 @pytest.mark.parametrize(
     "strategy", [pytest.param("default", marks=pytest.mark.nightly), "mirrored"]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_the_statistics_of_values_far_from_0_keep_their_digits(
     monkeypatch: pytest.MonkeyPatch, dtype: str, strategy: str
 ) -> None:

@@ -68,7 +68,7 @@ def print_collectives_for_tpus() -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_for_tpus_each_half_of_a_block_scatters_and_gathers_instead_of_an_all_reduce() -> None:
     # In a process of its own, because programs for absent devices cannot be read from the cache.
     code = f"import {__name__}; {__name__}.print_collectives_for_tpus()"

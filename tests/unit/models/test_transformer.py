@@ -142,7 +142,7 @@ def test_a_position_outside_of_the_context_is_nan() -> None:
         assert np.isnan(found[0, 3]).all() == is_nan
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_computes_what_the_unrolled_layers_do() -> None:
     loop, unrolled, tokens = small(unroll=False), small(), some_tokens()
     np.testing.assert_allclose(

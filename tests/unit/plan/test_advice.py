@@ -42,7 +42,7 @@ def carried(found: dict[str, Any], *kinds: str, is_parameter: bool) -> set[str]:
 # -- whose it is -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_collective_is_known_by_the_parameters_it_carries() -> None:
     split = NAMES - {"layers/2/bias"}  # of 10 elements, over 8 devices
     sharded = planned(DIGITS, "--strategy", "fully_sharded", "--sharding.min-size", 1)
@@ -175,7 +175,7 @@ def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_fix_it(text
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sum_over_one_axis_and_then_over_another_is_not_one_for_each_use(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--no-tied", "--mesh.context", 4)
     found = advised(GPT, *options, "--topology", "cpu:8")
@@ -209,7 +209,7 @@ def test_a_parameter_that_fills_a_device_is_a_giant(tmp_path: Path) -> None:
     assert advised(wide, *options, "fully_sharded") == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dims_that_do_not_divide_and_into_how_many_parts_they_do(tmp_path: Path) -> None:
     wide = tmp_path / "wide.py"
     wide.write_text(ONE_MATRIX)
@@ -366,7 +366,7 @@ def test_an_option_of_several_values_may_be_given_several_times() -> None:
     assert (found["trackers"], found["hidden"]) == (("wandb", "trackio"), (3, 4, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measuring_needs_the_devices_of_the_topology() -> None:
     ended = plan(DIGITS, "--topology", "gpu:h100:1x8", "--measure")
     assert ended.returncode == 2
@@ -395,7 +395,7 @@ def test_gathers_that_a_tpu_makes_sums_of_are_found(text: Path) -> None:
     assert one["without"]["estimate"] == found["time"]["estimate"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tokens_and_what_is_computed_twice(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--topology", "gpu:h100:1x8")
     none, full = (planned(GPT, *options, "--remat", remat) for remat in ("none", "full"))
@@ -410,7 +410,7 @@ def test_tokens_and_what_is_computed_twice(text: Path) -> None:
     assert time["utilization"] == pytest.approx(time["useful"] / time["estimate"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_made_on_several_devices_alike_counts_on_each(text: Path) -> None:
     """The rules split the kernels of an MLP, but not the last, whose 10 columns do not divide."""
     options = ("--preset", "tiny", "--data-dir", text, "--topology", "gpu:h100:1x8")

@@ -256,7 +256,7 @@ def build(config):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_with_splash_attention_is_planned(tmp_path: Path) -> None:
     path = tmp_path / "splash.py"
     path.write_text(textwrap.dedent(EXPERIMENT))

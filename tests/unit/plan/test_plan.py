@@ -146,7 +146,7 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
     assert ended.returncode == 2 and "No such compile option: 'xla_no_such'" in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_too_big_is_refused_without_compiling(text: Path) -> None:
     options = ("--width", 16384, "--layers", 24, "--data-dir", text)
     began = time.monotonic()
@@ -272,7 +272,7 @@ def test_on_a_tpu() -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_compiler_refuses_has_its_figure(text: Path) -> None:
     options = ("--width", 4096, "--heads", 32, "--layers", 5, "--length", 2048, "--unroll", False)
     where = ("--topology", "v5e:1x1", "--global-batch-size", 16, "--data-dir", text)
@@ -284,7 +284,7 @@ def test_what_the_compiler_refuses_has_its_figure(text: Path) -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
     options = ("--topology", "v5e:2x4@2", "--mesh.data", 8, "--mesh.tensor", 2, "--json")
     ended = plan(DIGITS, *options, "--strategy", "tensor_parallel")

@@ -209,7 +209,7 @@ def test_parameters_of_16_bits_keep_their_optimizer_s_dtypes() -> None:
     assert jax.tree.map(lambda x: x.dtype, of.state) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_without_jit_is_the_same() -> None:
     found = [
         gradients(mlp(model=partial(nnx.Linear, 6, 4), microbatches=2, mesh=on(1), jit=jit), (X, Y))
@@ -491,11 +491,8 @@ PROGRAMS: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.nightly] * (x != "marked")) for x in PROGRAMS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_policy_computes_again_what_it_says_and_changes_no_number(name: str) -> None:
     model, programs = PROGRAMS[name]
     shapes = jax.eval_shape(lambda: (X, Y))
@@ -649,7 +646,7 @@ def test_a_frozen_run_resumes_bitwise(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_freezes_by_path(tmp_path: Path) -> None:
     path = small_experiment(tmp_path)
     workdir = tmp_path / "run"

@@ -193,7 +193,7 @@ CASES = [
     pytest.param(
         *(kind, weighted, devices),
         marks=[pytest.mark.slow]
-        + [pytest.mark.nightly] * (devices == 1 or (weighted and kind in ("changing", "mixing"))),
+        + [pytest.mark.nightly] * (devices == 1 or kind in ("changing", "mixing") or weighted),
     )
     for kind in ("keras", "changing", "mixing", "others")
     for weighted in (False, True)
@@ -273,7 +273,7 @@ def test_a_function_of_a_batch_cannot_be_weighted() -> None:
         trainer(model, 1, eval_batch_size=BATCH).evaluate((X, DENSE, WEIGHTS))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_metric_by_name_is_that_of_keras_evaluate_in_every_model() -> None:
     """Those that Keras creates for a model have variables of their own, as those of the next."""
     dense = [name for name in CLASSES_OF_KERAS if name not in ARGUMENTS and "Sparse" not in name]

@@ -160,7 +160,7 @@ def test_it_does_so_with_split_parameters(code: str, options: dict[str, Any]) ->
     check_equal(trained(optimizer, **options), plain(optimizer)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lbfgs_reaches_the_known_optimum_of_least_squares() -> None:
     target = X @ W + 1
 

@@ -105,7 +105,7 @@ def test_the_numbers_are_those_of_one_device_and_no_gradient_is_all_reduced() ->
     assert len(gathers) == 2 * 4 + 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_annotated_model_has_these_numbers_too_and_gathers_a_layer_at_a_time() -> None:
     shape = LlamaConfig(
         vocabulary=20, context=8, layers=2, width=16, heads=2, kv_heads=1, hidden=32, unroll=False
@@ -139,8 +139,11 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "place",
     [
-        *("zero", "half precision"),
-        *(pytest.param(x, marks=pytest.mark.nightly) for x in ("two axes", "groups", "unrolled")),
+        "zero",
+        *(
+            pytest.param(x, marks=pytest.mark.nightly)
+            for x in ("half precision", "two axes", "groups", "unrolled")
+        ),
     ],
 )
 def test_other_placements_give_the_same_numbers(place: str) -> None:

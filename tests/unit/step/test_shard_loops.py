@@ -149,8 +149,8 @@ def test_a_sum_must_not_depend_on_the_number_of_a_row_within_its_part() -> None:
     assert why_parts_differ(values, (), jnp.ones((8, 3)), 2, axes=axes) is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["layers", pytest.param("mobilenet", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["layers", "mobilenet"])
 def test_a_model_with_batch_statistics_has_one_hash_and_the_numbers_of_plain_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,9 @@ WAYS: dict[str, dict[str, Any]] = {
     [
         pytest.param(way, marks=[] if way in ("flattened", "fully sharded") else pytest.mark.slow)
         for way in WAYS
-    ],
+        if way != "no jit"
+    ]
+    + [pytest.param("no jit", marks=pytest.mark.nightly)],
 )
 def test_a_padded_batch_gives_the_numbers_of_one_device(way: str) -> None:
     options = WAYS[way]
@@ -199,7 +201,7 @@ def test_an_epoch_has_the_steps_of_the_true_batch_size() -> None:
     assert of.fit(X, epochs=1).step == 4  # ceil(20 / 6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_convolutional_network_is_proven() -> None:
     class Network(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -116,12 +116,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "place",
     [
         "8 devices",
-        pytest.param("central_storage", marks=pytest.mark.slow),
         pytest.param("fully_sharded", marks=pytest.mark.slow),
         *(
             pytest.param(place, marks=pytest.mark.nightly)
             for place in PLACES
-            if place not in ("8 devices", "central_storage", "fully_sharded")
+            if place not in ("8 devices", "fully_sharded")
         ),
     ],
 )
@@ -174,7 +173,7 @@ def test_an_interrupted_run_resumes_with_the_same_numbers(tmp_path: Path) -> Non
     np.testing.assert_allclose(found, whole, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_takes_both(tmp_path: Path) -> None:
     found = []
     for name, options in (("a", ()), ("b", ("--steps-per-dispatch", 10, "--data-on-device"))):

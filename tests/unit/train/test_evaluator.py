@@ -790,7 +790,7 @@ def test_beside_a_training_that_keeps_but_one_checkpoint(tmp_path: Path) -> None
         assert line["loss"] == pytest.approx(losses(workdir)[line["step"]], rel=1e-6), output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_workdir_in_a_bucket(tmp_path: Path) -> None:
     config, workdir = small_experiment(tmp_path), "gs://bucket/deep/run"
     with fake_gcs() as storage:

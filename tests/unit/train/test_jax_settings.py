@@ -172,7 +172,7 @@ def test_shipped_models_have_gradients_of_32_bits_under_strict_settings_of_jax(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [pytest.param(llama, marks=pytest.mark.nightly), gpt2])
 def test_generated_tokens_are_the_same_under_strict_settings_of_jax(make: Any) -> None:
     options = GenerationOptions(max_new_tokens=4, temperature=0.8, top_p=0.9)
     expected = generate(make(), [np.array([1, 2])], options)[0]

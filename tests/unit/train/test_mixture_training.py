@@ -87,12 +87,17 @@ def test_the_loss_of_each_component_is_that_of_its_rows(tmp_path: Path) -> None:
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
                 {"mesh": on(2), "microbatches": 2},
+                {"mesh": on(3), "uneven_batch": "pad", "data_on_device": True},
+                {"strategy": "fully_sharded"},
+            )
+        ),
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in (
                 {"collectives": CollectiveOptions(reduction="automatic")},
                 {"steps_per_dispatch": 3, "data_threads": 2},
                 {"data_on_device": True},
                 {"mesh": on(3), "uneven_batch": "pad", "steps_per_dispatch": 2},
-                {"mesh": on(3), "uneven_batch": "pad", "data_on_device": True},
-                {"strategy": "fully_sharded"},
             )
         ),
     ],

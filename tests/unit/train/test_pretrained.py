@@ -269,7 +269,7 @@ def test_a_fill_that_the_array_cannot_hold_is_refused(dtype: str, fill: float) -
     assert found.fill == {"a": 1} and not found.kept
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_host_holds_less_than_the_largest_array(tmp_path: Path) -> None:
     script = TESTS / "unit" / "weights" / "peak_memory.py"
     file = str(tmp_path / "w.safetensors")

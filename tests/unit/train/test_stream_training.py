@@ -166,7 +166,7 @@ def loader(index: int, count: int) -> grain.DataLoader:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_worker_processes_of_a_pipeline_end_with_the_fit() -> None:
     workers = stream().mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
 

@@ -79,7 +79,7 @@ def test_a_program_that_runs_once_computes_the_same_with_less_optimization() -> 
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_programs_are_kept_can_be_said(tmp_path: Path) -> None:
     named, own = tmp_path / "named", tmp_path / "own"
     together(
@@ -169,7 +169,7 @@ def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.Mon
     assert compile_cache.processor() != here
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eight_devices_and_one_keep_programs_of_their_own(tmp_path: Path) -> None:
     for devices in (1, 2, 1, 2):
         train(tmp_path, f"{devices}", JAX_NUM_CPU_DEVICES=str(devices))
