@@ -73,6 +73,7 @@ PAIRS = {
     ("exact", "steps_per_dispatch"): ("exact is", "steps_per_dispatch is {}"),
     ("batch", "examples"): ("global_batch_size is {}", "{} examples"),
     ("devices", "microbatches"): ("{} devices", "{} microbatches"),
+    ("strategy", "microbatches"): ("devices", "{} microbatches"),
     ("exact", "devices"): ("exact is", "{} devices"),
     ("exact", "eval_batch"): ("exact is", "eval_batch_size is {}"),
     ("callback", "optimizer"): ("{}", "the optimizer"),
