@@ -12,7 +12,7 @@ pytestmark = pytest.mark.drill
 PLACE = "during the training, in fail ("
 
 
-@pytest.mark.parametrize("fault", ["exit", "end"])
+@pytest.mark.parametrize("fault", [pytest.param("exit", marks=pytest.mark.nightly), "end"])
 def test_a_worker_of_the_data_that_ends_with_code_0(tmp_path: Path, fault: str) -> None:
     options = ("--fault", fault, "--fault-rank", 0, "--fault-at", 4, "--data-workers", 2)
     ended = run(drill(tmp_path), *options, "--workdir", tmp_path / "run")
@@ -94,7 +94,10 @@ def test_an_evaluator_whose_dataset_ends_it(tmp_path: Path, call: str, why: str)
     assert "evaluator" in said and why in said, said
 
 
-@pytest.mark.parametrize(("fault", "why"), [("exit", "sys.exit(0)"), ("end", "ended (code 0)")])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("exit", "sys.exit(0)"), pytest.param("end", "ended (code 0)", marks=pytest.mark.nightly)],
+)
 def test_a_trial_of_a_sweep_that_ends_with_code_0(tmp_path: Path, fault: str, why: str) -> None:
     own = ("--set", "learning_rate=0.01,0.02", "--workdir", str(tmp_path / "sweep"))
     options = ("--config", str(drill(tmp_path)), "--fault", fault, "--fault-rank", "0")

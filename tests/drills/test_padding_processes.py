@@ -22,6 +22,7 @@ def objective(model, batch, key):
 """
 
 
+@pytest.mark.nightly
 def test_two_processes_evaluate_what_mixes_and_draws_as_one_does(tmp_path: Path) -> None:
     """The training of two processes of two devices, and the evaluator, one process of one."""
     text = (

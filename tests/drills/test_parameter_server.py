@@ -147,6 +147,7 @@ def build(config):
 '''
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
 def test_a_keras_model_trains_with_servers_as_on_one_device(tmp_path: Path) -> None:
     experiment = tmp_path / "compiled.py"

@@ -162,6 +162,7 @@ def test_the_workers_of_a_pipeline_end_with_a_run_that_is_killed(tmp_path: Path)
     assert_gone(map(int, workers))
 
 
+@pytest.mark.nightly
 def test_processes_that_would_divide_a_shard_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("stream_shards=4", "stream_shards=2"))

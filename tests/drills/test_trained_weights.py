@@ -95,6 +95,7 @@ def test_two_processes(experiment: Path, tmp_path: Path, microbatches: int) -> N
     check(tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_one_worker_with_one_server(experiment: Path, tmp_path: Path) -> None:
     options = ("--strategy", "parameter_server", "--workdir", tmp_path / "run")
