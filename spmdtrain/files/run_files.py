@@ -425,8 +425,6 @@ _SPLITS = tuple(Split)
 def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """Returns the content of a line of metrics; None if the line is not valid.
 
-    It is not checked by a schema, because that takes 60 us per line, and a file can have millions.
-
     Args:
       line: A line of `metrics.jsonl`, UTF-8 without the line feed.
     """
@@ -434,14 +432,28 @@ def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
         content = parse_object(line)
     except Malformed:
         return None
+    return content if is_metrics(content) else None
+
+
+def is_metrics(content: Mapping[str, Any]) -> bool:
+    """Returns whether a JSON object is a line of metrics.
+
+    It is not checked by a schema, because that takes 60 us per line, and a file can have millions.
+
+    Args:
+      content: The object.
+    """
     step, split = content.get("step"), content.get("split")
     if type(step) is not int or step < 0 or split not in _SPLITS:
-        return None
-    values = [value for name, value in content.items() if name not in ("step", "split")]
-    counts = [n for value in values if isinstance(value, dict) for n in value.values()]
-    scalars = [value for value in values if not isinstance(value, dict)]
-    valid = all(value is None or type(value) in (int, float) for value in scalars)
-    return content if valid and all(type(value) is int for value in counts) else None
+        return False
+    for name, value in content.items():
+        kind = type(value)
+        if kind is dict:
+            if not all(type(count) is int for count in value.values()):
+                return False
+        elif not (kind is float or kind is int or value is None or name == "split"):
+            return False
+    return True
 
 
 def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict[str, float]]:

@@ -5,13 +5,14 @@ have written them. The schema of a JSON file is a dataclass or a TypedDict, chec
 for `jsonschema` each type would have to be described a second time.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any, TypeVar, get_type_hints
 
 from etils import epath
@@ -51,7 +52,9 @@ class OtherFields(Malformed):
         return UserError(f"{path}: {self} Another version of spmdtrain may have written it")
 
 
-def read_bytes(path: epath.Path, most: int = LARGEST, start: int = 0) -> bytes:
+def read_bytes(
+    path: epath.Path, most: int = LARGEST, start: int = 0, count: int | None = None
+) -> bytes:
     """Returns the content of a regular file, or of an object at a URL.
 
     Symbolic links are followed. A FIFO, a device or a socket is refused without blocking.
@@ -60,6 +63,7 @@ def read_bytes(path: epath.Path, most: int = LARGEST, start: int = 0) -> bytes:
       path: The file.
       most: The largest size in bytes.
       start: The first byte to return; the ones before it are not read from a local file.
+      count: Bytes to return of a local file; default: the rest of it.
 
     Raises:
       Malformed: If it is not a regular file, is larger, or is a symbolic link to itself.
@@ -82,7 +86,8 @@ def read_bytes(path: epath.Path, most: int = LARGEST, start: int = 0) -> bytes:
         _check_size(path, status.st_size, most)
         with os.fdopen(handle, "rb", closefd=False) as file:
             file.seek(start)
-            return read_at_most(file, most, expected=status.st_size - start)
+            rest = status.st_size - start
+            return read_at_most(file, most if count is None else count, expected=rest)
     finally:
         os.close(handle)
 
@@ -142,7 +147,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
         raise Malformed(f"not JSON: {type(error).__name__}") from error
     if not isinstance(content, dict):
         raise Malformed("not a JSON object")
-    layer: list[Any] = [content]
+    layer: list[Any] = [content] if found > 1 else []
     for _ in range(_MAX_DEPTH):
         if not layer:
             break
@@ -155,6 +160,31 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if layer:
         raise Malformed(f"nested more than {_MAX_DEPTH} levels deep")
     return content
+
+
+def parse_objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Returns the JSON objects of lines; `{}` for a line that `parse_object` refuses.
+
+    Objects without nested ones are decoded together, which takes a third of the time.
+
+    Args:
+      lines: JSON in UTF-8, without line feeds.
+    """
+    text = b",\n".join(lines)
+    # Each line begins with its only brace, so a list of as many values has one for each line.
+    if b"[" not in text and text[:1] == b"{" and text.count(b"\n{") + 1 == len(lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            found: list[Any] = _DECODER.decode(f"[{text.decode()}]")
+            if text.count(b"{") == len(lines) == len(found):
+                return found
+    return [_object_or_empty(line) for line in lines]
+
+
+def _object_or_empty(line: bytes) -> dict[str, Any]:
+    try:
+        return parse_object(line)
+    except Malformed:
+        return {}
 
 
 def _integer(text: str) -> int:

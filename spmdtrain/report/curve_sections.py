@@ -9,7 +9,7 @@ from spmdtrain.page.blocks import Block, NoteBlock, Section
 from spmdtrain.page.charts import ChartBlock, Series, line_chart
 from spmdtrain.page.widths import Width
 from spmdtrain.report.metric_columns import Column
-from spmdtrain.report.reduction import mean_curve, reduce_curve
+from spmdtrain.report.reduction import reduce_curve
 from spmdtrain.report.run_data import RunData
 from spmdtrain.step.metric_names import OF_EPOCH
 from spmdtrain.terminal import byte_size, number
@@ -107,7 +107,7 @@ def curve_sections(runs: Sequence[RunData]) -> list[Section]:
 
 
 def _note(plots: Sequence[_Plot], most: int) -> str:
-    longest = max(len(curve.column.steps) for plot in plots for curve in plot.curves)
+    longest = max(curve.column.count for plot in plots for curve in plot.curves)
     if longest <= most:
         return ""
     return (
@@ -141,7 +141,7 @@ def _of_runs(runs: Sequence[RunData]) -> list[_Plot]:
         _Plot(f"{name} ({_LABELS.get(split, split)})", found[name, split])
         for name, split in ordered
         # The result of the test is a single value, which stands in the table of the runs.
-        if split != Split.TEST or any(len(c.column.steps) > 1 for c in found[name, split])
+        if split != Split.TEST or any(len(c.column.by_step()[0]) > 1 for c in found[name, split])
     ]
 
 
@@ -195,7 +195,7 @@ def _chart(plot: _Plot, most: int, width: Width, height: int) -> ChartBlock:
         steps, values = curve.column.by_step()
         x, y = reduce_curve(steps, values, most)
         scaled = [None if v is None else v / unit for v in y] if unit != 1 else y
-        mean = mean_curve(steps, values, _MEANS) if len(steps) > _MEAN_FROM else None
+        mean = curve.column.means(_MEANS) if len(steps) > _MEAN_FROM else None
         if mean is not None and unit != 1:
             mean = mean[0], [v / unit for v in mean[1]]
         series.append(Series(curve.name, x, scaled, curve.color, mean))

@@ -1,8 +1,8 @@
 """Reading of the growing files of a run: only what is new since the last reading."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etils import epath
@@ -17,11 +17,13 @@ from spmdtrain.files.validation import (
     OtherFields,
     check_fields,
     parse_object,
+    parse_objects,
     read_bytes,
 )
 
 OnBytes = Callable[[int], None]
-_CHUNK = 2**20  # bytes between two reports of the progress
+_PIECE = 2**24  # bytes that one reading returns, and so the longest line
+_TOGETHER = 2**10  # lines that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,11 @@ class GrowingFile:
         )
 
     def read(self) -> tuple[bool, Sequence[bytes]] | None:
-        """Reads the complete lines that are new.
+        """Reads complete lines that are new: of a local file at most 16 MB, so call it until None.
 
         Returns:
           Whether the file was replaced, so that earlier lines no longer count, and the lines; None
-          if the file has not changed.
+          if nothing is left to read.
 
         Raises:
           StorageError: If the file cannot be accessed.
@@ -103,7 +105,7 @@ class GrowingFile:
         start, content, fault = 0 if replaced else self._read, b"", ""
         try:
             if state is not None:
-                content = read_bytes(self.path, LARGEST_LOG, start)
+                content = read_bytes(self.path, LARGEST_LOG, start, _PIECE)
         except Malformed as error:
             fault = str(error)
         except FileNotFoundError:
@@ -111,27 +113,31 @@ class GrowingFile:
         except failures(self.path) as error:
             raise StorageError(f"{self.path} cannot be read: {one_line(error)}") from error
         end = content.rfind(b"\n") + 1
+        if state is not None and start + len(content) < state.size and not fault:
+            if end:
+                state = replace(state, size=start + end)  # differs until the last piece is read
+            else:
+                fault = f"{self.path} has a line of more than {_PIECE:,} bytes"
         # Only now, so that after an error the next reading has the same lines.
         self._state, self._read, self.fault = state, start + end, fault
         return replaced, content[:end].split(b"\n")[:-1]
 
 
-def in_chunks(lines: Sequence[bytes], take: Callable[[bytes], None], on_bytes: OnBytes) -> None:
-    """Passes lines to a function, and the bytes done to another one about once per megabyte.
+def take_objects(
+    lines: Sequence[bytes], take: Callable[[Mapping[str, Any]], None], on_bytes: OnBytes
+) -> None:
+    """Passes the JSON object of each line to a function, and the bytes done to another one.
 
     Args:
       lines: The lines.
-      take: Receives each line.
+      take: Receives each object; `{}` for a line that is not one.
       on_bytes: Receives the number of bytes since its last call.
     """
-    done = 0
-    for line in lines:
-        take(line)
-        done += len(line) + 1
-        if done >= _CHUNK:
-            on_bytes(done)
-            done = 0
-    on_bytes(done)
+    for first in range(0, len(lines), _TOGETHER):
+        some = lines[first : first + _TOGETHER]
+        for content in parse_objects(some):
+            take(content)
+        on_bytes(sum(map(len, some)) + len(some))
 
 
 def read_object(path: epath.Path) -> tuple[dict[str, Any] | None, str]:

@@ -11,7 +11,7 @@ from etils import epath
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.files import no_follow
 from spmdtrain.files.storage import failures, is_url
-from spmdtrain.files.validation import Malformed, parse_object, read_bytes
+from spmdtrain.files.validation import Malformed, read_bytes
 from spmdtrain.page.blocks import MediaType
 from spmdtrain.report.metric_columns import is_number
 
@@ -68,10 +68,10 @@ class MediaLog:
     items: list[MediaItem] = field(default_factory=list)
     invalid: int = 0
 
-    def add(self, line: bytes) -> None:
-        """Adds a line; counts it as invalid if it is not an item."""
+    def add(self, content: Mapping[str, Any]) -> None:
+        """Adds the object of a line; counts it as invalid if it is not an item."""
         try:
-            self.items.append(_parse_item(parse_object(line)))
+            self.items.append(_parse_item(content))
         except Malformed:
             self.invalid += 1
 

@@ -2,40 +2,108 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
-from spmdtrain.files.run_files import parse_metrics_line
-from spmdtrain.files.validation import Malformed, parse_object
+import numpy as np
 
+from spmdtrain.files.run_files import is_metrics
+from spmdtrain.report.reduction import extremes, mean_curve, mean_curve_of_means, merge_means
+
+K = TypeVar("K")
 Steps: TypeAlias = Sequence[int]
 Values: TypeAlias = Sequence["float | None"]
+_MOST_VALUES, _KEPT_VALUES = 2**15, 2**13  # of a column, before and after it is thinned
+_MOST_MEANS, _VALUES_PER_MEAN = 2**13, 16
+_MOST_COLUMNS = 10_000
 _NOT_METRICS = {"step", "split"}
 _NOT_PERFORMANCE = {"step", "time"}
 
 
 class Column:
-    """The values of one metric. None is a value that was NaN or infinite."""
+    """The values of one metric. None is a value that was NaN or infinite.
+
+    Of more than 32,768 values it keeps about 8,192: the extremes and gaps of each part of the
+    curve, and in place of the others the means of 16 or more.
+    """
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.values: list[float | None] = []
+        self._steps: list[int] = []
+        self._values: list[float | None] = []
         self._is_ordered = True
+        self._dropped = 0  # values that are no longer in the lists
+        self._thinned = 0  # values at the beginning of the lists that an earlier thinning has kept
+        self._means = np.zeros((0, 3))  # step, value and number of the values before that thinning
 
     def add(self, step: int, value: float | None) -> None:
         """Appends a value."""
-        if self.steps and step <= self.steps[-1]:
+        steps = self._steps
+        if steps and step <= steps[-1]:
             self._is_ordered = False
-        self.steps.append(step)
-        self.values.append(None if value is None or not math.isfinite(value) else value)
+        steps.append(step)
+        self._values.append(None if value is None or not math.isfinite(value) else value)
+        if len(steps) > _MOST_VALUES:
+            self._thin()
+
+    @property
+    def count(self) -> int:
+        """Number of values of the curve, with those that were left out."""
+        return self._dropped + len(self._steps)
 
     def by_step(self) -> tuple[Steps, Values]:
         """Returns the values in the order of their steps; of equal steps the newest value."""
-        if not self._is_ordered:
-            newest = dict(zip(self.steps, self.values, strict=True))
-            self.steps = sorted(newest)
-            self.values = [newest[step] for step in self.steps]
-            self._is_ordered = True
-        return self.steps, self.values
+        if self._is_ordered:
+            return self._steps, self._values
+        newest = dict(zip(self._steps, self._values, strict=True))
+        steps = sorted(newest)
+        values = [newest[step] for step in steps]
+        if not self._thinned:  # otherwise the new values would be among those that were kept
+            self._steps, self._values, self._is_ordered = steps, values, True
+        return steps, values
+
+    def means(self, parts: int) -> tuple[list[float], list[float]]:
+        """Returns the mean of each part of the curve, at the part's mean step.
+
+        Args:
+          parts: The number of parts, of about equally many values.
+        """
+        steps, values = self.by_step()
+        if not self._thinned:
+            return mean_curve(steps, values, parts)
+        return mean_curve_of_means(self._all_means(), parts)
+
+    def _all_means(self) -> np.ndarray:
+        """Returns step, value and number of the means, and of the values added after them."""
+        return np.concatenate([self._means, self._means_of_new(1)])
+
+    def _means_of_new(self, size: int) -> np.ndarray:
+        """Returns the means of `size` values each that were added since the last thinning."""
+        new = zip(self._steps[self._thinned :], self._values[self._thinned :], strict=True)
+        newest = {step: value for step, value in new if value is not None}
+        rows = np.array([(s, newest[s], 1.0) for s in sorted(newest)]).reshape(-1, 3)
+        return merge_means(rows, size)
+
+    def _thin(self) -> None:
+        means = np.concatenate([self._means, self._means_of_new(_VALUES_PER_MEAN)])
+        self._means = merge_means(means, 2) if len(means) > _MOST_MEANS else means
+        steps, values = self.by_step()
+        last = next((n for n in reversed(range(len(values))) if values[n] is not None), 0)
+        kept = sorted(extremes(values, _KEPT_VALUES) | {last})
+        self._dropped += len(steps) - len(kept)
+        self._steps, self._values = [steps[n] for n in kept], [values[n] for n in kept]
+        self._is_ordered, self._thinned = True, len(kept)
+
+    @property
+    def total(self) -> float:
+        """The sum of the values."""
+        if not self._thinned:
+            return sum(v for v in self.by_step()[1] if v is not None)
+        means = self._all_means()
+        return float(means[:, 1] @ means[:, 2])
+
+    @property
+    def last_step(self) -> int:
+        """The largest step; 0 without values."""
+        return max(self._steps, default=0)
 
     @property
     def last(self) -> tuple[int, float] | None:
@@ -55,21 +123,16 @@ class MetricColumns:
         self.invalid = 0
         """Number of lines that are not lines of metrics."""
 
-    def add(self, line: bytes) -> None:
-        """Adds a line; counts it as invalid if it is not one of metrics."""
-        content = parse_metrics_line(line)
-        if content is None:
+    def add(self, content: Mapping[str, Any]) -> None:
+        """Adds the object of a line; counts it as invalid if it is not one of metrics."""
+        if not is_metrics(content):
             self.invalid += 1
             return
-        step, split = content["step"], content["split"]
+        columns, step, split = self.columns, content["step"], content["split"]
         for name, value in content.items():
-            if name not in _NOT_METRICS and not isinstance(value, dict):
-                self._column(split, name).add(step, value)
-
-    def _column(self, split: str, name: str) -> Column:
-        if (column := self.columns.get((split, name))) is None:
-            column = self.columns[split, name] = Column()
-        return column
+            if name not in _NOT_METRICS and type(value) is not dict:
+                column = columns.get((split, name)) or new_column(columns, (split, name))
+                column.add(step, value)
 
     def names(self, split: str) -> list[str]:
         """Returns the names of the metrics of a split, in the order of their appearance."""
@@ -81,7 +144,7 @@ class MetricColumns:
 
     def last_step(self) -> int:
         """Returns the last step of all lines; 0 without lines."""
-        return max((max(c.steps) for c in self.columns.values() if c.steps), default=0)
+        return max((column.last_step for column in self.columns.values()), default=0)
 
 
 class PerformanceColumns:
@@ -92,12 +155,8 @@ class PerformanceColumns:
         self.times = Column()
         self.invalid = 0
 
-    def add(self, line: bytes) -> None:
-        """Adds a line; counts it as invalid if it is not one of performance."""
-        try:
-            content = parse_object(line)
-        except Malformed:
-            content = {}
+    def add(self, content: Mapping[str, Any]) -> None:
+        """Adds the object of a line; counts it as invalid if it is not one of performance."""
         step, time = content.get("step"), content.get("time")
         if type(step) is not int or step < 0 or not is_number(time):
             self.invalid += 1
@@ -105,7 +164,16 @@ class PerformanceColumns:
         self.times.add(step, float(time))
         for name, value in content.items():
             if name not in _NOT_PERFORMANCE and is_number(value):
-                self.columns.setdefault(name, Column()).add(step, value)
+                column = self.columns.get(name) or new_column(self.columns, name)
+                column.add(step, value)
+
+
+def new_column(columns: dict[K, Column], key: K) -> Column:
+    """Adds a column and returns it. Of a file with very many names the first ones are kept."""
+    column = Column()
+    if len(columns) < _MOST_COLUMNS:
+        columns[key] = column
+    return column
 
 
 def is_number(value: Any) -> TypeGuard[float]:

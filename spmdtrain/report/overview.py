@@ -118,7 +118,7 @@ def duration_of(run: RunData) -> tuple[float, str] | None:
     seconds = run.metrics.get(Split.EPOCH, "seconds")
     if seconds is None:
         return None
-    return sum(v for v in seconds.by_step()[1] if v is not None), "of training"
+    return seconds.total, "of training"
 
 
 def goodput(run: RunData) -> float | None:

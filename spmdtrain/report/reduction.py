@@ -28,7 +28,7 @@ def reduce_curve(
     """
     assert most >= 8, most
     count = len(x)
-    kept = set(range(count)) if count <= most else _extremes(y, most)
+    kept = set(range(count)) if count <= most else extremes(y, most)
     ends = (0, count - 1)
     chosen = sorted(kept)
     values = [y[n] for n in chosen]
@@ -38,18 +38,27 @@ def reduce_curve(
     ]
 
 
-def _extremes(y: Sequence[float | None], most: int) -> set[int]:
-    """Returns the indices of the values that are kept of a long curve."""
+def extremes(y: Sequence[float | None], most: int) -> set[int]:
+    """Returns the indices of the values that are kept of a long curve.
+
+    Args:
+      y: Values; None is a gap.
+      most: The largest number of indices.
+    """
     values = np.array([math.nan if value is None else value for value in y], dtype=np.float64)
     kept = {0, len(y) - 1}
     parts = (most - 2) // (3 if np.isnan(values).any() else 2)
-    for part in np.array_split(np.arange(len(y)), parts):
-        inside = values[part]
-        missing = np.isnan(inside)
-        if missing.any():
-            kept.add(int(part[missing.argmax()]))
-        if not missing.all():
-            kept |= {int(part[np.nanargmin(inside)]), int(part[np.nanargmax(inside)])}
+    size, longer = divmod(len(y), parts)  # as np.array_split: the first parts have one more
+    middle = longer * (size + 1)
+    for first, end, width in ((0, middle, size + 1), (middle, len(y), size)):
+        rows = values[first:end].reshape(-1, width)
+        begins = np.arange(first, end, width)
+        missing = np.isnan(rows)
+        gaps, whole = missing.any(axis=1), ~missing.all(axis=1)
+        kept.update((begins + missing.argmax(axis=1))[gaps].tolist())
+        for argextreme, least in ((np.argmin, np.inf), (np.argmax, -np.inf)):
+            found = begins + argextreme(np.where(missing, least, rows), axis=1)
+            kept.update(found[whole].tolist())
     return kept
 
 
@@ -69,6 +78,44 @@ def mean_curve(
     points = np.array(found, dtype=np.float64)
     means = [part.mean(axis=0) for part in np.array_split(points, min(parts, len(points)))]
     return [round(float(m[0]), 1) for m in means], [_rounded(float(m[1])) for m in means]
+
+
+def merge_means(rows: np.ndarray, size: int) -> np.ndarray:
+    """Returns the means of groups of `size` neighboring rows.
+
+    Args:
+      rows: Position, value and weight, of shape (rows, 3).
+      size: The number of rows of a group; the last group may have fewer.
+
+    Returns:
+      Mean position, mean value and sum of the weights of each group.
+    """
+    if size == 1 or not len(rows):
+        return rows
+    return _grouped(rows, np.arange(len(rows)) // size)
+
+
+def mean_curve_of_means(rows: np.ndarray, parts: int) -> tuple[list[float], list[float]]:
+    """Returns the mean of each part of a curve of which means are known, as `mean_curve` does.
+
+    Args:
+      rows: Position, value and weight of the means, of shape (rows, 3).
+      parts: The number of parts, of about equal weight.
+    """
+    if not len(rows):
+        return [], []
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    before = np.cumsum(rows[:, 2]) - rows[:, 2]
+    number = (before * min(parts, len(rows)) / rows[:, 2].sum()).astype(int)
+    means = _grouped(rows, np.unique(number, return_inverse=True)[1])
+    return [round(float(at), 1) for at in means[:, 0]], [_rounded(float(v)) for v in means[:, 1]]
+
+
+def _grouped(rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Returns mean position, mean value and weight of each group of rows."""
+    weight = np.bincount(groups, rows[:, 2])
+    means = [np.bincount(groups, rows[:, n] * rows[:, 2]) / weight for n in (0, 1)]
+    return np.stack([*means, weight], axis=1)
 
 
 def _rounded(value: float) -> float:

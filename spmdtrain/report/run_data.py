@@ -9,7 +9,7 @@ from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.files.run_files import FIELDS, Writer
 from spmdtrain.files.storage import folder_of
-from spmdtrain.report.log_files import FileState, GrowingFile, file_state, in_chunks, read_object
+from spmdtrain.report.log_files import FileState, GrowingFile, file_state, read_object, take_objects
 from spmdtrain.report.media_files import MediaLog
 from spmdtrain.report.metric_columns import MetricColumns, PerformanceColumns
 from spmdtrain.report.starts import EventLog
@@ -132,11 +132,11 @@ class RunReader:
         data.config_file, data.status, data.program = objects
         for name, (attribute, new) in _LOGS.items():
             log = self._logs[name]
-            if (found := log.read()) is not None:
+            while (found := log.read()) is not None:
                 replaced, lines = found
                 if replaced:
                     setattr(data, attribute, new())
-                in_chunks(lines, getattr(data, attribute).add, on_bytes)
+                take_objects(lines, getattr(data, attribute).add, on_bytes)
             if log.fault:
                 faults.append(log.fault)
             if invalid := getattr(data, attribute).invalid:
@@ -144,9 +144,7 @@ class RunReader:
                 faults.append(f"{name}: {invalid:,} {lines_are} not valid and left out")
         times = data.performance.times
         data.events.extend(
-            (time, step)
-            for step, time in zip(times.steps, times.values, strict=True)
-            if time is not None
+            (time, step) for step, time in zip(*times.by_step(), strict=True) if time is not None
         )
         try:
             source = list_checkpoints(str(self.folder))

@@ -2,12 +2,11 @@
 
 import bisect
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdtrain.errors import foreign
-from spmdtrain.files.validation import Malformed, parse_object
 from spmdtrain.report.metric_columns import is_number, numbers_of
 
 _LONGEST_REASON = 500
@@ -105,12 +104,8 @@ class EventLog:
         self.starts: list[RunStart] = []
         self.invalid = 0
 
-    def add(self, line: bytes) -> None:
-        """Adds a line of `events.jsonl`; counts it as invalid if it is not one."""
-        try:
-            content = parse_object(line)
-        except Malformed:
-            content = {}
+    def add(self, content: Mapping[str, Any]) -> None:
+        """Adds the object of a line of `events.jsonl`; counts it as invalid if it is not one."""
         time, event = content.get("time"), content.get("event")
         if not is_number(time) or not isinstance(event, str):
             self.invalid += 1
@@ -149,7 +144,7 @@ class EventLog:
                 start.last_step = max(start.last_step, step)
 
 
-def _count(content: dict[str, Any], name: str) -> int | None:
+def _count(content: Mapping[str, Any], name: str) -> int | None:
     value = content.get(name)
     return value if type(value) is int and value > 0 else None
 

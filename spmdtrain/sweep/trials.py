@@ -230,19 +230,17 @@ class TrialMetrics:
         A run that resumes replaces the file, without the lines after its checkpoint.
         """
         try:
-            found = self._file.read()
+            while (found := self._file.read()) is not None and not self._file.fault:
+                replaced, lines = found
+                if replaced:
+                    self._evaluations, self._epochs, self.test, self.step = {}, {}, None, 0
+                for line in lines:
+                    if (content := parse_metrics_line(line)) is not None:
+                        self._add(content)
         except StorageError as error:
             self.fault = str(error)  # the next reading has the same lines
             return
         self.fault = self._file.fault
-        if found is None or self.fault:
-            return
-        replaced, lines = found
-        if replaced:
-            self._evaluations, self._epochs, self.test, self.step = {}, {}, None, 0
-        for line in lines:
-            if (content := parse_metrics_line(line)) is not None:
-                self._add(content)
 
     def _read_length(self) -> None:
         """Reads the length of the run from `config.json`, which it writes at its start."""

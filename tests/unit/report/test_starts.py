@@ -8,13 +8,14 @@ import pytest
 from report_files import BEGAN, phases, restarted_events
 
 from spmdtrain.files.run_events import run_times
+from spmdtrain.files.validation import parse_objects
 from spmdtrain.report.starts import Activity, EventLog, shares, spans
 
 
 def log_of(*events: object) -> EventLog:
     log = EventLog()
     for event in events:
-        log.add(json.dumps(event).encode())
+        log.add(*parse_objects([json.dumps(event).encode()]))
     return log
 
 
@@ -74,7 +75,7 @@ def test_events_that_are_not_valid_are_counted() -> None:
         {"time": BEGAN + 1, "event": "phases", "step": 3, "seconds": {"step": "x", "load": -4}},
         [1],
     )
-    log.add(b"\xff{")
+    log.add(*parse_objects([b"\xff{"]))
     assert log.invalid == 4
     (start,) = log.starts
     assert (start.step, start.processes, start.last_step) == (0, None, 3)
