@@ -97,15 +97,18 @@ def test_what_ends_it_ends_what_it_began(number: int, code: int, said: str, tmp_
         text=True,
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    found: list[str] = []
-    for _ in range(3600):
-        if found := children.read_text().split():
-            break
-        time.sleep(0.05)
-    (child,) = found
-    time.sleep(2)  # it has imported JAX, and says what it does
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    try:
+        found: list[str] = []
+        for _ in range(3600):
+            if found := children.read_text().split():
+                break
+            time.sleep(0.05)
+        (child,) = found
+        time.sleep(2)  # it has imported JAX, and says what it does
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == code and errors.strip() == said
     # If its parent is killed, the child ends once it has imported JAX.
     assert_gone([int(child)])
