@@ -520,7 +520,7 @@ def test_variables_that_are_made_late_or_kept_elsewhere_are_named() -> None:
     late.built = True
     late.build((None, 4))
     found = refusal(lambda: late, steps=1)
-    assert "'careless' created variables while it ran, for example careless/late" in found
+    assert "has layers that are not built, so they have no variables yet (late): call it" in found
 
     elsewhere = {"seed": keras.random.SeedGenerator(0)}
 
