@@ -258,7 +258,7 @@ def plain_keras(kind: str) -> optax.GradientTransformation:
 
 @dataclass
 class Watcher:
-    """What a callback of Keras decides from the metrics of the epochs, with a patience of 1."""
+    """The decisions of a Keras callback with a patience of 1, from the metrics of each epoch."""
 
     kind: str
     best: float = math.inf
@@ -291,10 +291,10 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a run gives: of each step the loss, and at its end the rest.
+    """The results of a run: the loss of each step, and the final values.
 
-    `evaluated` has the losses of the evaluations by step, and `saved` what the file of an epoch
-    holds: values of the model and of its optimizer.
+    `evaluated` maps a step to the loss of its evaluation. `saved` maps an epoch to the values in
+    its file: those of the model and of the optimizer.
     """
 
     losses: list[float]
@@ -346,8 +346,8 @@ def values_and_weights(
 
 
 OF_OBJECTIVE, OF_STREAM = 0x6F626A65, 1
-"""What is folded into a step's key for the draws of the objective, and of the only random stream of
-an nnx model. Other numbers are other runs."""
+"""The numbers that are folded into a step's key: for the objective, and for the random stream of an
+nnx model. They are part of the definition of a run's random numbers."""
 
 
 def keys_of_shards(cell: Cell, key: jax.Array) -> list[jax.Array]:

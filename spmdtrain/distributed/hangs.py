@@ -131,11 +131,10 @@ def find_hung_task(records: Sequence[ProgressRecord], stopped: Collection[str] =
         first = (working or ordered)[0]
         return _hang(first, f"is in {first.where}{others}")
     if len(places) == 1:
-        where = ordered[0].where
-        sentence = f"all wait in {where}: a collective does not end"
+        sentence = f"all wait in {ordered[0].where}: a collective does not end"
         if working:
-            sentence = f"all are in {where}, and none waits for another: a larger "
-            sentence += f"{option('hang_timeout')} allows more time"
+            more = f"a larger {option('hang_timeout')} allows more time"
+            sentence = f"all are in {ordered[0].where}, and none waits for another: {more}"
         return Hang(None, ordered[0].phase, ordered[0].step, sentence)
     if working:  # all tasks work, and none waits for another
         return _hang(working[0], f"is in {working[0].where}, the longest without progress")

@@ -248,7 +248,7 @@ class CallbackRunner:
 
     @property
     def may_add_metrics(self) -> bool:
-        """Whether evaluations call functions of the user, which may add metrics."""
+        """Whether a callback of the user runs in evaluations: it may add metrics."""
         package = __name__.partition(".")[0] + "."
         functions = self._functions[CallbackEvent.EVALUATION]
         return any(not str(getattr(x, "__module__", "")).startswith(package) for x in functions)
