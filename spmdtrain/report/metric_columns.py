@@ -14,7 +14,8 @@ Steps: TypeAlias = Sequence[int]
 Values: TypeAlias = Sequence["float | None"]
 _MOST_VALUES, _KEPT_VALUES = 2**15, 2**13  # of a column, before and after it is thinned
 _MOST_MEANS, _VALUES_PER_MEAN = 2**13, 16
-_MOST_COLUMNS = 10_000
+MOST_COLUMNS = 10_000
+"""Metrics of one file of which values are kept."""
 _NOT_METRICS = {"step", "split"}
 _NOT_PERFORMANCE = {"step", "time"}
 
@@ -171,7 +172,7 @@ class PerformanceColumns:
 def new_column(columns: dict[K, Column], key: K) -> Column:
     """Adds a column and returns it. Of a file with very many names the first ones are kept."""
     column = Column()
-    if len(columns) < _MOST_COLUMNS:
+    if len(columns) < MOST_COLUMNS:
         columns[key] = column
     return column
 

@@ -11,7 +11,7 @@ from spmdtrain.files.run_files import FIELDS, Writer
 from spmdtrain.files.storage import folder_of
 from spmdtrain.report.log_files import FileState, GrowingFile, file_state, read_object, take_objects
 from spmdtrain.report.media_files import MediaLog
-from spmdtrain.report.metric_columns import MetricColumns, PerformanceColumns
+from spmdtrain.report.metric_columns import MOST_COLUMNS, MetricColumns, PerformanceColumns
 from spmdtrain.report.starts import EventLog
 
 # The logs: file name to attribute of `RunData`, and the class that collects its lines.
@@ -142,6 +142,8 @@ class RunReader:
             if invalid := getattr(data, attribute).invalid:
                 lines_are = "line is" if invalid == 1 else "lines are"
                 faults.append(f"{name}: {invalid:,} {lines_are} not valid and left out")
+            if len(getattr(getattr(data, attribute), "columns", ())) == MOST_COLUMNS:
+                faults.append(f"{name}: metrics after the first {MOST_COLUMNS:,} are left out")
         times = data.performance.times
         data.events.extend(
             (time, step) for step, time in zip(*times.by_step(), strict=True) if time is not None

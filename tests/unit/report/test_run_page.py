@@ -179,6 +179,12 @@ def replace_by_folders(run: Path) -> None:
     os.mkfifo(run / "metrics.evaluator.jsonl")
 
 
+def log_many_metrics(run: Path) -> None:
+    names = {f"metric_{number}": 1.0 for number in range(10_001)}
+    with (run / "performance.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "time": 1.0, **names}) + "\n")
+
+
 def break_checkpoints(run: Path) -> None:
     (run / "checkpoints" / "5").mkdir(parents=True)
     (run / "checkpoints" / "5" / "manifest.json").write_text("{")
@@ -189,6 +195,7 @@ def break_checkpoints(run: Path) -> None:
     [
         (forge_program, "config.json: not JSON"),
         (forge_lines, "metrics.jsonl: 3 lines are not valid and left out"),
+        (log_many_metrics, "performance.jsonl: metrics after the first 10,000 are left out"),
         (forge_media, "neither a PNG nor an SVG file"),
         (replace_by_folders, "is not a regular file"),
         (break_checkpoints, "manifest.json is malformed"),
