@@ -16,11 +16,13 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain.adapters.base import Function, Mode, Variables
-from spmdtrain.adapters.keras_internals import all_layers, saved_variables
+from spmdtrain.adapters.keras_internals import all_layers, saved_variables, with_moments
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.files.storage import one_line
+from spmdtrain.kernels.batch_moments import moments
+from spmdtrain.sharding.placement import current_batch_axis, current_batch_shards
 
 PyTree = Any
 _BUILD = "call it once before, such as model(x[:1])"
@@ -93,6 +95,7 @@ class KerasModel:
         frozen = self._frozen_state if mode is Mode.TRAIN else frozenset()
         with (
             self._stored_statistics(frozen),
+            self._merged_moments(),
             self._keras.StatelessScope(
                 values, collect_losses=True, initialize_variables=False
             ) as scope,
@@ -152,6 +155,11 @@ class KerasModel:
         finally:
             for layer in layers:
                 layer.trainable = True
+
+    def _merged_moments(self) -> contextlib.AbstractContextManager[None]:
+        """Makes batch normalizations compute mean and variance by one collective."""
+        is_split = current_batch_shards() > 1 or current_batch_axis() is not None
+        return with_moments(all_layers(self.model) if is_split else (), moments)
 
     def merge(self, variables: Variables) -> Any:
         """Assigns values to the model.

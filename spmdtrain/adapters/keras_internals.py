@@ -3,11 +3,16 @@
 Keras 3.15 has all of them. If another version lacks one, the error names that version.
 """
 
+import contextlib
 import copyreg
+import functools
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from spmdtrain.errors import UserError
 
@@ -27,6 +32,38 @@ def compile_arguments(model: Any) -> Mapping[str, Any]:
 def all_layers(model: Any) -> Sequence[Any]:
     """Returns the layers of a model, with nested ones."""
     return list(_read(model, "_flatten_layers")())
+
+
+@contextlib.contextmanager
+def with_moments(layers: Sequence[Any], moments: Callable[..., Any]) -> Iterator[None]:
+    """Makes batch normalizations compute mean and variance by a function.
+
+    Those that do not reduce over the first dim, and calls with a mask, keep Keras' computation.
+
+    Args:
+      layers: Layers of a model, of any kind.
+      moments: Computes mean and variance (C,) from values (B, ..., C) and `near`, their averages.
+    """
+    kind = importlib.import_module("keras").layers.BatchNormalization
+    # Without this attribute Keras computes the same numbers, by more collectives.
+    of_keras: Any = getattr(kind, "_moments", None)
+
+    def replaced(layer: Any, inputs: Any, mask: Any) -> Any:
+        if mask is not None or layer.axis in (0, -inputs.ndim):
+            return of_keras(layer, inputs, mask)
+        near = jax.lax.stop_gradient(layer.moving_mean.value).astype(inputs.dtype)
+        return moments(jnp.moveaxis(inputs, layer.axis, -1), near=near)
+
+    found = [
+        x for x in layers if isinstance(x, kind) and getattr(type(x), "_moments", None) is of_keras
+    ]
+    try:
+        for layer in found:
+            vars(layer)["_moments"] = functools.partial(replaced, layer)
+        yield
+    finally:
+        for layer in found:
+            del vars(layer)["_moments"]
 
 
 def saved_variables(model: Any) -> Mapping[str, Any]:

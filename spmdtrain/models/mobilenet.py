@@ -7,12 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import (
-    constrain_sharding,
-    current_batch_axis,
-    current_batch_shards,
-    current_device,
-)
+from spmdtrain.kernels.batch_moments import moments
+from spmdtrain.sharding.placement import current_device
 
 # Expansion, channels, blocks, and stride of the first block: t, c, n and s of table 2.
 STAGES = (
@@ -226,49 +222,8 @@ class _Norm(nnx.BatchNorm):
             return super().__call__(x, fixed, mask=mask)
         assert self.scale is not None and self.bias is not None  # the defaults of flax
         x = x.astype(self.mean.dtype)
-        axis = current_batch_axis()
-        near = jax.lax.stop_gradient(self.mean[...])
-        mean, var = moments(x) if axis is None else moments_over(axis, x, near)
+        mean, var = moments(x, near=jax.lax.stop_gradient(self.mean[...]))
         for average, now in ((self.mean, mean), (self.var, var)):
             new = self.momentum * average[...] + (1 - self.momentum) * now
             average[...] = jax.lax.stop_gradient(new)
         return (x - mean) * (jax.lax.rsqrt(var + self.epsilon) * self.scale[...]) + self.bias[...]
-
-
-def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of each channel over the global batch.
-
-    The variances of the parts are combined to that of all rows (Chan, Golub and LeVeque 1983).
-
-    Args:
-      x: Values (B, ..., C), B split over the replicas.
-
-    Returns:
-      Two arrays (C,).
-    """
-    parts = current_batch_shards()
-    if len(x) % parts:
-        parts = 1
-    rows = x.reshape(parts, len(x) // parts, *x.shape[1:])
-    dims = tuple(range(1, rows.ndim - 1))
-    means = rows.mean(dims, keepdims=True)
-    variances = jnp.square(rows - means).mean(dims)
-    both = jnp.stack([means.reshape(variances.shape), variances])
-    means, variances = constrain_sharding(both, None, None, None)
-    mean = means.mean(0)
-    return mean, (variances + jnp.square(means - mean)).mean(0)
-
-
-def moments_over(axis: str, x: jax.Array, near: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of each channel, by one mean over a named axis.
-
-    Args:
-      axis: The name of the axis (see `current_batch_axis`).
-      x: The rows of this part of the batch (b, ..., C).
-      near: (C,), numbers near the means, such as their averages. Squares of differences from them
-        lose no precision if values are far from 0.
-    """
-    dims, shifted = tuple(range(x.ndim - 1)), x - near
-    both = jnp.stack([shifted.mean(dims), jnp.square(shifted).mean(dims)])
-    mean, square = jax.lax.pmean(both, axis)
-    return near + mean, jnp.maximum(square - jnp.square(mean), 0.0)

@@ -108,8 +108,8 @@ def synchronized_loops(
             raise UserError(
                 f"exact: the model state {name} depends on the examples of one virtual shard or on "
                 "its random numbers, so it would differ between virtual shards. Supported are the "
-                "batch statistics of flax's BatchNorm (nnx and linen), and state that depends on "
-                "neither, such as counters"
+                "batch statistics of BatchNorm (nnx, linen) and BatchNormalization (Keras), and "
+                "state that depends on neither, such as counters"
             )
 
     turn, *rows = jaxpr.invars

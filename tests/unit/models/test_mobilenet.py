@@ -222,24 +222,6 @@ def test_the_statistics_of_values_far_from_0_keep_their_digits(
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_divide_has_the_same_statistics() -> None:
-    x = np.random.default_rng(0).normal(3, 1, (12, 2, 2, 3)).astype(np.float32)
-    with use_placement(make_placement(RunConfig(strategy="mirrored", mesh=on(8)))):
-        mean, var = jax.jit(mobilenet.moments)(x)
-    np.testing.assert_allclose(mean, x.mean((0, 1, 2)), rtol=1e-6)
-    np.testing.assert_allclose(var, x.var((0, 1, 2)), rtol=1e-6)
-
-
-def test_statistics_over_a_named_axis_are_those_of_all_rows() -> None:
-    x = np.random.default_rng(0).normal(1000, 1, (4, 16, 3)).astype(np.float32)
-    near = jnp.full(3, 999.0)  # without it the variance would be wrong by several percent
-    over = jax.vmap(partial(mobilenet.moments_over, "parts"), (0, None), axis_name="parts")
-    statistics = over(jnp.asarray(x), near)
-    for found, expected in zip(statistics, (x.mean((0, 1)), x.var((0, 1))), strict=True):
-        np.testing.assert_allclose(found, np.broadcast_to(expected, (4, 3)), rtol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_mean_and_variance_of_a_layer_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mobilenet, "STAGES", SHALLOW)

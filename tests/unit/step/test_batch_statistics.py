@@ -1,6 +1,7 @@
 """Batch statistics of each replica: the numbers of replicas computed one after the other."""
 
 import os
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def keras_model() -> Any:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     from spmdtrain.adapters.keras import KerasModel
+
+    keras.utils.set_random_seed(0)
 
     layers = [
         keras.Input((4,)),
@@ -147,6 +150,25 @@ def names(of: Trainer) -> list[str]:
 def test_all_travels_in_one_reduction() -> None:
     (one,) = compiled_step(trainer(), (X, Y, W)).collectives
     assert (one.kind, one.arrays) == ("all-reduce", 1)
+
+
+@pytest.mark.slow
+def test_keras_layers_have_the_statistics_of_the_global_batch_by_one_collective() -> None:
+    of = trainer(keras_model(), batch_statistics="global", mesh=on(4))
+    params = named_leaves(of.functions.init(0).params)
+    ours = {"kernel": "kernel", "bias": "bias", "gamma": "scale", "beta": "shift"}
+    start = {ours[name.rpartition("/")[2]]: np.asarray(x) for name, x in params.items()}
+    names = zip(
+        ["kernel", "bias", "scale", "shift", "mean", "var"], NAMES["keras"].split(), strict=True
+    )
+    theirs = dict(names)
+    found = after_a_step(of)
+    for name, value in by_hand(start, 1).items():
+        key = f"net/{theirs[name]}" if name in theirs else name
+        np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=2e-6, err_msg=name)
+    kinds = Counter(one.kind for one in compiled_step(of, (X, Y, W)).collectives)
+    # Both moments, and all gradients and metrics: nothing is differentiated below the layer.
+    assert kinds == {"all-gather": 1, "all-reduce": 1}
 
 
 @pytest.mark.slow

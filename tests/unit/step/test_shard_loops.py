@@ -1,6 +1,7 @@
 """Batch statistics with `exact`: those of the global batch, with the same bits on any devices."""
 
 import contextlib
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -58,7 +59,7 @@ class Linen(nn.Module):
 
 def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
     x, y = batch
-    logits = model(x, train=model.training) if hasattr(model, "training") else model(x)
+    logits = model(x, train=model.training) if hasattr(model, "model_state") else model(x)
     return {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, y)}
 
 
@@ -180,20 +181,38 @@ def test_a_model_with_batch_statistics_has_one_hash_and_the_numbers_of_plain_ste
         np.testing.assert_allclose(found[leaf], value, rtol=1e-4, atol=1e-5, err_msg=leaf)
 
 
-def test_linen_models_average_their_statistics_as_well() -> None:
+def keras_model() -> Any:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras")
+    from spmdtrain.adapters.keras import KerasModel
+
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    hidden = [
+        layer
+        for _ in range(2)
+        for layer in (layers.Dense(128), layers.BatchNormalization(momentum=0.9), layers.ReLU())
+    ]
+    return KerasModel(keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)]))
+
+
+@pytest.mark.parametrize("library", ["linen", "keras"])
+def test_models_of_other_libraries_average_their_statistics_as_well(library: str) -> None:
     """Otherwise the values of an example would depend on the examples of its virtual shard."""
     batch = tuple(x[:ROWS] for x in data(64))
-    make(LinenModel(Linen(), batch[0])).functions.choose_reduction(batch)
+    model = LinenModel(Linen(), batch[0]) if library == "linen" else keras_model()
+    make(model).functions.choose_reduction(batch)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)  # XLA compiles the loops of MobileNetV2 in a minute or two
-@pytest.mark.parametrize("library", ["nnx", "linen", "mobilenet"])
+@pytest.mark.parametrize("library", ["nnx", "linen", "keras", "mobilenet"])
 def test_many_steps_have_one_hash(library: str) -> None:
     x, y = data(16, 16, 3) if library == "mobilenet" else data(64)
     models: dict[str, Any] = {
         "nnx": Normalized,
         "linen": LinenModel(Linen(), x[:ROWS]),
+        "keras": keras_model() if library == "keras" else None,
         "mobilenet": partial(MobileNetV2, 10, width_multiplier=0.35),
     }
     found = []
