@@ -109,9 +109,11 @@ class RunFiles:
       workdir: Folder or URL, which is created.
       writer: The task that writes.
       clock: Returns the time in seconds.
+      report: Receives a line if the end of another writer has to be waited for.
 
     Raises:
-      UserError: If the workdir cannot be written, or another process is writing to it.
+      UserError: If the workdir cannot be written, or this process is already writing to it.
+      StorageError: If another process is writing to it, and does not end within half a minute.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class RunFiles:
         workdir: str,
         writer: Writer = Writer.TRAINING,
         clock: Callable[[], float] = time.monotonic,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._lines_name = writer.file("metrics", ".jsonl")
         self.folder = folder_of(workdir)
@@ -138,7 +141,7 @@ class RunFiles:
                 if is_url(workdir):
                     (self.folder / writer.file(".lock")).write_text("")
                 else:
-                    self._lock = WorkdirLock(self.folder, writer.file(".lock"), writer)
+                    self._lock = WorkdirLock(self.folder, writer.file(".lock"), writer, report)
                     stack.callback(self._lock.close)
                 self.local = self._local_folder(stack)
                 """The local folder whose files `sync` copies to a remote workdir; otherwise the
@@ -147,6 +150,8 @@ class RunFiles:
                 self._appender = self._new_appender()
             except (FileExistsError, NotADirectoryError) as error:
                 raise UserError(f"workdir {workdir} is not a folder: {one_line(error)}") from error
+            except StorageError:  # in use
+                raise
             except failures(workdir) as error:
                 raise UserError(
                     f"workdir {workdir} cannot be written: {one_line(error)}"

@@ -191,7 +191,9 @@ def _lock(folder: Path) -> WorkdirLock:
     """Returns the lock of the sweep's folder, which is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return WorkdirLock(folder_of(str(folder)), ".lock", "sweep")
+        return WorkdirLock(folder_of(str(folder)), ".lock", "sweep", Terminal().line)
+    except StorageError:  # in use
+        raise
     except OSError as error:
         raise UserError(f"workdir {folder} cannot be written: {one_line(error)}") from error
 

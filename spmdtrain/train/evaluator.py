@@ -126,7 +126,7 @@ def watch(
     log = trainer.terminal.line
     with (
         StopSignals() as signals,
-        contextlib.closing(RunFiles(workdir, Writer.EVALUATOR)) as files,
+        contextlib.closing(RunFiles(workdir, Writer.EVALUATOR, report=log)) as files,
         contextlib.closing(evaluator_trackers(trainer.config, files, log)) as trackers,
     ):
         evaluator = _Evaluator(

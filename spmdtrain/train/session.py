@@ -130,7 +130,8 @@ class RunSession:
         if (workdir := config.workdir) is not None:
             check_can_be_saved(trained.abstract_state)
             if process_group.is_chief():
-                files = stack.enter_context(contextlib.closing(RunFiles(workdir)))
+                files = RunFiles(workdir, report=terminal.line)
+                stack.enter_context(contextlib.closing(files))
             process_group.barrier()  # the folder exists, and this run has locked it
             checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config, workdir)))
         kept = open_trackers(config, trackers, files, terminal.warning)

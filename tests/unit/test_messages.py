@@ -402,7 +402,7 @@ CASES = [
         "folder in use",
         lambda folder: use_twice(folder),
         UserError,
-        "workdir FOLDER is in use by another run",
+        "workdir FOLDER is in use by another run of this process",
     ),
     Case(
         "malformed file",

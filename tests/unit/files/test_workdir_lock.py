@@ -1,0 +1,88 @@
+"""The lock of a workdir: it waits for a holder that ends, names one that does not, and is alone."""
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.files import workdir_lock
+from spmdtrain.files.workdir_lock import WorkdirLock
+
+# Locks the workdir, prints a line, and executes code.
+HOLDER = """
+import os, sys, time
+from etils import epath
+from spmdtrain.files.workdir_lock import WorkdirLock
+lock = WorkdirLock(epath.Path(sys.argv[1]), ".lock", "run", print)
+print("locked", flush=True)
+{code}
+"""
+UNTIL_ASKED = "sys.stdin.readline()"
+FORKS = """
+if os.fork():
+    os._exit(0)
+print("forked", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def holder(folder: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has locked the workdir; it ends when its input is closed."""
+    command = [sys.executable, "-c", HOLDER.format(code=code), str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        yield process
+
+
+def take(folder: Path, heard: list[str]) -> WorkdirLock:
+    return WorkdirLock(epath.Path(folder), ".lock", "run", heard.append)
+
+
+def test_a_start_waits_for_a_holder_that_ends_and_says_so(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with holder(tmp_path, UNTIL_ASKED) as process:
+        assert process.stdin is not None
+
+        def hear(line: str) -> None:
+            heard.append(line)
+            process.stdin.close()
+
+        WorkdirLock(epath.Path(tmp_path), ".lock", "run", hear).close()
+    (line,) = heard
+    by = rf"in use by another run \(process {process.pid} on .+\): waiting up to 30 s for its end"
+    assert re.search(by, line), line
+
+
+def test_a_holder_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workdir_lock, "_PATIENCE", 0.3)
+    with holder(tmp_path, UNTIL_ASKED) as process:
+        with pytest.raises(StorageError, match=rf"process {process.pid} on .*: wait for its end"):
+            take(tmp_path, [])
+        process.communicate("\n")
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with holder(tmp_path, FORKS) as process:
+        assert process.stdout is not None and process.stdout.readline() == "forked\n"
+        process.wait()  # its child lives until it reads a line
+        take(tmp_path, heard).close()
+        process.communicate("\n")
+    assert heard == []
+
+
+def test_a_second_writer_of_this_process_is_refused_at_once(tmp_path: Path) -> None:
+    heard: list[str] = []
+    one = take(tmp_path, heard)
+    with pytest.raises(UserError, match="in use by another run of this process"):
+        take(tmp_path, heard)
+    one.close()
+    assert heard == []
