@@ -3,21 +3,26 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from spmdtrain.distributed import process_group
+from spmdtrain.distributed.stop_request import StopRequest
 from spmdtrain.errors import PreemptedExit
 
-_SAME_REQUEST = 0.3  # seconds in which further signals do not end the process
+
+class _Process:
+    """The state of this process: the request that nothing has acted on yet."""
+
+    request = StopRequest()
 
 
 class StopSignals:
     """Handlers of SIGTERM, SIGUSR1 and SIGINT while entered.
 
     The first signal is only recorded, for `stop_requested`. A signal more than 0.3 s after it ends
-    the process at once. Slurm sends SIGUSR1 before the end of a job (`--signal=USR1@120`).
+    the process at once. Slurm sends SIGUSR1 before the end of a job (`--signal=USR1@120`). A signal
+    that arrives too late for a fit, while its last files are written, stops the next one.
 
     Only the main thread can handle signals; in another thread nothing is changed. With several
     processes, JAX handles SIGTERM, which then stops all of them, and SIGINT and SIGUSR1 are
@@ -29,11 +34,11 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._received_at = 0.0
         self._passed_on: signal.Signals | None = None  # the signal forwarded as SIGTERM
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
+        _forget_old_request()
         if threading.current_thread() is threading.main_thread():
             if process_group.count() > 1:
                 self._set(self._pass_on, signal.SIGINT, signal.SIGUSR1)
@@ -54,15 +59,15 @@ class StopSignals:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received is None:
-            self.received, self._received_at = signal.Signals(number), now
-        elif now - self._received_at > _SAME_REQUEST:
+        _Process.request.hear(number)
+        if _Process.request.repeated:
             self._restore()
             os.kill(os.getpid(), number)
 
     def stop_requested(self) -> bool:
         """Returns whether to stop: the same in all processes, which call it at the same points."""
+        if self.received is None:
+            self.received = _Process.request.signal
         if self.received is None and process_group.preempted():
             passed_on = process_group.gather(self._passed_on)
             self.received = signal.Signals(next(filter(None, passed_on), signal.SIGTERM))
@@ -76,6 +81,7 @@ class StopSignals:
         """
         if self.stop_requested():
             assert self.received is not None
+            _Process.request.acted = True
             raise PreemptedExit(self.received.name)
 
     def _restore(self) -> None:
@@ -90,3 +96,9 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         self._restore()
+        _forget_old_request()
+
+
+def _forget_old_request() -> None:
+    if _Process.request.acted:
+        _Process.request = StopRequest()

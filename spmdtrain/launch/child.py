@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from spmdtrain.distributed import out_of_memory
+from spmdtrain.distributed.stop_request import StopRequest
 
 _LONGEST_LINE = 1 << 16
 _KEPT_LINES = 300  # lines of standard error in which the reason of a failure is searched
@@ -293,12 +294,10 @@ class Signals:
     The stop signals are SIGTERM, SIGHUP, SIGINT and SIGUSR1, which Slurm sends before the end of a
     job. A signal that is already ignored, such as under nohup, stays ignored.
 
-    Attributes:
-      received: The stop signals received while entered, in order.
     """
 
     def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
+        self._request = StopRequest()
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Signals":
@@ -312,9 +311,19 @@ class Signals:
                 self._before[number] = signal.signal(number, self._catch)
         return self
 
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first stop signal that was received while entered; None before."""
+        return self._request.signal
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a stop signal came later, which asks to stop at once."""
+        return self._request.repeated
+
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGCHLD:
-            self.received.append(signal.Signals(number))
+            self._request.hear(number)
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a signal arrives, at most `seconds`."""

@@ -68,19 +68,19 @@ class EvaluatorTask:
         launcher, grace = self._launcher, self._launcher.options.grace
         given = launcher.options.hang_timeout
         hang_timeout = HANG_TIMEOUT if given is None else given or math.inf
-        received, watch, asked = launcher.signals.received, IdleTimer(max_interval=1.0), False
+        signals, watch, asked = launcher.signals, IdleTimer(max_interval=1.0), False
         while self.code is None:
             record = progress.read(launcher.folder, EVALUATOR)
             # A restart counts as progress, because the number of restarts is bounded.
             idle = watch.idle((record, self._child))
-            if self._child is None and received:
-                return 128 + received[0]  # instead of the restart that is due later
-            if self._child is not None and received and not asked:
+            if self._child is None and signals.received:
+                return 128 + signals.received  # instead of the restart that is due later
+            if self._child is not None and signals.received and not asked:
                 asked = True
                 launcher.deadline = min(launcher.deadline, time.monotonic() + grace)
                 self._child.send(signal.SIGTERM, record.pid if record else None)
             if self._child is not None:
-                if len(received) > 1 or time.monotonic() >= launcher.deadline:
+                if signals.repeated or time.monotonic() >= launcher.deadline:
                     self._child.kill()
                 elif idle >= hang_timeout and signal.SIGKILL not in self._child.sent:
                     launcher.log(

@@ -119,7 +119,7 @@ class Launcher:
                 self._leave_out(outcome.without)
             self._pause(wait)
             if self.signals.received:
-                self.log(f"{self.signals.received[0].name}: not restarted")
+                self.log(f"{self.signals.received.name}: not restarted")
                 break
             configs = tf_configs(list(self.environments))
         return self._finish(outcome)
@@ -188,10 +188,10 @@ class Launcher:
             if restarter is not None and until == math.inf:
                 tasks += restarter.start_due()
             running = [child for child in tasks if child.status is None]
-            if self.signals.received and running and self.deadline == math.inf:
-                self._request_stop(running)
+            if (received := self.signals.received) and running and self.deadline == math.inf:
+                self._request_stop(running, received)
             if self.deadline < math.inf:  # tasks may be saving: only the grace period limits them
-                until = 0.0 if len(self.signals.received) > 1 else self.deadline
+                until = 0.0 if self.signals.repeated else self.deadline
             elif until == math.inf and (idle := self._hung_for(watch, running)):
                 hung, until = self._report_hang(running, idle), 0.0
             if time.monotonic() >= until:
@@ -205,13 +205,13 @@ class Launcher:
         seconds = {CauseRank.NONE: math.inf, CauseRank.PREEMPTED: self.options.grace}
         return seconds.get(cause_rank(ended), _REPORT_TIMEOUT)
 
-    def _request_stop(self, running: Sequence[Child]) -> None:
+    def _request_stop(self, running: Sequence[Child], received: signal.Signals) -> None:
         self.deadline = time.monotonic() + self.options.grace
         for child in running:
             record = progress.read(self.folder, child.name)
             child.send(signal.SIGTERM, record.pid if record else None)
         self.log(
-            f"{self.signals.received[0].name}: asked the tasks to save and exit within "
+            f"{received.name}: asked the tasks to save and exit within "
             f"{self.options.grace:g} s; a second signal kills them"
         )
 
@@ -274,7 +274,7 @@ class Launcher:
             return Outcome(ExitCode.FAILED, f"hung: {hung}", saved)
         own = [ended for ended in failures if cause_rank(ended) is not CauseRank.CONSEQUENCE]
         if self.signals.received and ours and not own:
-            received = self.signals.received[0]
+            received = self.signals.received
             words = f"killed before saving: {killed}" if killed else "exited without saving"
             return Outcome(128 + received, f"{received.name}: {words}", saved)
         if cause is None:

@@ -130,8 +130,8 @@ class SweepRunner:
                 return
             self._signals.wait(_POLL_INTERVAL)
             self._oom_kills.poll()
-            if self._signals.received:
-                self._stop_all()
+            if (received := self._signals.received) is not None:
+                self._stop_all(received)
             for running in list(self._running):
                 # Read after the exit of the process, so that its last lines are included.
                 ended = running.child.poll()
@@ -159,17 +159,17 @@ class SweepRunner:
             self._running.append(_Running(trial, metrics, child, log, slot))
             self._table.line(f"{trial.name}: started")
 
-    def _stop_all(self) -> None:
+    def _stop_all(self, received: signal.Signals) -> None:
         """Asks all trials to save and exit; kills them at the second signal, or too late."""
         if self._deadline is None:
             self._deadline = time.monotonic() + _GRACE
             self._table.line(
-                f"{self._signals.received[0].name}: asked {len(self._running)} trials to save and "
+                f"{received.name}: asked {len(self._running)} trials to save and "
                 f"exit within {_GRACE:g} s; a second signal kills them"
             )
             for running in self._running:
                 self._terminate(running)
-        elif len(self._signals.received) > 1 or time.monotonic() >= self._deadline:
+        elif self._signals.repeated or time.monotonic() >= self._deadline:
             for running in self._running:
                 running.child.kill()
 

@@ -53,7 +53,9 @@ def test_signals_at_the_same_time_are_one_request(numbers: tuple[signal.Signals,
                 signal.raise_signal(number)  # os.kill may use another thread, which blocks nothing
             signal.pthread_sigmask(signal.SIG_UNBLOCK, set(numbers))
             signal.raise_signal(numbers[-1])
-            assert signals.received is numbers[0]
+            with pytest.raises(PreemptedExit) as stop:
+                signals.stop_if_received()
+            assert stop.value.signal == numbers[0].name
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -67,6 +69,19 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
     assert saved in (3, 4)
     assert status(tmp_path) == {"status": "preempted", "step": saved, "reason": "SIGUSR1"}
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_signal_after_the_last_step_of_a_fit_stops_the_next_one(tmp_path: Path) -> None:
+    def ask(event: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    fit(tmp_path / "first", 2, callbacks={"fit_end": ask})
+    assert status(tmp_path / "first") == {"status": "finished", "step": 2}
+    with pytest.raises(PreemptedExit):
+        fit(tmp_path / "second", 9)
+    assert status(tmp_path / "second")["reason"] == "SIGTERM"
+    fit(tmp_path / "second", 9)  # the request is done with
+    assert saved_steps(tmp_path / "second")[-1] == 9
 
 
 @pytest.mark.drill

@@ -49,10 +49,10 @@ def take(folder: Path, heard: list[str]) -> WorkdirLock:
 def test_a_start_waits_for_a_holder_that_ends_and_says_so(tmp_path: Path) -> None:
     heard: list[str] = []
     with holder(tmp_path, UNTIL_ASKED) as process:
-        assert process.stdin is not None
 
         def hear(line: str) -> None:
             heard.append(line)
+            assert process.stdin is not None
             process.stdin.close()
 
         WorkdirLock(epath.Path(tmp_path), ".lock", "run", hear).close()

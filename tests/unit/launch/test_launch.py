@@ -626,6 +626,8 @@ time.sleep(100)
     with started(launcher(tmp_path, script, "--processes", 2), tmp_path) as process:
         wait_for(tmp_path, "chief ready", "worker 0 ready")
         process.send_signal(number)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)  # the same request, as of a wrapper that passes it on
         assert process.wait(BOUND) == 75
     assert not processes_in(tmp_path)
     assert (tmp_path / "chief saved").exists()
@@ -653,6 +655,7 @@ while True: time.sleep(100)
         process.send_signal(signal.SIGTERM)
         wait_for(tmp_path, "chief asked", "worker 0 asked")
         if grace > 1:
+            time.sleep(0.5)  # earlier, it would be the same request
             process.send_signal(signal.SIGINT)
         assert process.wait(BOUND) == 128 + signal.SIGTERM
     assert not processes_in(tmp_path)
