@@ -207,9 +207,7 @@ class Programs:
             # With the shardings of the real arguments, so that the jitted function finds the
             # program in its cache. Its calls are dispatched faster than those of `compiled`.
             traced = call.trace(self._steps.placed_state, batch)
-            places = batch_shardings(self._placement, repeat, by_index=by_index)
-            placed = self._steps.placed_state, jax.tree.map(_with_sharding, places, batch)
-            check_program(traced.jaxpr.jaxpr, placed, self._placement)
+            check_traced(traced, self._steps, self._placement, batch, repeat, by_index=by_index)
             lowered = traced.lower()
             compiled = lowered.compile()
         summary = f"step compiled in {time.perf_counter() - started:.1f} s"
@@ -229,6 +227,30 @@ class Programs:
         # The operations of a loop of unknown length are counted once.
         counted = 1 if repeat is Repeat.COUNTED else steps
         return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found)
+
+
+def check_traced(
+    traced: jax.stages.Traced,
+    steps: StepFunctions,
+    placement: Placement,
+    batch: PyTree,
+    repeat: Repeat = Repeat.NONE,
+    *,
+    by_index: bool,
+) -> None:
+    """Checks the program of a train step (see `check_program`).
+
+    Args:
+      traced: Its trace.
+      steps: The functions of the step.
+      placement: The strategy and its mesh.
+      batch: Shapes and dtypes of the batches of a dispatch.
+      repeat: How the program repeats steps.
+      by_index: Whether the batch has the indices of examples on the devices.
+    """
+    places = batch_shardings(placement, repeat, by_index=by_index)
+    placed = steps.placed_state, jax.tree.map(_with_sharding, places, batch)
+    check_program(traced.jaxpr.jaxpr, placed, placement)
 
 
 def _with_sharding(sharding: Any, batch: PyTree) -> PyTree:

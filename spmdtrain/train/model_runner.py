@@ -25,6 +25,7 @@ from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.sharding.rules import Rule, checked_rules
 from spmdtrain.sharding.table import ShardingTable
+from spmdtrain.step.compile import check_traced
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.reductions import Reduction
@@ -189,7 +190,8 @@ class ModelRunner:
           batch: As for `compile_step`; an `IndexedBatch` with `data_on_device`.
 
         Raises:
-          UserError: If `jit` is off.
+          UserError: If `jit` is off, or the program would not compute on several devices what it
+            does on one.
         """
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
@@ -200,6 +202,7 @@ class ModelRunner:
             traced: jax.stages.Traced = self.functions.train_program(by_index=by_index).trace(
                 self.functions.abstract_state, shapes
             )
+            check_traced(traced, self.functions, self.placement, shapes, by_index=by_index)
         return traced
 
     # -- evaluate and predict ------------------------------------------------------------------
