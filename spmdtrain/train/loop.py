@@ -198,7 +198,7 @@ class Loop(LoopTools, MediaLogger):
         reader = MetricsReader(run, max_in_flight(self.placement), lambda: parts.state)
         self._parts = parts = StartedLoop(run, layout, augment, state, reader)
         self.step = self.first_step = self._done = int(state.step)
-        run.logger.begin(self.step, self.placement)
+        run.logger.begin(self.step, self.placement, is_new=run.is_new)
         self._stack.enter_context(run.record_outcome())
         evaluates = self.config.eval_every_steps is not None  # the option of `should_evaluate`
         run.name_unsaved_evaluation(self.step, evaluates=evaluates)

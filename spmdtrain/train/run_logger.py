@@ -68,23 +68,27 @@ class RunLogger:
         self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
-    def begin(self, step: int, placement: Placement, note: str = "") -> None:
+    def begin(
+        self, step: int, placement: Placement, note: str = "", *, is_new: bool = False
+    ) -> None:
         """Starts the log after `step`; removes the lines of later steps.
 
         Args:
           step: The step from which the run resumes.
           placement: Is written to the configuration file.
           note: Is printed, unless it is "".
+          is_new: Whether nothing of the workdir is continued: all lines are of other runs.
         """
+        last = -1 if is_new else step  # the last step whose lines are of this run
         if note:
             self.terminal.line(note)
         self.times.begin(step, len(placement.devices))
         rank = jax.process_index()
         self._devices = [device for device in placement.devices if device.process_index == rank]
         if self.files:
-            self.files.rewind(step)
+            self.files.rewind(last)
             if (self.files.folder / HASHES_FILE).exists():
-                self._append_hash(ResumedAt(step))
+                self._append_hash(ResumedAt(last))
             self.files.write_config(
                 config_as_json(self.config),
                 mesh=placement.axes,
@@ -94,6 +98,8 @@ class RunLogger:
             )
             self.files.write_status(Status.RUNNING, step)
         self.trackers.start(step, config_as_json(self.config))  # now, during the compilation
+        if is_new:
+            self.trackers.rewind(last)
         if self.config.workdir is not None:
             for split in self.written:
                 found = list(self.files.history(split).items()) if self.files else []

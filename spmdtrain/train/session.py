@@ -71,6 +71,8 @@ class RunSession:
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
+    is_new: bool = True
+    """Whether this start continues nothing of its workdir, which may have lines of earlier ones."""
     earlier: Identity | None = None
     """The identity of the run that saved the checkpoint of this start; None without one."""
     start_is_evaluated: bool = True

@@ -180,6 +180,7 @@ def _resume(
         # A callback ended the run here, and the totals have not changed since.
         run.schedule.total = saved.step
     log(f"resumed from step {saved.step} of {run.config.workdir}")
+    run.is_new = False
     return _continued(run, trained, loaded, source, load_base, "changed since")
 
 

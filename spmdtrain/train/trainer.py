@@ -263,12 +263,15 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:
             later_fit.check_continues(run, self._identity, self.step)
+            run.is_new = False
             run.keep_skipped(self._identity)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
             run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)
         self._identity = run.identity
-        run.logger.begin(self.step, self.placement, describe_modes(self._adapter))
+        run.logger.begin(
+            self.step, self.placement, describe_modes(self._adapter), is_new=run.is_new
+        )
 
     def _end_fit(self) -> None:
         self._fitting, self._trackers = False, None

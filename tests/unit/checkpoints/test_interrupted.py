@@ -1,6 +1,7 @@
 """Lost locks, SIGUSR1, kills while a checkpoint is sealed, folders that become read-only."""
 
 import contextlib
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -109,3 +110,19 @@ def test_a_folder_that_becomes_read_only_ends_the_run(tmp_path: Path) -> None:
         while subprocess.run(["umount", "-l", str(tmp_path)], capture_output=True).returncode == 0:
             pass
     fit(tmp_path / "run", 2)
+
+
+def test_lines_of_a_start_that_saved_nothing_do_not_mix_with_the_next_start(
+    tmp_path: Path,
+) -> None:
+    def end() -> None:
+        raise RuntimeError("ends before the first save")
+
+    other, run = tmp_path / "other", tmp_path / "run"
+    fit(other, 6, keep_latest=9)
+    fork: dict[str, Any] = {"log_every": 1, "checkpoint_every_steps": 9}
+    with pytest.raises(RuntimeError):
+        fit(run, 8, fork_from=f"{other}@2", callbacks=at_step(5, end), **fork)
+    fit(run, 8, fork_from=f"{other}@6", **fork)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line["split"] == "train"] == [7, 8]
