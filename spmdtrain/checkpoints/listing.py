@@ -9,6 +9,7 @@ from etils import epath
 
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
+from spmdtrain.checkpoints.trajectory import name_at
 from spmdtrain.errors import UserError
 from spmdtrain.files.run_files import evaluator_metrics
 
@@ -53,7 +54,10 @@ class Listing:
                 faults[step] = str(error)
         evaluated = evaluator_metrics(str(folder.parent))
         metrics = {
-            step: dict(manifest.metrics or evaluated.get(step, {}))
+            step: dict(
+                manifest.metrics
+                or evaluated.get((step, name_at(manifest.identity.trajectories, step)), {})
+            )
             for step, manifest in manifests.items()
         }
         newest = max(manifests, default=None)

@@ -17,6 +17,7 @@ class CheckpointRecord:
     step: int
     saved_at: datetime.datetime
     metrics: Mapping[str, float] | None
+    trajectory: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Retention:
         return {*newest, *self.best_first(by_step)[: self.best], *self._periodic(by_step)}
 
     def keep_evaluated(
-        self, records: Iterable[CheckpointRecord], evaluated: Mapping[int, Mapping[str, float]]
+        self,
+        records: Iterable[CheckpointRecord],
+        evaluated: Mapping[tuple[int, str], Mapping[str, float]],
     ) -> set[int]:
         """Returns the steps to keep if a separate evaluator task computes the metrics.
 
@@ -63,13 +66,13 @@ class Retention:
 
         Args:
           records: The checkpoints.
-          evaluated: The evaluator's metrics by step.
+          evaluated: The evaluator's metrics by step and trajectory. Others of the same step are of
+            states that the run has left by going back.
         """
-        records = [dataclasses.replace(r, metrics=evaluated.get(r.step)) for r in records]
-        steps = {
-            record.step for record in records
-        }  # metrics of other steps are of a run that resumed from an earlier one
-        seen = max(steps & evaluated.keys(), default=-1)
+        records = [
+            dataclasses.replace(r, metrics=evaluated.get((r.step, r.trajectory))) for r in records
+        ]
+        seen = max((r.step for r in records if r.metrics is not None), default=-1)
         return self.keep(records) | {r.step for r in records if r.step > seen}
 
     def best_first(self, records: Iterable[CheckpointRecord]) -> list[int]:

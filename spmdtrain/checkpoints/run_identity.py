@@ -17,6 +17,7 @@ from spmdtrain.checkpoints.program_changes import (
     program_changes,
     setting_problem,
 )
+from spmdtrain.checkpoints.trajectory import Trajectories
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.data.mixture_order import examples_per_period
@@ -69,6 +70,8 @@ class Identity:
     """For each use, the functions within: digest and place, `FILE:LINE`, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of JAX, XLA and CUDA that change results; empty if they are not recorded."""
+    trajectories: Trajectories = field(default_factory=dict)
+    """The trajectories that have led to the state."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries and of Python."""
 

@@ -30,6 +30,7 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.shared_folder import check_shared
+from spmdtrain.checkpoints.trajectory import name_at
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
@@ -72,8 +73,8 @@ class Checkpoints:
     Args:
       folder: The `checkpoints` folder of the workdir.
       retention: Selects the checkpoints to keep.
-      evaluated: Reads the metrics of the evaluator task by step; None if the run evaluates its own
-        checkpoints.
+      evaluated: Reads the metrics of the evaluator task by step and trajectory; None if the run
+        evaluates its own checkpoints.
 
     Raises:
       UserError: If the folder is a file or a symbolic link, or is not shared by all processes.
@@ -84,7 +85,7 @@ class Checkpoints:
         self,
         folder: epath.Path,
         retention: Retention,
-        evaluated: Callable[[], Mapping[int, Mapping[str, float]]] | None = None,
+        evaluated: Callable[[], Mapping[tuple[int, str], Mapping[str, float]]] | None = None,
     ) -> None:
         # Orbax requires an absolute path. A link in the last component is kept for the check below.
         self.folder = folder = absolute(folder.parent) / folder.name
@@ -165,7 +166,8 @@ class Checkpoints:
             step, now, identity, metrics, stopped, epoch, callbacks, dict(positions)
         )
         if process_group.is_chief():
-            self._records[step] = CheckpointRecord(step, now, metrics)
+            name = name_at(identity.trajectories, step)
+            self._records[step] = CheckpointRecord(step, now, metrics, name)
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the checkpoint folder was removed or unmounted")
@@ -337,9 +339,9 @@ class Checkpoints:
             saved = Manifest.read(self.folder / str(step))
         except CheckpointCorruptedError:
             return None
-        return CheckpointRecord(
-            step, datetime.datetime.fromisoformat(saved.saved_at), saved.metrics
-        )
+        saved_at = datetime.datetime.fromisoformat(saved.saved_at)
+        name = name_at(saved.identity.trajectories, step)
+        return CheckpointRecord(step, saved_at, saved.metrics, name)
 
     # -- failures ------------------------------------------------------------------------------
 

@@ -93,6 +93,9 @@ class Writer(enum.StrEnum):
 
 
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
+TRAJECTORY = "trajectory"
+NOT_METRICS = ("step", "split", TRAJECTORY)
+"""Names in a line of metrics that are none."""
 COUNTS_SUFFIX = "_counts"
 """End of the names of counts in a metrics line."""
 
@@ -256,6 +259,7 @@ class RunFiles:
         split: Split,
         metrics: Mapping[str, float],
         counts: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
+        trajectory: str = "",
     ) -> None:
         """Appends a line to the metrics.
 
@@ -265,14 +269,13 @@ class RunFiles:
           metrics: Metric name to value. A non-finite value is null in the line.
           counts: Name to the count of each integer. In the line they are objects with the integers
             as keys.
+          trajectory: The trajectory of the state, for a writer that does not train.
         """
         sorted_counts = {
             name + COUNTS_SUFFIX: dict(sorted(count.items())) for name, count in counts.items()
         }
-        line = (
-            json.dumps({"step": step, "split": split} | finite_or_null(metrics) | sorted_counts)
-            + "\n"
-        )
+        first = {"step": step, "split": split} | ({TRAJECTORY: trajectory} if trajectory else {})
+        line = json.dumps(first | finite_or_null(metrics) | sorted_counts) + "\n"
         self._parsed = None
         with _storage_errors(self._lines):
             self._appender.append(line.encode())
@@ -321,6 +324,11 @@ class RunFiles:
     def history(self, split: Split) -> dict[int, dict[str, float]]:
         """Returns step to the written metrics of a split."""
         return _by_step(self.lines(), split)
+
+    def trajectories(self, split: Split) -> dict[int, str]:
+        """Returns step to the trajectory of the state, of each line of a split."""
+        lines = [line for line in self.lines() if line["split"] == split]
+        return {line["step"]: line.get(TRAJECTORY, "") for line in lines}
 
     def rewind(self, step: int) -> None:
         """Removes the metrics of later steps, because the run resumes at `step`."""
@@ -372,13 +380,18 @@ def status_of(workdir: str) -> dict[str, Any] | None:
     return content
 
 
-def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
-    """Returns step to the metrics that an evaluator task has written so far in a workdir.
+def evaluator_metrics(workdir: str) -> dict[tuple[int, str], dict[str, float]]:
+    """Returns the metrics that an evaluator task has written so far, by step and trajectory.
 
     Args:
       workdir: As for `written_metrics`.
     """
-    return written_metrics(workdir, Writer.EVALUATOR, Split.EVAL)
+    lines = _lines_so_far(workdir, Writer.EVALUATOR)
+    return {
+        (line["step"], line.get(TRAJECTORY, "")): _metrics_of(line)
+        for line in lines
+        if line["split"] == Split.EVAL
+    }
 
 
 def written_metrics(workdir: str, writer: Writer, split: Split) -> dict[int, dict[str, float]]:
@@ -394,9 +407,13 @@ def written_metrics(workdir: str, writer: Writer, split: Split) -> dict[int, dic
     Raises:
       StorageError: If the file cannot be read.
     """
+    return _by_step(_lines_so_far(workdir, writer), split)
+
+
+def _lines_so_far(workdir: str, writer: Writer) -> list[dict[str, Any]]:
     text = _read(folder_of(workdir) / writer.file("metrics", ".jsonl"), LARGEST_LOG)
     lines = [parse_metrics_line(line) for line in _complete_lines(text or b"")]
-    return _by_step([content for content in lines if content is not None], split)
+    return [content for content in lines if content is not None]
 
 
 class _StatusFile(TypedDict):
@@ -451,26 +468,28 @@ def is_metrics(content: Mapping[str, Any]) -> bool:
     step, split = content.get("step"), content.get("split")
     if type(step) is not int or step < 0 or split not in _SPLITS:
         return False
+    if type(content.get(TRAJECTORY, "")) is not str:
+        return False
     for name, value in content.items():
         kind = type(value)
         if kind is dict:
             if not all(type(count) is int for count in value.values()):
                 return False
-        elif not (kind is float or kind is int or value is None or name == "split"):
+        elif not (kind is float or kind is int or value is None or name in NOT_METRICS):
             return False
     return True
 
 
 def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict[str, float]]:
     """Returns step to metrics of a split; the later of two lines with the same step counts."""
+    return {line["step"]: _metrics_of(line) for line in lines if line["split"] == split}
+
+
+def _metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {
-        line["step"]: {
-            name: math.nan if value is None else value
-            for name, value in line.items()
-            if name not in ("step", "split") and not isinstance(value, dict)
-        }
-        for line in lines
-        if line["split"] == split
+        name: math.nan if value is None else value
+        for name, value in line.items()
+        if name not in NOT_METRICS and not isinstance(value, dict)
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
-from spmdtrain.files.run_files import is_metrics
+from spmdtrain.files.run_files import NOT_METRICS, is_metrics
 from spmdtrain.report.reduction import extremes, mean_curve, mean_curve_of_means, merge_means
 
 K = TypeVar("K")
@@ -16,7 +16,6 @@ _MOST_VALUES, _KEPT_VALUES = 2**15, 2**13  # of a column, before and after it is
 _MOST_MEANS, _VALUES_PER_MEAN = 2**13, 16
 MOST_COLUMNS = 10_000
 """Metrics of one file of which values are kept."""
-_NOT_METRICS = {"step", "split"}
 _NOT_PERFORMANCE = {"step", "time"}
 
 
@@ -131,7 +130,7 @@ class MetricColumns:
             return
         columns, step, split = self.columns, content["step"], content["split"]
         for name, value in content.items():
-            if name not in _NOT_METRICS and type(value) is not dict:
+            if name not in NOT_METRICS and type(value) is not dict:
                 column = columns.get((split, name)) or new_column(columns, (split, name))
                 column.add(step, value)
 

@@ -12,7 +12,7 @@ LEARNING_RATE = "learning_rate"
 """The name of the learning rate in a line of training."""
 OF_EPOCH = ("epoch", LEARNING_RATE, "seconds", "examples_per_second", "input_wait")
 """Names of what a run itself writes into the line of an epoch."""
-RESERVED = ("step", "split", *OF_EPOCH, *NORMS)
+RESERVED = ("step", "split", "trajectory", *OF_EPOCH, *NORMS)
 """Names of what a run itself writes into lines of metrics and the history: no metrics."""
 
 

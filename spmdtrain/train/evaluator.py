@@ -8,13 +8,14 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.source import Source, list_checkpoints
+from spmdtrain.checkpoints.trajectory import name_at
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
@@ -170,8 +171,8 @@ class _Evaluator:
         workdir, terminal = self.trainer.config.workdir, self.trainer.terminal
         try:
             terminal.line(f"evaluator: waiting for checkpoints in {workdir}")
-            evaluated = self.files.history(Split.EVAL)
-            self._patiently(lambda: self.checkpoints.settle_evaluated(evaluated))
+            evaluated = self.files.trajectories(Split.EVAL)
+            self._rewind(self._patiently(lambda: self.checkpoints.settle_evaluated(evaluated)))
             while (step := self._await_checkpoint()) is not None:
                 self._evaluate(step)
         except PreemptedExit as stop:
@@ -194,12 +195,7 @@ class _Evaluator:
                 self.signals.stop_if_received()
                 # In this order: a training that has ended has saved all its checkpoints before.
                 ended = self._patiently(lambda: self.training.ended(self.checkpoints.steps))
-                resaved = self._patiently(self.checkpoints.look)
-                if resaved is not None:
-                    # The training went back and runs its steps again: the evaluations from here
-                    # on are of states that no longer exist.
-                    self.files.rewind(resaved - 1)
-                    self.logger.trackers.rewind(resaved - 1)
+                self._rewind(self._patiently(self.checkpoints.look))
                 step = self.checkpoints.due
                 if step is not None or ended:
                     return step
@@ -209,6 +205,12 @@ class _Evaluator:
                     self.trainer.terminal.line(f"evaluator: nothing new; {state}; still {text}")
                 self._pause()
                 self._patiently(self.files.sync)
+
+    def _rewind(self, step: int | None) -> None:
+        """Removes the evaluations from a step on, whose states the training has left."""
+        if step is not None:
+            self.files.rewind(step - 1)
+            self.logger.trackers.rewind(step - 1)
 
     def _evaluate(self, step: int) -> None:
         """Evaluates the checkpoint of a step and writes its metrics, if it can be read."""
@@ -229,7 +231,8 @@ class _Evaluator:
                 return
             metrics = self.trainer.evaluate(self.dataset)
         self.files.check_lock()
-        self.logger.log_evaluation(Split.EVAL, step, metrics)
+        name = "" if mark is None else mark.trajectory
+        self.logger.log_evaluation(Split.EVAL, step, metrics, trajectory=name)
         self._patiently(lambda: checkpoints.settle(step, mark, evaluated=True))
 
     def _patiently(self, read: Callable[[], T]) -> T:
@@ -272,8 +275,13 @@ def best_and_last(
 # -- which checkpoint is next ------------------------------------------------------------------
 
 
-# Distinguishes checkpoints of the same step: the time of the save, and the sums of the arrays.
-_Mark = tuple[str, int]
+@dataclass(frozen=True)
+class _Mark:
+    """The properties that distinguish checkpoints of the same step."""
+
+    saved_at: str
+    sums: int
+    trajectory: str
 
 
 class _Checkpoints:
@@ -284,12 +292,29 @@ class _Checkpoints:
         self._source = Source(folder_of(workdir) / "checkpoints", ())
         self._settled: dict[int, _Mark | None] = {}
 
-    def settle_evaluated(self, evaluated: Container[int]) -> None:
-        """Marks the checkpoints as done that an earlier start has evaluated."""
+    def settle_evaluated(self, evaluated: Mapping[int, str]) -> int | None:
+        """Marks the checkpoints as done that an earlier start has evaluated.
+
+        Args:
+          evaluated: Step to the trajectory of the evaluated state.
+
+        Returns:
+          The first step whose evaluation is of a state that the training has left; None if there is
+          none.
+        """
         self._source = list_checkpoints(self._workdir)
-        for step in self._source.steps:
-            if step in evaluated:
-                self.settle(step, self.mark(step), evaluated=True)
+        marks = {step: self.mark(step) for step in self._source.steps}
+        newest = max((step for step, mark in marks.items() if mark is not None), default=None)
+        if newest is None:
+            return None
+        trajectories = read_manifest(self.path(newest)).identity.trajectories
+        for step, name in sorted(evaluated.items()):
+            mark = marks.get(step)
+            if name != (name_at(trajectories, step) if mark is None else mark.trajectory):
+                return step
+            if step in marks:
+                self.settle(step, mark, evaluated=True)
+        return None
 
     def look(self) -> int | None:
         """Lists the checkpoints.
@@ -349,7 +374,8 @@ class _Checkpoints:
             if not isinstance(error, CheckpointCorruptedError) and self.holds(step):
                 raise
             return None
-        return manifest.saved_at, hash(frozenset(manifest.sums.items()))
+        name = name_at(manifest.identity.trajectories, step)
+        return _Mark(manifest.saved_at, hash(frozenset(manifest.sums.items())), name)
 
 
 # -- the training ------------------------------------------------------------------------------

@@ -237,12 +237,18 @@ class RunLogger:
         self.times.log_fault(step, message)
 
     def log_evaluation(
-        self, split: Split, step: int, metrics: Metrics, *, is_written: bool = False
+        self,
+        split: Split,
+        step: int,
+        metrics: Metrics,
+        *,
+        is_written: bool = False,
+        trajectory: str = "",
     ) -> None:
         """Logs the metrics of an evaluation of the state after `step`, unless they are written."""
         self.latest[split] = metrics
         if not is_written:
-            self._write(step, split, metrics)
+            self._write(step, split, metrics, trajectory=trajectory)
             self.times.log("evaluation", step)
         best = split is Split.EVAL and self._is_best(metrics)
         if split in self.written:
@@ -277,6 +283,7 @@ class RunLogger:
         metrics: Metrics,
         curves: Mapping[str, float] = _NO_CURVES,
         counts: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
+        trajectory: str = "",
     ) -> None:
         """Writes a line of metrics, and passes it to the trackers.
 
@@ -286,9 +293,10 @@ class RunLogger:
           metrics: Metric name to value.
           curves: Further values, only for the trackers: tag to value.
           counts: Name to the count of each integer.
+          trajectory: The trajectory of the state, for the line of an evaluator.
         """
         if self.files:
-            self.files.write_metrics(step, split, metrics, counts)
+            self.files.write_metrics(step, split, metrics, counts, trajectory)
         values = {f"{split}/{name}": value for name, value in metrics.items()}
         tagged = {f"{split}/{name}{COUNTS_SUFFIX}": count for name, count in counts.items()}
         self.trackers.scalars(step, values | dict(curves), tagged)

@@ -11,6 +11,7 @@ from spmdtrain.checkpoints.items import check_can_be_saved
 from spmdtrain.checkpoints.program_changes import changed_functions
 from spmdtrain.checkpoints.run_identity import Identity, all_skipped
 from spmdtrain.checkpoints.save import Checkpoints
+from spmdtrain.checkpoints.trajectory import branched
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
@@ -204,8 +205,8 @@ class RunSession:
                 f"{step} is evaluated and not saved: to save all, give both the same cadence"
             )
 
-    def keep_skipped(self, earlier: Identity) -> None:
-        """Keeps the batches that an earlier start of the run has left out, besides those given.
+    def continue_from(self, earlier: Identity) -> None:
+        """Continues the trajectory of an earlier start, and keeps the batches that it left out.
 
         Args:
           earlier: The identity of that start.
@@ -213,7 +214,13 @@ class RunSession:
         kept = all_skipped(earlier, self.identity)
         self.config = self.logger.config = dataclasses.replace(self.config, skip_steps=kept)
         config = {**self.identity.config, "skip_steps": list(kept)}
-        self.identity = dataclasses.replace(self.identity, config=config)
+        trajectories = earlier.trajectories
+        self.identity = dataclasses.replace(self.identity, config=config, trajectories=trajectories)
+
+    def branch(self, after: int) -> None:
+        """Begins a trajectory with the states after a step; -1 if this start continues nothing."""
+        new = process_group.broadcast(branched(self.identity.trajectories, after))
+        self.identity = dataclasses.replace(self.identity, trajectories=new)
 
     # -- the boundary between steps ------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from spmdtrain.checkpoints.source import (
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import UserError, option
+from spmdtrain.files.run_events import read_events
 from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import with_base
@@ -89,6 +90,7 @@ def first_state(
             initial = initialize()
             state = initial.state
             _record_base(run, trained, state, initial.lora)
+            run.branch(-1)
             run.check_placed(state, trained, "after the initialization")
             return state, False
     run.check_placed(state, trained, "as restored")
@@ -181,7 +183,20 @@ def _resume(
         run.schedule.total = saved.step
     log(f"resumed from step {saved.step} of {run.config.workdir}")
     run.is_new = False
-    return _continued(run, trained, loaded, source, load_base, "changed since")
+    state = _continued(run, trained, loaded, source, load_base, "changed since")
+    if _has_saved_later(run, saved.step):
+        run.branch(saved.step)
+    return state
+
+
+def _has_saved_later(run: RunSession, step: int) -> bool:
+    """Returns whether an earlier start began to save a later state, to which this one goes back."""
+    later = False
+    if process_group.is_chief():
+        assert run.config.workdir is not None
+        events = read_events(run.config.workdir)
+        later = any(e["event"] == "checkpoint" and e.get("step", 0) > step for e in events)
+    return process_group.broadcast(later)
 
 
 def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | None) -> TrainState:
@@ -199,7 +214,9 @@ def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | 
     run.logger.terminal.line(
         f"forked from step {loaded.manifest.step} of {source.path(loaded.manifest.step)}"
     )
-    return _continued(run, trained, loaded, source, load_base, "changed")
+    state = _continued(run, trained, loaded, source, load_base, "changed")
+    run.branch(step)
+    return state
 
 
 def _load(
@@ -257,7 +274,7 @@ def _continued(
     run.epochs.restore(saved.epoch)
     run.callback_states.restore(saved.callbacks, log)
     run.start_is_evaluated = saved.metrics is not None
-    run.keep_skipped(saved.identity)
+    run.continue_from(saved.identity)
     run.earlier = saved.identity
     for change in changes(saved.identity, run.identity):
         log(f"{label}: {change}")

@@ -261,10 +261,11 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             self._state, _ = first_state(run, *functions)
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
+            run.branch(-1)
         elif self._identity is not None:
             later_fit.check_continues(run, self._identity, self.step)
             run.is_new = False
-            run.keep_skipped(self._identity)
+            run.continue_from(self._identity)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
             run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)

@@ -138,7 +138,9 @@ def test_an_evaluator_beside_the_run_says_which_is_best_and_is_waited_for(
     skipped = data.draw(st.sets(st.sampled_from(steps))) if steps else set()
     evaluated = {step: {"loss": float(step % 7)} for step in steps if step <= seen} or {}
     evaluated = {s: m for s, m in evaluated.items() if s not in skipped or s == seen}
-    kept = Retention(latest=1, best=1).keep_evaluated(records, evaluated)
+    of_others = {(step, "left"): {"loss": -1.0} for step in steps}
+    found = {(step, ""): metrics for step, metrics in evaluated.items()} | of_others
+    kept = Retention(latest=1, best=1).keep_evaluated(records, found)
     awaited = {step for step in steps if not evaluated or step > max(evaluated)}
     best = {max(evaluated, key=lambda s: (-evaluated[s]["loss"], s))} if evaluated else set()
     assert kept == awaited | best | set(steps[-1:])  # its own metrics count for nothing

@@ -16,11 +16,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from fake_gcs import fake_gcs
 from flax import nnx
 from helpers import command, environment, events, metrics, run, saved_steps, small_experiment
 
 from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError
+from spmdtrain.checkpoints.listing import Listing
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.distributed import progress
 from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
@@ -182,7 +184,7 @@ def test_it_finds_what_the_training_found(
 
     assert logged_steps(workdir) == [1, 2, 3, 4]
     for line in logged(workdir):
-        assert list(line) == ["step", "split", "loss"] and line["split"] == "eval"
+        assert list(line) == ["step", "split", "trajectory", "loss"] and line["split"] == "eval"
         assert line["loss"] == pytest.approx(losses(whole)[line["step"]], rel=1e-6)
         again = one_device(workdir)
         again.restore(f"{workdir}/checkpoints/{line['step']}")
@@ -222,8 +224,9 @@ def test_it_follows_a_training_that_begins_after_it(
     acts = [stage.nothing, stage.say(Status.RUNNING, 0), stage.save(1), stage.save(2, 3)]
     assert stage.play(*acts, stage.save(4), stage.finish, which=which) == 0
     assert logged_steps(stage.workdir) == steps
-    assert evaluator_metrics(str(stage.workdir)) == {
-        step: {"loss": pytest.approx(losses(stage.whole)[step], rel=1e-6)} for step in steps
+    name = next(iter(evaluator_metrics(str(stage.workdir))))[1]
+    assert name and evaluator_metrics(str(stage.workdir)) == {
+        (step, name): {"loss": pytest.approx(losses(stage.whole)[step], rel=1e-6)} for step in steps
     }
 
 
@@ -318,6 +321,31 @@ def test_a_corrupted_checkpoint_is_skipped_once_and_hides_no_other(
     output = capsys.readouterr().out
     assert output.count("skipped") == 1
     assert f"checkpoint {corrupted} is corrupted: " in output
+
+
+def test_evaluations_of_states_that_the_training_has_left_count_for_nothing(tmp_path: Path) -> None:
+    """The training goes back to step 2 while no evaluator runs, and on with a rate that is bad."""
+    workdir = tmp_path / "run"
+    often: dict[str, Any] = {"checkpoint_every_steps": 1, "evaluated_by": "evaluator"}
+    trainer(workdir, **often, keep_latest=9).fit(DATA, validation=DATA)
+    assert watch(one_device(workdir), DATA, total_steps=4) == 0
+    before = {line["step"]: line for line in logged(workdir)}
+    assert sorted(before) == [1, 2, 3, 4]  # the loss goes down with each step
+
+    for step in (3, 4):
+        flip(workdir / "checkpoints" / str(step) / "params")
+    worse = {"optimizer": optax.sgd(-0.1), "steps": 6, **often}
+    trainer(workdir, **worse, keep_latest=1).fit(DATA, validation=DATA)
+    assert {"3.corrupted", "4.corrupted"} <= {p.name for p in (workdir / "checkpoints").iterdir()}
+    # Those of steps 3 and 4 are not known to be worse, and 2 is the best that is known.
+    assert saved_steps(workdir) == [2, 3, 4, 5, 6]
+    assert watch(one_device(workdir), DATA, total_steps=6) == 0
+    after = {line["step"]: line for line in logged(workdir)}
+    assert sorted(after) == [1, 2, 3, 4, 5, 6]
+    assert (after[1], after[2]) == (before[1], before[2])
+    assert after[2]["loss"] < after[3]["loss"] < after[4]["loss"] < after[6]["loss"]
+    listed = Listing.of(epath.Path(workdir / "checkpoints"), saved_steps(workdir))
+    assert listed.best == 2 and listed.metrics[4]["loss"] == after[4]["loss"]
 
 
 def test_a_checkpoint_saved_again_is_evaluated_again(stage: Stage, other: Path) -> None:
@@ -712,12 +740,13 @@ def test_what_an_evaluator_found_can_be_read_at_any_time(tmp_path: Path) -> None
     files.write_metrics(1, Split.EVAL, {"loss": 3.0})
     files.write_metrics(2, Split.EVAL, {"loss": math.inf, "accuracy": 0.5})
     files.write_metrics(1, Split.EVAL, {"loss": 2.5})
+    files.write_metrics(1, Split.EVAL, {"loss": 4.5}, trajectory="other")
     files.close()
     with (tmp_path / "metrics.evaluator.jsonl").open("ab") as file:
         file.write(b"\x00\xff\n" + b'{"step": 3, "split": "eval", "loss": 1.0')
     found = evaluator_metrics(str(tmp_path))
-    assert found.keys() == {1, 2} and found[1] == {"loss": 2.5}
-    assert math.isnan(found[2]["loss"]) and found[2]["accuracy"] == 0.5
+    assert found.keys() == {(1, ""), (2, ""), (1, "other")} and found[1, ""] == {"loss": 2.5}
+    assert math.isnan(found[2, ""]["loss"]) and found[2, ""]["accuracy"] == 0.5
     RunFiles(str(tmp_path)).close()
     assert not (tmp_path / "metrics.jsonl").exists()
 
