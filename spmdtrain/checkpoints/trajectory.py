@@ -1,8 +1,8 @@
 """Trajectories: the identities of the sequences of states that a run goes through.
 
-A run that goes back to an earlier checkpoint, or starts again from step 0, makes other states of the
-same steps. What is known of a state, such as its evaluation, is therefore found by the name of its
-trajectory and its step.
+A run that goes back to an earlier checkpoint, or starts again from step 0, makes other states of
+the same steps. What is known of a state, such as its evaluation, is therefore found by the name of
+its trajectory and its step.
 """
 
 import secrets
