@@ -43,6 +43,7 @@ HANG_TIMEOUT = 1800.0
 _POLL_INTERVAL = 0.3  # seconds between two checks whether another process has failed
 _REPORT_TIMEOUT = 2  # seconds to wait for the report of a process whose connection is lost
 _MAX_REASON = 10_000  # characters printed of another process's reason
+_LAST_WORDS = 30.0  # seconds to write why a process ends: its output may not be read
 _CLEANUP_TIMEOUT = 10  # seconds that the main thread has to clean up after the job has failed
 # Messages of JAX and its transports about another process that has gone.
 _STATUS = re.compile("[A-Z_]+: ")
@@ -116,6 +117,7 @@ def _watch_own_work() -> Iterator[None]:
             if record is None or timer.idle(record.changes) < timeout:
                 continue
             why = f"no progress for {timeout:g} s: {hangs.find_hung_task([record]).sentence}"
+            _exit_within(_LAST_WORDS, ExitCode.FAILED)
             with contextlib.suppress(Exception):
                 CONTEXT.exits.on_failure(why)
             _show(why)
@@ -130,6 +132,14 @@ def _watch_own_work() -> Iterator[None]:
         yield
     finally:
         ended.set()
+
+
+def _exit_within(seconds: float, code: int) -> None:
+    """Exits after some time in any case: a write may wait for a reader that has stopped."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # there are too many threads
+        timer.start()
 
 
 def stop_watching() -> None:
@@ -416,6 +426,7 @@ def _watch(job: Job, hang_timeout: float | None) -> None:
             time.sleep(1.0)
             if CONTEXT.exits.failing:
                 time.sleep(_CLEANUP_TIMEOUT)
+            _exit_within(_LAST_WORDS, failure["code"])
             try:
                 CONTEXT.exits.on_failure(describe_failure(failure))
             except Exception:
@@ -478,6 +489,7 @@ def _exit(job: Job, failure: Mapping[str, Any]) -> NoReturn:
     """Exits at once with the code of the job's first failure."""
     if not CONTEXT.exits.lock.acquire(blocking=False):
         time.sleep(60)  # another thread is exiting
+    _exit_within(_LAST_WORDS, failure["code"])
     mine, why = failure["rank"] == job.rank, str(failure["reason"])
     if not mine:
         why = describe_failure(failure)

@@ -127,6 +127,9 @@ def find_hung_task(records: Sequence[ProgressRecord], stopped: Collection[str] =
         return _hang(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
     if absent:
         return _hang(absent[0], f"has not started{others}")
+    if unread := [record for record in ordered if record.unread]:
+        first = unread[0]
+        return _hang(first, f"is in {first.where}{others}: its {first.unread} is not read")
     if len(ordered) == 1 or (working and len(working) < len(ordered)):
         first = (working or ordered)[0]
         return _hang(first, f"is in {first.where}{others}")

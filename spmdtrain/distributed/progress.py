@@ -6,11 +6,13 @@ for processes do nothing.
 """
 
 import contextlib
+import dataclasses
 import enum
 import faulthandler
 import json
 import mmap
 import os
+import select
 import signal
 import struct
 import time
@@ -258,7 +260,17 @@ def launched() -> bool:
 
 def local_record(task: str) -> "ProgressRecord | None":
     """Returns the last record of this process with `task` as its name; None if it has none."""
-    return None if CONTEXT.channel is None else _record(task, CONTEXT.channel.read())
+    record = None if CONTEXT.channel is None else _record(task, CONTEXT.channel.read())
+    return record and dataclasses.replace(record, unread=_unread())
+
+
+def _unread() -> str:
+    """Returns the standard stream whose reader has stopped reading; else an empty text."""
+    for file, name in ((1, "standard output"), (2, "standard error")):
+        with contextlib.suppress(OSError):  # it is closed
+            if not select.select([], [file], [], 0)[1]:
+                return name
+    return ""
 
 
 def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
@@ -399,6 +411,8 @@ class ProgressRecord:
     """The publishing process; the process that was started may be a wrapper of it."""
     sealing: int = _NOT_SAVED
     """Step of a checkpoint whose data is written and whose manifest is not; -1 if there is none."""
+    unread: str = ""
+    """The stream of the process that is full and not read, such as `standard output`."""
 
     @property
     def where(self) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Protocol
 
@@ -26,6 +27,9 @@ _CONNECTED = re.compile(
     rb"Expected number of connected peer ranks is : \d+"
 )
 _STREAMS = {"stdout": 1, "stderr": 2}
+_TITLES = {"stdout": "output", "stderr": "error"}
+_PATIENCE = 5.0  # seconds for the reader of a stream to read a line, and for the reaper to end
+_MAX_WAITING = 1 << 20  # bytes of lines that wait for it
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 # Runs before the command, in the same process: makes Linux kill it when the launcher dies. It is
@@ -89,10 +93,14 @@ class Reaper:
             os.write(self._process.stdin.fileno(), f"{sign}{group}\n".encode())
 
     def close(self) -> None:
-        """Waits until it has killed the remaining groups and deleted the folder."""
+        """Waits until it has killed the remaining groups and deleted the folder.
+
+        If that takes longer than some seconds, the launcher does not wait for it.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE)
 
 
 class LineWriter(Protocol):
@@ -111,30 +119,129 @@ class LineWriter(Protocol):
 class Output:
     """Standard output and error of the launcher, to which many threads write whole lines.
 
+    Lines wait for a slow reader, and so do the tasks. If the reader has stopped, such as a pager,
+    or if a disk is full, the tasks continue and the other stream says so.
+
     Args:
       names: The names of all tasks, which prefix their lines.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._prefixes = {stream: prefixes(names, file) for stream, file in _STREAMS.items()}
-        # One lock for each, so that a blocked reader of one stream does not block the other.
-        self._locks = {stream: threading.Lock() for stream in _STREAMS}
+        self._streams = {
+            stream: _Stream(file, functools.partial(self._note, stream))
+            for stream, file in _STREAMS.items()
+        }
 
     def line(self, name: str, stream: str, text: bytes) -> None:
-        """Writes a line with the prefix of its task.
+        """Writes a line with the prefix of its task; waits for a reader that is slow.
 
         Args:
           name: The task.
           stream: `stdout` or `stderr`.
           text: The line, without its line feed.
         """
-        file = _STREAMS[stream]
-        text = self._prefixes[stream][name] + text + b"\n"
+        self._streams[stream].put(self._prefixes[stream][name] + text + b"\n")
+
+    def report(self, name: str, text: str, stream: str = "stderr") -> None:
+        """Writes a line of the launcher itself: it never waits, and is not left out for others.
+
+        Args:
+          name: The task, or `launch`.
+          text: The line.
+          stream: `stdout` or `stderr`.
+        """
+        line = self._prefixes[stream][name] + text.encode(errors="replace") + b"\n"
+        self._streams[stream].put(line, own=True)
+
+    def close(self) -> None:
+        """Waits until all lines are written, or their reader has stopped."""
+        for name, stream in self._streams.items():
+            if lost := stream.lost():
+                self._note(name, f"is not read: {lost:,} lines were left out")
+        self._streams["stdout"].lost()  # it may have got the last note
+
+    def _note(self, stream: str, text: str) -> None:
+        (other,) = _STREAMS.keys() - {stream}
+        self.report("launch", f"standard {_TITLES[stream]} {text}", other)
+
+
+class _Stream:
+    """Lines that wait to be written to a stream, and the thread that writes them.
+
+    Args:
+      file: The file descriptor.
+      note: Says on the other stream that lines of this one are lost.
+    """
+
+    def __init__(self, file: int, note: Callable[[str], None]) -> None:
+        self._file, self._note = file, note
+        self._waiting, self._size = collections.deque[bytes](), 0
+        self._moved = time.monotonic()  # when something was last written, or began to wait
+        self._left_out, self._failed = 0, False
+        self._writers = 0  # threads that wait for room
+        self._change = threading.Condition()
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def put(self, line: bytes, *, own: bool = False) -> None:
+        """Adds a line, and waits for room if it is not of the launcher itself."""
+        with self._change:
+            self._writers += 1
+            while not (has_room := own or self._size < _MAX_WAITING) and (left := self._patience()):
+                self._change.wait(left)
+            self._writers -= 1
+            if has_room:
+                if not self._waiting:
+                    self._moved = time.monotonic()
+                self._waiting.append(line)
+                self._size += len(line)
+                self._change.notify_all()
+            else:
+                self._left_out += 1
+            is_first = not has_room and self._left_out == 1
+        if is_first:  # without the lock, because the other stream may be about to say the same
+            self._note("is not read: lines are left out until it is")
+
+    def _patience(self) -> float:
+        """Returns the seconds that a reader has left to read a line."""
+        return max(0.0, self._moved + _PATIENCE - time.monotonic())
+
+    def _write(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._waiting)
+                line = self._waiting[0]
+            self._write_line(line)
+            self._moved = time.monotonic()
+            with self._change:
+                count = self._take_left_out() if len(self._waiting) == 1 else 0
+            if count:
+                self._note(f"is read again: {count:,} lines were left out")
+            with self._change:
+                self._size -= len(self._waiting.popleft())
+                self._change.notify_all()
+
+    def _write_line(self, line: bytes) -> None:
         # os.write, because a thread that blocks in Python's buffered writer keeps Python from
-        # exiting. If the reader has closed the stream, the training continues without output.
-        with self._locks[stream], contextlib.suppress(OSError):
-            while text:
-                text = text[os.write(file, text) :]
+        # exiting. If the stream is closed or its disk is full, the training continues without it.
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._note(f"cannot be written ({error.strerror}): its lines are lost")
+
+    def _take_left_out(self) -> int:
+        count, self._left_out = self._left_out, 0
+        return count
+
+    def lost(self) -> int:
+        """Waits until all lines are written, or their reader has stopped; returns the others."""
+        with self._change:
+            while (self._waiting or self._writers) and (left := self._patience()):
+                self._change.wait(left)
+            return len(self._waiting) + self._take_left_out()
 
 
 def prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:

@@ -96,10 +96,11 @@ class Launcher:
         trace: TracebackType | None,
     ) -> None:
         self.reaper.close()
+        self.output.close()
 
     def log(self, text: str) -> None:
         """Prints a line of the launcher itself."""
-        self.output.line("launch", "stderr", text.encode(errors="replace"))
+        self.output.report("launch", text)
 
     def run(self) -> int:
         """Runs the training with restarts, then waits for the evaluator; returns the exit code."""
@@ -321,7 +322,7 @@ class Launcher:
         dumps = stacks.gather_stacks(self.folder, asked)
         for name in published:
             for line in stacks.main_stacks(dumps.get(name, "")):
-                self.output.line(name, "stderr", line.encode())
+                self.output.report(name, line)
             if not dumps.get(name):
                 why = "did not answer" if name in asked else "has not started to publish"
                 why = "is stopped by a signal" if name in stopped else why

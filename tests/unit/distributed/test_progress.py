@@ -1,5 +1,6 @@
 """The side channel: what processes publish, and whom it lets the launcher blame."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -274,6 +275,17 @@ def test_one_that_has_not_begun_holds_the_others() -> None:
         "worker 0",
         "worker 0 has not started and blocks the others",
     )
+
+
+def test_one_whose_output_is_not_read_holds_the_others() -> None:
+    chief, worker = records({"chief": ("step", 3, 2.0), "worker 0": ("host", 3, 9.0)})
+    full = dataclasses.replace(chief, unread="standard output")
+    found = find_hung_task([full, worker])
+    assert found.sentence == (
+        "chief is in step 3 and blocks the others: its standard output is not read"
+    )
+    alone = "chief is in step 3: its standard output is not read"
+    assert find_hung_task([full]).sentence == alone
 
 
 anywhere = st.builds(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,12 +110,15 @@ def processes_in(folder: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A launcher that can be sent signals, Ctrl-C among them."""
+def started(
+    command: Sequence[str], folder: Path, out: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that can be sent signals, Ctrl-C among them; `out` is its standard output."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as behind &
-    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+    with open(folder / "out", "w") as file, open(folder / "err", "w") as err:
+        to = file if out is None else out
         process = subprocess.Popen(
-            command, cwd=folder, env=around(folder), stdout=out, stderr=err, text=True
+            command, cwd=folder, env=around(folder), stdout=to, stderr=err, text=True
         )
     signal.signal(signal.SIGINT, before)
     try:
@@ -303,6 +307,46 @@ sys.exit(1 if task == "worker 0" else 0)
         assert prefix + b"an error\n" in ended.stderr
     words = b"[launch] worker 0 failed (code 1); no restarts left of 0"
     assert ended.stderr.strip().split(b"\n")[-1] == words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["read later", "never read", "on a full disk"])
+def test_output_that_cannot_be_written_stops_no_task(tmp_path: Path, how: str) -> None:
+    script = """
+for i in range(40_000): print("x" * 99)
+mark("written")
+wait_for("read")
+print("the last line")
+"""
+    reader, writer = os.pipe()
+    if how == "on a full disk":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    with started(launcher(tmp_path, script, "--processes", 1), tmp_path, writer) as process:
+        os.close(writer)
+        wait_for(tmp_path, "written")
+        with open(reader, "rb") as out:
+            read = [next(out)] if how == "read later" else []
+            (tmp_path / "read").touch()
+            read += out if how == "read later" else []
+            assert process.wait(BOUND) == 0
+    said = [x.removeprefix("[launch] ") for x in (tmp_path / "err").read_text().splitlines()]
+    if how == "on a full disk":
+        why = "standard output cannot be written (No space left on device): its lines are lost"
+        assert said == [why, "finished"]
+        return
+    assert said.pop(0) == "standard output is not read: lines are left out until it is"
+    said.remove("finished")
+    words = "is read again" if how == "read later" else "is not read"
+    (counted,) = said
+    found = re.fullmatch(rf"standard output {words}: ([\d,]+) lines were left out", counted)
+    assert found is not None, counted
+    left_out = int(found[1].replace(",", ""))
+    if how == "read later":
+        assert read[-1] == b"[chief] the last line\n"
+        assert len(read) + left_out == 40_001
+    else:
+        assert 20_000 < left_out <= 40_001
 
 
 @pytest.mark.parametrize(
@@ -700,6 +744,22 @@ def test_no_task_outlives_the_launcher_and_its_guardian(tmp_path: Path) -> None:
         while processes_in(tmp_path):
             assert time.monotonic() < until
             time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_guardian_that_does_not_end_does_not_hold_the_launcher(tmp_path: Path) -> None:
+    with started(
+        launcher(tmp_path, "mark('ready'); wait_for('go')", "--processes", 1), tmp_path
+    ) as process:
+        wait_for(tmp_path, "ready")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (guardian,) = set(map(int, children)) - set(processes_in(tmp_path))
+        os.kill(guardian, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        try:
+            assert process.wait(BOUND) == 0
+        finally:
+            os.kill(guardian, signal.SIGKILL)
 
 
 @pytest.mark.slow
