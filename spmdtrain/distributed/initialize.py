@@ -109,6 +109,8 @@ def initialize(
     if spec.role is Role.EVALUATE or by_servers:
         # An evaluator waits for checkpoints, and an executor of servers for its workers.
         CONTEXT.initialized = True
+        if given:
+            failures.watch_alone(given)
         return
     if spec.has_ps and by_servers is None:
         CONTEXT.deferred = functools.partial(

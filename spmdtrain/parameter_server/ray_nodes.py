@@ -44,6 +44,7 @@ NODE_DIED = "Ray's processes of this task have died"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _POLL = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_NODE_TIMEOUT = 30.0  # seconds for the node of the chief to end
 _CHIEF_TIMEOUT = 10.0  # seconds without the chief after which a task ends
 
 
@@ -229,7 +230,7 @@ def _chief_watcher(chief: Address, read_end: Callable[[], str | None]) -> Iterat
         yield
     finally:
         has_started.set()
-        thread.join()
+        thread.join(_CHIEF_TIMEOUT)
 
 
 def publish_end(ray: Any, how: str, coming: Sequence[Task] = ()) -> None:
@@ -318,7 +319,11 @@ def _head_process(spec: ClusterSpec, timeout: float) -> Iterator[None]:
         yield
     finally:
         process.stdin.close()  # upon which it ends
-        process.wait()
+        try:
+            process.wait(_NODE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main() -> None:

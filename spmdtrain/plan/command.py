@@ -225,6 +225,7 @@ def _run_child(arguments: Sequence[str]) -> int:
                 json_subprocess.send(_RESULT, _plan(arguments, command, topology))
     except UserError as error:
         json_subprocess.send(_ERROR, str(error))
+    json_subprocess.end_messages()
     return ExitCode.DONE
 
 

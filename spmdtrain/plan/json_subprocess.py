@@ -53,8 +53,17 @@ def send(kind: str, message: Any) -> None:
         data = data[os.write(int(os.environ[_CHANNEL]), data) :]
 
 
+def end_messages() -> None:
+    """Tells the receiver that there are no more messages, whatever this process still does."""
+    os.close(int(os.environ[_CHANNEL]))
+
+
 def run(
-    command: Sequence[str], env: Mapping[str, str | None], on_message: Callable[[str, Any], None]
+    command: Sequence[str],
+    env: Mapping[str, str | None],
+    on_message: Callable[[str, Any], None],
+    *,
+    seconds_to_end: float = 30.0,
 ) -> tuple[str, Any]:
     """Runs a Python command and returns its last message.
 
@@ -64,6 +73,7 @@ def run(
         command: Arguments of the Python interpreter.
         env: Changes to this process's environment; None removes a variable.
         on_message: Receives the kind and the content of each message.
+        seconds_to_end: How long it may live after its last message; then it is killed.
 
     Returns:
         Kind and content of the last message.
@@ -95,8 +105,10 @@ def run(
                 for line in messages:
                     kind, message = last = json.loads(line)
                     on_message(kind, message)
-                child.wait()
-        if last is None or child.returncode:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(seconds_to_end)
+                code = child.returncode
+        if last is None or code:
             for path in (output, *Path(folder).glob(f"{LOG}*")):
                 sys.stderr.write(path.read_text(errors="replace")[-_LONGEST_LOG:])
             raise EndedError(f"ended with code {child.returncode}, see above")

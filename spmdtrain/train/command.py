@@ -165,6 +165,8 @@ def run_evaluator(command: Command) -> int:
             option = f"--{name}".replace("_", "-")
             raise UserError(f"{option} does not apply to an evaluator: it does not join the job")
     initialize.set_single_process()
+    if command.options.hang_timeout:
+        failures.watch_alone(command.options.hang_timeout)
     config = local_config(command.config, terminal_of(command.config).line)
     experiment = command.experiment.build(resolve(config, batch_shards=1))
     return evaluator.follow(

@@ -251,6 +251,7 @@ class _Evaluator:
 
     def _pause(self) -> None:
         self.sleep(self.poll_seconds)
+        progress.heartbeat()  # to wait is no hang
         self.signals.stop_if_received()
 
 

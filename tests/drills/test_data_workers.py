@@ -1,6 +1,8 @@
 """Runs whose batches are read by worker processes, and their ends."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import (
     assert_gone,
+    command,
     environment,
     metrics,
     read_until,
@@ -17,6 +20,7 @@ from helpers import (
     saved_steps,
     small_experiment,
     start,
+    status,
 )
 
 SLOW = (
@@ -153,3 +157,28 @@ def test_a_process_alone_ends_by_its_hang_timeout_and_by_a_second_signal(tmp_pat
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGTERM
     assert_gone(readers)
+
+
+def test_a_process_whose_output_is_not_read_and_an_evaluator_end_by_hang_timeouts(
+    tmp_path: Path,
+) -> None:
+    experiment, workdir = small_experiment(tmp_path), tmp_path / "run"
+    own = ("--steps", 2000, "--log-every", 1, "--checkpoint-every-steps", 5)
+    with start(experiment, *own, "--hang-timeout", 30, "--workdir", workdir) as blocked:
+        assert blocked.wait(200) == 1  # although the reason is not read either
+    why = r"no progress for 30 s: the process is in .*step \d+: its standard output is not read"
+    assert re.fullmatch(why, status(workdir)["reason"])
+
+    hangs = ("sleep(self.seconds)", "sleep(1000 if indices[0] > 0 else 0)")
+    validation = ("validation=data", "validation=Slow(data, 0)")
+    evaluates = small_experiment(tmp_path, *SLOW, hangs, validation, name="evaluates")
+    task = {"cluster": {"chief": ["a:1"]}, "task": {"type": "evaluator", "index": 0}}
+    ended = subprocess.run(
+        command(evaluates, "--hang-timeout", 30, "--workdir", workdir),
+        env=environment() | {"TF_CONFIG": json.dumps(task)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 1
+    assert "no progress for 30 s: the process is in evaluate at step" in ended.stderr
