@@ -59,7 +59,16 @@ class BadRecordError(UserError):
 
 
 class StateError(ArithmeticError):
-    """An invalid training state, which must be neither used nor saved."""
+    """An invalid training state, which must be neither used nor saved.
+
+    Args:
+      message: What is wrong.
+      step: The step that computed it; None if that is not known.
+    """
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class NonFiniteError(StateError):

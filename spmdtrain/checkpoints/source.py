@@ -14,7 +14,8 @@ from spmdtrain.checkpoints.listing import BEST, LATEST, choose, parse_choice
 from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.distributed import process_group
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import StorageError, UserError, foreign
+from spmdtrain.files.run_files import status_of
 from spmdtrain.files.storage import absolute, folder_of
 
 T = TypeVar("T")
@@ -128,7 +129,13 @@ def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
         return Source(given.parent, [int(given.name)], whole_workdir=False)
     source = _list(given) if given.name == "checkpoints" else list_checkpoints(path)
     if not source.steps:
-        raise UserError(f"{path}: holds no checkpoint (neither a workdir nor a checkpoints/STEP)")
+        workdir = given.parent if given.name == "checkpoints" else path
+        if (status := status_of(str(workdir))) is None:
+            why = "neither a workdir nor a checkpoints/STEP"
+        else:
+            reason = f", {foreign(status['reason'])}" if status.get("reason") else ""
+            why = f"its run has saved none; {status['status']}{reason}"
+        raise UserError(f"{path}: holds no checkpoint ({why})")
     if which == LATEST:
         return source
     with storage_errors(source.folder):

@@ -147,7 +147,9 @@ def root_cause(exits: Sequence[TaskExit]) -> TaskExit | None:
 
 def describe_exit(ended: TaskExit) -> str:
     """Returns a line with the task, how and where it ended, and the reason if it is known."""
-    where = _where(ended.record)
+    # A message may name its step; the process has begun later ones since.
+    names_step = re.match(r"(one of )?steps? \d", ended.message or "")
+    where = "" if names_step else _where(ended.record)
     because = f": {ended.message}" if ended.message else ""
     if ended.memory is not None:
         because = f": {ended.memory}"

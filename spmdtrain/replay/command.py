@@ -14,7 +14,13 @@ import tyro
 
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
-from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed
+from spmdtrain.errors import (
+    ExitCode,
+    UserError,
+    exit_code_of,
+    exit_if_output_is_closed,
+    foreign,
+)
 from spmdtrain.replay import tables
 from spmdtrain.replay.comparison import StepComparison, array_differences, compare_steps
 from spmdtrain.replay.examples import print_examples
@@ -88,8 +94,13 @@ def execute(options: Options, terminal: Terminal) -> int:
     run = read_run(options.run)
     if options.step > run.last_step:
         raise UserError(
-            f"--step is {options.step}, and {options.run} is known to have made "
-            f"{run.last_step} steps"
+            f"--step is {options.step}, and the last step that {options.run} is known to have made "
+            f"is {run.last_step}"
+        )
+    if options.step <= run.first_step:
+        raise UserError(
+            f"--step is {options.step}, and {options.run} began after step {run.first_step} as a "
+            f"fork of {foreign(str(run.config['fork_from']))}, which made that step"
         )
     if options.examples:
         _refuse_others(options, "examples", "makes no step")
@@ -144,6 +155,11 @@ def _compare(options: Options, terminal: Terminal) -> int:
 
 def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -> int:
     """Makes a step again and compares it with what the run has recorded."""
+    if step in run.failed and step not in run.steps:
+        raise UserError(
+            f"step {step} of {run.workdir} failed, so nothing of it is recorded "
+            f"({foreign(run.failed[step])}): --examples prints its examples"
+        )
     if step not in run.steps:
         known = min(run.steps, key=lambda other: abs(other - step), default=None)
         near = "" if known is None else f"; the nearest step that is recorded is {known}"
@@ -155,7 +171,8 @@ def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -
         with terminal.waiting(f"replaying up to step {step}"):
             made = rerun(run, step, options.devices, options.config, folder, terminal)
         began = f"checkpoint {made.first}" if made.first else "the initial state"
-        terminal.line(f"steps {made.first + 1} to {step} again, from {began}: {made.placement}")
+        steps = f"step {step}" if made.first + 1 == step else f"steps {made.first + 1} to {step}"
+        terminal.line(f"{steps} again, from {began}: {made.placement}")
         for line in (others := tables.other_conditions(run, made, step, options.config)):
             terminal.line(line)
         again = read_run(made.folder)

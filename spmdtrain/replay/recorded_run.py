@@ -58,7 +58,9 @@ class RecordedRun:
       processes: Numbers of processes by the step from which a start began.
       steps: The steps by number, ascending.
       checkpoints: Its checkpoints.
+      first_step: The step from which it began: above 0 for a fork.
       last_step: The last step that it is known to have made.
+      failed: Why steps have failed, by step.
     """
 
     workdir: str
@@ -71,7 +73,9 @@ class RecordedRun:
     processes: Mapping[int, int]
     steps: Mapping[int, RecordedStep]
     checkpoints: Source
+    first_step: int
     last_step: int
+    failed: Mapping[int, str]
 
     def devices_of(self, step: int) -> int | None:
         """Returns the number of devices that made a step; None if it is not known."""
@@ -115,9 +119,16 @@ def read_run(workdir: str) -> RecordedRun:
     losses = {s: {"loss": x.loss} for s, x in hashes.items() if x.loss is not None}
     known: dict[int, Mapping[str, float]] = {**losses, **metrics}
     steps = {s: RecordedStep(known.get(s, {}), sums.get(s, {})) for s in sorted({*known, *sums})}
+    config = content.get("config", {})
+    began = [event.get("step", 0) for event in events if event["event"] == "start"]
+    failed = {
+        event["step"]: event.get("reason", "")
+        for event in events
+        if event["event"] == "end" and "step" in event
+    }
     return RecordedRun(
         workdir=workdir,
-        config=content.get("config", {}),
+        config=config,
         experiment=content.get("experiment"),
         experiment_sha256=content.get("experiment_sha256", ""),
         versions=content.get("versions", {}),
@@ -126,7 +137,9 @@ def read_run(workdir: str) -> RecordedRun:
         processes=_by_start(events, "processes"),
         steps=steps,
         checkpoints=checkpoints,
-        last_step=max([_failed_step(workdir), last_step(events), *steps]),
+        first_step=min(began, default=0) if config.get("fork_from") else 0,
+        last_step=max([_saved_step(workdir), last_step(events), *steps, *failed]),
+        failed=failed,
     )
 
 
@@ -142,8 +155,8 @@ def _by_start(events: Sequence[RunEvent], name: Literal["devices", "processes"])
     return found
 
 
-def _failed_step(workdir: str) -> int:
-    """Returns the step in `status.json`: also that of a failure, which no log has; 0 if unknown."""
+def _saved_step(workdir: str) -> int:
+    """Returns the step in `status.json`, the last one that was saved; 0 if unknown."""
     try:
         status = status_of(workdir)
     except UserError:

@@ -12,7 +12,7 @@ from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.loop import Loop
-from spmdtrain.train.starting_state import names_step
+from spmdtrain.train.starting_state import names_step, parse_fork
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.weights.source import is_weights_file
 
@@ -93,6 +93,8 @@ def _forked(
         manifest = manifest_at(run.checkpoints, first)
         keeps_base = manifest is not None and bool(manifest.identity.lora.source)
         fork_from, init_from = f"{run.workdir}@{first}", init_from if keeps_base else None
+    elif fork_from and run.first_step:  # also of `latest` and `best`, which may be others now
+        fork_from = f"{parse_fork(fork_from)[0]}@{run.first_step}"
     elif fork_from and not names_step(fork_from):
         raise UserError(
             f"{run.workdir} began as a fork of {fork_from}, which does not name the step: replay a "

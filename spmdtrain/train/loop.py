@@ -376,7 +376,8 @@ class Loop(LoopTools, MediaLogger):
         parts.reader.flush()
         metrics = as_floats(values)
         if not math.isfinite(metrics.get("loss", 0.0)):
-            raise NonFiniteError(f"step {self.step}: the {split} loss is {metrics['loss']}")
+            what = f"step {self.step}: the {split} loss is {metrics['loss']}"
+            raise NonFiniteError(what, self.step)
         if (split, self.step) in self._evaluated:
             raise UserError(
                 f"log_evaluation() was called twice for {split} after step {self.step}: give all "

@@ -252,7 +252,8 @@ class MetricsReader:
         where = None if state is None or state.step.is_deleted() else first_non_finite(state)
         if where is not None:
             facts.append(f"{where} is the first such array")
-        self._failed = NonFiniteError(f"{step}: {wrong} not finite ({'; '.join(facts)})")
+        message = f"{step}: {wrong} not finite ({'; '.join(facts)})"
+        self._failed = NonFiniteError(message, steps[number])
         raise self._failed
 
     def _log(

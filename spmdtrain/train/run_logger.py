@@ -315,15 +315,22 @@ class RunLogger:
             self.files.write_status(Status.RUNNING, step)
 
     def log_end(
-        self, status: Status, step: int, reason: str | None = None, *, saved: bool = True
+        self,
+        status: Status,
+        step: int,
+        reason: str | None = None,
+        *,
+        saved: bool = True,
+        at: int | None = None,
     ) -> None:
         """Logs the end of the run.
 
         Args:
           status: How it ended.
-          step: The last step.
+          step: The last step; of a failed run, that of its newest checkpoint.
           reason: Why it ended early.
           saved: Whether the state after `step` is saved.
+          at: The step that failed; None if that is not known.
 
         Raises:
           StorageError: If the files of a finished run cannot be written.
@@ -333,7 +340,7 @@ class RunLogger:
             # The status is written last: a finished run has all of its files.
             for write in (
                 partial(self.performance.write_program, wait=status is Status.FINISHED),
-                partial(self.times.end, status, reason),
+                partial(self.times.end, status, reason, at),
                 partial(self.files.write_status, status, step, reason),
             ):
                 try:

@@ -414,7 +414,8 @@ class RunSession:
                 raise
             self.logger.terminal.warning(f"the pending save has failed: {failed_save}")
         finally:
-            self.logger.log_end(Status.FAILED, self.saved_step, failures.reason(why))
+            at = error.step if isinstance(error, StateError) else None
+            self.logger.log_end(Status.FAILED, self.saved_step, failures.reason(why), at=at)
 
     def log_failure_elsewhere(self, reason: str) -> None:
         """Logs that another process has failed, before this process exits because of it."""

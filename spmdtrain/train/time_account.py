@@ -101,20 +101,21 @@ class TimeAccount:
         if self._own:
             self._write({"time": self._clock(), "event": "fault", "step": step, "reason": reason})
 
-    def end(self, status: str, reason: str | None) -> None:
+    def end(self, status: str, reason: str | None, step: int | None = None) -> None:
         """Writes how this start ended; further calls do nothing.
 
         Args:
           status: "finished", "failed" or "preempted".
           reason: Why it ended early.
+          step: The step that failed; None if that is not known.
         """
         if not self._own or self._ended:
             return
         self._ended = True
         self._write_phases(self._now())
-        self._write(
-            {"time": self._clock(), "event": "end", "status": status, "reason": reason or ""}
-        )
+        end: RunEvent = {"time": self._clock(), "event": "end", "status": status}
+        end |= {"reason": reason or ""}
+        self._write(end if step is None else end | {"step": step})
 
     def _now(self) -> RunEvent:
         seconds = self._phases.read()

@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DIGITS, contents, environment
+from helpers import DIGITS, contents, environment, small_experiment
 
+from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.data.sampling import TrainBatches
 from spmdtrain.replay.command import main as replay
 from spmdtrain.run import main as train
@@ -120,3 +122,33 @@ def test_two_runs_are_compared_up_to_the_first_step_that_differs(
         (i, data.indices[i]) for i in indices.tolist()
     ]
     assert [int(label) for *_, label in found] == data.rows(indices)["label"].tolist()
+
+
+def test_the_first_step_of_a_run_that_it_has_not_made_or_that_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(command: Callable[[list[str]], int], *given: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code, shown = command([*map(str, given)]), capsys.readouterr()
+        return code, shown.out + shown.err
+
+    infinite = small_experiment(tmp_path, ("3 * x + 2)", "x + np.float32(np.inf))"), name="inf")
+    failed, run, fork = (tmp_path / name for name in ("failed", "run", "fork"))
+    assert ended(train, "--config", infinite, "--workdir", failed)[0] == 3
+    code, shown = ended(replay, failed, "--step", 1)
+    assert code == 2 and "step 1 of" in shown
+    assert "failed, so nothing of it is recorded (NonFiniteError: step 1: loss and params" in shown
+    code, shown = ended(replay, failed, "--step", 1, "--examples")
+    assert code == 0 and "step 1 used batch 0; --skip-steps 0:1 leaves it out" in shown
+    code, shown = ended(replay, failed, "--step", 2)
+    assert code == 2 and shown.endswith("is known to have made is 1\n")
+    code, shown = ended(checkpoints, "verify", failed)
+    assert code == 2 and "(its run has saved none; failed, NonFiniteError: step 1: loss" in shown
+
+    small = small_experiment(tmp_path)
+    assert ended(train, "--config", small, "--workdir", run, "--steps", 1)[0] == 0
+    given = ("--fork-from", run, "--steps", 2)  # names no step
+    assert ended(train, "--config", small, "--workdir", fork, *given)[0] == 0
+    code, shown = ended(replay, fork, "--step", 1, "--examples")
+    assert code == 2 and f"began after step 1 as a fork of {run}" in shown
+    assert ended(replay, fork, "--step", 2)[0] == 0

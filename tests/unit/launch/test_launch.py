@@ -993,6 +993,11 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
             CauseRank.OWN,
         ),
         (
+            TaskExit("worker 2", 3, errors="stopped: step 35: loss not finite", record=AT_37),
+            "worker 2 ended (code 3): step 35: loss not finite",
+            CauseRank.OWN,
+        ),
+        (
             TaskExit("worker 2", -9, record=AT_37),
             "worker 2 was killed (SIGKILL) at step 37",
             CauseRank.OWN,
