@@ -17,6 +17,8 @@ from helpers import environment
 FENCE = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.M | re.S)
 # Measured values, which differ between runs.
 MEASURED = re.compile(
+    # A step that was compiled before is read from the cache.
+    r"step (?:traced|compiled) in [\d.]+ s(?:, read from the cache in [\d.]+ s)?|"
     r"[\d,.]+ (?:examples|steps|tokens)/s|input_wait [\d.]+%|[\d:]+ left|\b[\d.]+ s\b|"
     r"goodput \d+ % of .*|"
     # Which checkpoint is complete when a process is killed depends on the speed of the disk.

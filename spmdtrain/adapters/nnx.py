@@ -97,11 +97,8 @@ class NnxModel:
         _, _, _, rest = _split(model)
         after = _to_dict(rest)
         before = variables.model_state
-        if (names := sorted(_flat(before))) != (now := sorted(_flat(after))):
-            raise UserError(
-                "the model's variables other than parameters changed while it ran: "
-                f"{names} became {now}"
-            )
+        if (names := sorted(_flat(before))) != sorted(_flat(after)):
+            _refuse_other_variables(rest, names)
         return result, after
 
     def layer_path(self, name: str) -> str:
@@ -195,6 +192,25 @@ def _refuse_plain_array(names: Sequence[str]) -> NoReturn:
     raise UserError(
         f"the model's {'.'.join(names)} is a plain array: make it an nnx.Param to train it, or an "
         "nnx.Variable"
+    )
+
+
+def _refuse_other_variables(state: Any, before: Collection[str]) -> NoReturn:
+    """Raises `UserError` because a model has made or removed variables while it ran."""
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_of_flax)
+    kinds = {"/".join(_names((*path, _VALUE))): type(leaf).__name__ for path, leaf in leaves}
+    known = {name for name in kinds if any(f"{x}/".startswith(f"{name}/") for x in before)}
+    made = [f"{name} of {kind}" for name, kind in kinds.items() if name not in known]
+    if not made:
+        raise UserError(
+            "the model removed variables while it ran, which the next step needs: "
+            f"{', '.join(before)} became {', '.join(known) or 'none'}"
+        )
+    kind = made[0].rpartition(" ")[2]
+    raise UserError(
+        f"the model made variables while it ran, which the next step would not have: "
+        f"{', '.join(made)}. Make them in __init__; take values from `sow` out in the objective, "
+        f"after the call: nnx.pop(model, {kind})"
     )
 
 

@@ -4,6 +4,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.sharding.annotations import AxisRules
+
+# Over "tensor" each device has some of the heads and hidden values, so that each half of a block
+# ends with one sum over it (see `split_residual`).
+AXIS_RULES = AxisRules(
+    {
+        "vocab": "tensor",
+        "embed": "fsdp",
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "mlp": "tensor",
+        "experts": "expert",
+    }
+)
+"""The axes of the names, which each parameter carries: `axis_rules` of a run replace entries."""
+
 
 def normal_param(
     rngs: nnx.Rngs, shape: tuple[int, ...], *, std: float, names: tuple[str | None, ...]
@@ -27,4 +43,5 @@ def annotated_param(value: jax.Array, names: tuple[str | None, ...]) -> nnx.Para
       names: For each dim the logical name, or None for a dim that is never split.
     """
     # Without eager sharding, because Flax would need axes of a mesh in place of names.
-    return nnx.Param(value, eager_sharding=False, out_sharding=names)
+    rules = AXIS_RULES.pairs
+    return nnx.Param(value, eager_sharding=False, out_sharding=names, sharding_rules=rules)

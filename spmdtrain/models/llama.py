@@ -16,7 +16,7 @@ from flax import nnx
 from spmdtrain.config.checks import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
-from spmdtrain.models.annotated import normal_param
+from spmdtrain.models.annotated import AXIS_RULES, normal_param
 from spmdtrain.models.cached_attention import attend_to_cache
 from spmdtrain.models.decoder_parts import (
     StackedDecoder,
@@ -30,22 +30,10 @@ from spmdtrain.models.head_projection import project_heads
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.models.residual import split_residual
 from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
-from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 
-# Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one sum over it (see `split_residual`).
-LLAMA_AXIS_RULES = AxisRules(
-    {
-        "vocab": "tensor",
-        "embed": "fsdp",
-        "heads": "tensor",
-        "kv_heads": "tensor",
-        "mlp": "tensor",
-        "experts": "expert",
-    }
-)
+LLAMA_AXIS_RULES = AXIS_RULES
 
 PyTree = Any
 

@@ -13,17 +13,14 @@ from flax import nnx
 from spmdtrain.config.checks import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
-from spmdtrain.models.annotated import annotated_param, normal_param
+from spmdtrain.models.annotated import AXIS_RULES, annotated_param, normal_param
 from spmdtrain.models.head_projection import project_qkv
 from spmdtrain.models.norms import layer_norm
 from spmdtrain.models.residual import split_residual
-from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 
-# Over "tensor" each device has some of the heads and hidden values, so that each half of a block
-# ends with one sum over it (see `split_residual`).
-VIT_AXIS_RULES = AxisRules({"embed": "fsdp", "heads": "tensor", "mlp": "tensor"})
+VIT_AXIS_RULES = AXIS_RULES
 
 _EPSILON = 1e-12  # of the published models
 

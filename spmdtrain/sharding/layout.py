@@ -393,16 +393,21 @@ class Layout:
                 )
             parts = math.prod(map(size_of, names))
             if size % parts:
+                whole = "map its name to None in axis_rules"
+                if not self._is_annotation(rule):
+                    whole = f"give a rule that does not split it (now {rule.pattern!r})"
                 raise UserError(
                     f"{name}: dim {dim} of shape {shape} does not divide over "
                     f"{' * '.join(f'{axis}={size_of(axis)}' for axis in names)} "
-                    f"({division(size, parts)})"
+                    f"({division(size, parts)}): make it a multiple of {parts}, such as "
+                    f"{-(-size // parts) * parts}, or {whole}"
                 )
 
     def _described(self, rule: Rule) -> str:
-        if any(rule is known for known in self._annotated.values()):
-            return "its annotation"
-        return f"the rule {rule.pattern!r}"
+        return "its annotation" if self._is_annotation(rule) else f"the rule {rule.pattern!r}"
+
+    def _is_annotation(self, rule: Rule) -> bool:
+        return any(rule is known for known in self._annotated.values())
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that a large leaf is split if the strategy splits such leaves."""

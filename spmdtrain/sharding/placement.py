@@ -23,7 +23,7 @@ from spmdtrain.config.option_groups import (
 )
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import initialize, process_group
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.sharding.mesh import (
     BATCH_AXES,
     batch_sharding,
@@ -137,6 +137,12 @@ def make_placement(config: RunConfig) -> Placement:
     if of.has_mesh:
         spec, shards = config.mesh, config.sharding.max_shards
         mesh = build_mesh(spec, of, max_shards=shards)
+        if config.jit and mesh.size > 1 and jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            raise UserError(
+                "JAX_DISABLE_JIT (or jax.disable_jit) is on, and without compilation JAX ignores "
+                f"on which of the {mesh.size} devices arrays belong: leave it out. "
+                f"{option('jit', value=False)} runs the steps operation by operation"
+            )
         chooses = shards is None and spec.fsdp is None and spec.data is None
         limits = chooses and of.max_shards is not None and mesh.shape["data"] > 1
         method, expert = config.context.method, config.expert

@@ -23,12 +23,14 @@ from spmdtrain.step.gradients import ON_ONE_DEVICE
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.outputs import Combination, Scalar, loss_terms, outputs_of_training
 from spmdtrain.step.state import TrainState
+from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations
 from spmdtrain.xla.padding import why_not_means, why_padding_matters, why_parts_differ
 from spmdtrain.xla.partitioner_faults import check_partitioning
 
 PyTree = Any
 COUPLED = "the objective is declared as batch_coupled: its values depend on the whole batch"
+_SHOWN = 8  # entries of a batch in a message
 _WEIGHTED = (
     "Scalar(value, weight) declares that the mean over microbatches, with these weights, is meant"
 )
@@ -273,11 +275,15 @@ class BatchChecks:
         ]
         dtype = self._forward.compute_dtype
         if products and not any(dtype in dtypes for dtypes in products):
+            entries = [
+                f"{name or 'an array'} of {x.dtype}" for name, x in named_leaves(batch).items()
+            ]
+            shown = ", ".join(entries[:_SHOWN]) + ", ..." * (len(entries) > _SHOWN)
             raise UserError(
                 f"compute_dtype is {dtype}, and none of the model's {len(products)} products is "
-                f"computed in it, because the model's input is wider. Batch entries named "
-                f"{', '.join(INPUTS)} are cast (of a tuple, the first element); cast others in "
-                "the objective"
+                "computed in it, because its input is wider. Float32 entries of a batch named "
+                f"{', '.join(INPUTS)} are cast (of a tuple, the first element), and this batch has "
+                f"{shown}: cast the model's input in the objective"
             )
 
     def forward_program(self, batch: PyTree) -> Any:

@@ -27,6 +27,7 @@ from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.step_options import describe_preset
 from spmdtrain.step.train_step import batch_shardings
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
+from spmdtrain.xla.compile_cache import compile_step
 
 PyTree = Any
 
@@ -209,8 +210,7 @@ class Programs:
             traced = call.trace(self._steps.placed_state, batch)
             check_traced(traced, self._steps, self._placement, batch, repeat, by_index=by_index)
             lowered = traced.lower()
-            compiled = lowered.compile()
-        summary = f"step compiled in {time.perf_counter() - started:.1f} s"
+            compiled, summary = compile_step(lowered, started)
         found: list[Collective] | str = []
         if process_group.is_chief():  # the only process that logs it
             mesh = self._placement.mesh

@@ -37,6 +37,7 @@ from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.tree import with_own_containers
 from spmdtrain.user_errors import locate_errors
 from spmdtrain.xla.collectives import describe_found, find_collectives
+from spmdtrain.xla.compile_cache import compile_step
 
 PyTree = Any
 
@@ -136,13 +137,12 @@ class LoopStep:
             check_program(traced.jaxpr.jaxpr, (state, batch), loop.placement)
             check_trains(traced.jaxpr.jaxpr, (state, batch), traced.out_info)
             lowered = traced.lower()
-            compiled = lowered.compile()
+            compiled, text = compile_step(lowered, began)
             await_compiled(lowered)
         if process_group.is_chief():
             mesh = loop.placement.mesh
             found = find_collectives(compiled.as_text(), mesh)
-            seconds = time.perf_counter() - began
-            text = f"step compiled in {seconds:.1f} s: {describe_found(found, mesh)}"
+            text += f": {describe_found(found, mesh)}"
             text += describe_choices(traced.jaxpr.jaxpr, loop.placement)
             loop.logger.log_header(loop.placement, state.params, text)
             shapes = jax.tree.map(_abstract, (state, batch))

@@ -6,6 +6,8 @@ import hashlib
 import os
 import platform
 import re
+import threading
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,6 +84,36 @@ def processor() -> str:
 
 
 Value = str | int | bool | float
+
+
+_hits = threading.local()
+
+
+def _count_hit(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _hits.count = getattr(_hits, "count", 0) + 1
+
+
+jax.monitoring.register_event_listener(_count_hit)
+
+
+def compile_step(lowered: Any, began: float) -> tuple[Any, str]:
+    """Compiles a train step, or reads it from the persistent cache.
+
+    Args:
+        lowered: The lowered step.
+        began: When its trace began, by `time.perf_counter`.
+
+    Returns:
+        The compiled step, and what was done in which time, for the log.
+    """
+    before, traced = getattr(_hits, "count", 0), time.perf_counter()
+    compiled = lowered.compile()
+    ended = time.perf_counter()
+    if getattr(_hits, "count", 0) == before:
+        return compiled, f"step compiled in {ended - began:.1f} s"
+    read = f"read from the cache in {ended - traced:.1f} s"
+    return compiled, f"step traced in {traced - began:.1f} s, {read}"
 
 
 def merge_compiler_options(

@@ -80,7 +80,8 @@ def test_the_start_up_lines_say_what_runs(ended: subprocess.CompletedProcess[str
     assert re.search(
         r"^8 x cpu, mirrored, mesh data=8\n"
         rf"global batch {BATCH} \(8 per device\), learning rate 0.002\n"
-        rf"{PARAMETERS:,} parameters; step compiled in [\d.]+ s: 1 all-reduce, "
+        rf"{PARAMETERS:,} parameters; step (traced|compiled) in [\d.]+ s"
+        r"(, read from the cache in [\d.]+ s)?: 1 all-reduce, "
         # the gradients and two numbers, loss and accuracy
         rf"{4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8\n"
         r"reduced by XLA, because the model or the objective draws random numbers\n"

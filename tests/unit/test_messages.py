@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import linear_model
 import numpy as np
@@ -102,6 +103,27 @@ def record_twice() -> None:
 
 def call_outside_with() -> None:
     list(Loop(steps=2).batches())
+
+
+def without_jit() -> None:
+    with jax.disable_jit():
+        fit(jit=False)
+        fit()
+
+
+class Kept(nnx.Variable[Any]):
+    """A kind of sown values."""
+
+
+class Sowing(nnx.Linear):
+    """A model with a variable that its first call makes."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        super().__init__(4, 1, rngs=rngs)
+
+    def __call__(self, x: Any, out_sharding: Any = None) -> Any:
+        self.sown = Kept(x.mean())
+        return super().__call__(x)
 
 
 class Case(NamedTuple):
@@ -299,6 +321,42 @@ CASES = [
         (
             "the objective's loss is bfloat16, which is not precise enough for a loss: cast the "
             "model's output to float32 first: model(...).astype(jnp.float32)"
+        ),
+    ),
+    Case(
+        "input that is not cast",
+        lambda _: linear_model.trainer(
+            objective=lambda model, batch: {
+                "loss": (model(batch["image"] / 255) - batch["y"]).astype(np.float32) ** 2
+            },
+            compute_dtype="bfloat16",
+        ).fit({"image": X.astype(np.uint8), "y": Y}, steps=1),
+        UserError,
+        (
+            "compute_dtype is bfloat16, and none of the model's 1 products is computed in it, "
+            "because its input is wider. Float32 entries of a batch named image, inputs, x, tokens"
+            " are cast (of a tuple, the first element), and this batch has image of uint8, y of "
+            "float32: cast the model's input in the objective"
+        ),
+    ),
+    Case(
+        "variables that a model makes while it runs",
+        lambda _: fit(model=Sowing),
+        UserError,
+        (
+            "the model made variables while it ran, which the next step would not have: sown of "
+            "Kept. Make them in __init__; take values from `sow` out in the objective, after the "
+            "call: nnx.pop(model, Kept)"
+        ),
+    ),
+    Case(
+        "JAX without compilation",
+        lambda _: without_jit(),
+        UserError,
+        (
+            "JAX_DISABLE_JIT (or jax.disable_jit) is on, and without compilation JAX ignores on "
+            "which of the 8 devices arrays belong: leave it out. jit=False runs the steps "
+            "operation by operation"
         ),
     ),
     Case(

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from helpers import REPOSITORY
 
-from spmdtrain import MeshSpec, Trainer, UserError
+from spmdtrain import AxisRules, MeshSpec, Trainer, UserError
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
     GenerationOptions,
@@ -103,6 +103,17 @@ def test_published_shapes_have_the_published_numbers_of_parameters(preset: str, 
 def objective(model: Llama, tokens: jax.Array) -> dict[str, jax.Array]:
     logits = model(tokens[:, :-1])
     return {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])}
+
+
+def test_parameters_carry_the_axes_of_their_names() -> None:
+    def specs(**given: Any) -> list[Any]:
+        mesh = MeshSpec(fsdp=4, tensor=2)
+        model = partial(Llama, SMALL)
+        given |= {"model": model, "objective": objective, "optimizer": optax.sgd(0.5)}
+        return list(Trainer(mesh=mesh, quiet=True, **given).sharding_table().rows)
+
+    assert specs() == specs(axis_rules=LLAMA_AXIS_RULES)
+    assert specs() != specs(axis_rules=AxisRules({"vocab": None}))
 
 
 def fitted(strategy: str, mesh: MeshSpec | None = None) -> tuple[Trainer, list[float]]:

@@ -1,6 +1,7 @@
 """Compiled programs that are kept: for later starts, whole or not at all, and never in the way."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path) -
     assert any(name.startswith("jit__init-") for name in kept)
     assert "jit_train_step" in first.stderr
     assert "CACHE MISS" in first.stderr or "Not writing" in first.stderr
+    assert re.search(r"step compiled in [\d.]+ s: ", first.stdout)
     second = train(tmp_path, "second", **logs)
     now = programs(tmp_path / "home" / "spmdtrain" / "programs")
     assert now.keys() == kept.keys()
@@ -54,6 +56,7 @@ def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path) -
         now[name] > kept[name] for name in kept if name.startswith(("jit__", "jit_train_step"))
     )
     assert "jit_train_step" not in second.stderr
+    assert re.search(r"step traced in [\d.]+ s, read from the cache in [\d.]+ s: ", second.stdout)
     assert metrics(tmp_path / "first") == metrics(tmp_path / "second")
 
 
