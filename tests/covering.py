@@ -170,7 +170,7 @@ def draw(seed: int) -> Cell:
         chosen.pop("freeze", None)
         chosen.pop("weights", None) if chosen.get("weights") == "params" else None
     resumes = chosen.get("continued") == "resumed" and chosen.get("entry") != "loop"
-    fixes_program = chosen.get("strategy") == "tensor_parallel" or "exact" in chosen
+    fixes_program = chosen.get("strategy") == "tensor_parallel" or chosen.get("exact")
     if resumes and not fixes_program:
         chosen["begun_with"] = generator.choice(BEGUN_WITH)
     return Cell(**chosen)

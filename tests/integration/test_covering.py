@@ -14,6 +14,7 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ from spmdtrain.terminal import Terminal
 # Keras copies arrays in a way that NumPy 2 will not know some day.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-# Chosen so that each value of a feature occurs twice, and as many pairs of values as possible.
+# Chosen so that each value of a feature occurs twice, and many pairs of values in little time.
 SEEDS = [
-    *(1319, 1372, 1377, 1641, 1688, 1953, 2050, 2057, 2134, 2371, 2791, 2877, 3367, 3511, 4330),
-    *(4471, 4904, 5036, 5088, 5363, 5481, 5959, 5973, 6004, 6319, 6500, 6543, 6574, 6737, 6790),
+    *(189, 541, 580, 598, 612, 1372, 1491, 1805, 1865, 1923, 2057, 2410, 2544, 2615, 2791),
+    *(2877, 3279, 3367, 3435, 4100, 4285, 5459, 5481, 5678, 6269, 6543, 7562, 7687, 8413, 8759),
 ]
 if "COVERING_SEED" in os.environ:
     first = int(os.environ["COVERING_SEED"])
@@ -82,6 +83,15 @@ PAIRS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def compiles_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Halves the time by LLVM's lowest level; at night programs are compiled as users' are."""
+    at_night = request.node.get_closest_marker("nightly") is not None
+    jax.config.update("jax_disable_most_optimizations", not at_night)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.mark.skipif("COVERING_SEED" in os.environ, reason="other seeds")
 def test_each_value_of_a_feature_is_crossed_twice() -> None:
     crossed = [list(covering.draw(seed).features.items()) for seed in SEEDS]
@@ -91,7 +101,7 @@ def test_each_value_of_a_feature_is_crossed_twice() -> None:
         others = [value for value, _ in values if value != getattr(plain, name)]
         assert min(count[name, value] for value in others) >= 2, name
     pairs = {frozenset(pair) for each in crossed for pair in itertools.combinations(each, 2)}
-    assert len(pairs) > 1000 and sum("begun_with" in dict(each) for each in crossed) >= 2
+    assert len(pairs) > 1300 and sum("begun_with" in dict(each) for each in crossed) >= 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
