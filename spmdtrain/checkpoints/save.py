@@ -162,6 +162,7 @@ class Checkpoints:
         is_copied = can_copy(items)
         if is_copied:
             items = copy_to_host(items)
+        self._pending = None
         self._saving = save = _Save(
             step, now, identity, metrics, stopped, epoch, callbacks, dict(positions)
         )
@@ -215,8 +216,11 @@ class Checkpoints:
         """
         if self._saving is None:
             return
+        if self._pending is None:  # an interrupt came before it had begun
+            self._records.pop(self._saving.step, None)
+            self._saving = None
+            return
         with self._failing():
-            assert self._pending is not None
             self._pending.result()
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -347,14 +351,17 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Cleans up after a failed save; raises an error of the storage as `StorageError`."""
+        """Cleans up after a failed save; raises an error of the storage as `StorageError`.
+
+        An interrupt of the wait is no failure of the save, which goes on: `close` waits for it.
+        """
         save = self._saving
         assert save is not None
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self._failed, self._saving = True, None
-            reason = why_failed(error, self.folder) if isinstance(error, Exception) else None
+            reason = why_failed(error, self.folder)
             if self._folder_identity() == self._opened:
                 self._remove_unfinished()
             if (self.folder / str(save.step) / manifest.NAME).exists():

@@ -61,6 +61,7 @@ class StopSignals:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         _Process.request.hear(number)
         if _Process.request.repeated:
+            _Process.request.acted = True
             self._restore()
             os.kill(os.getpid(), number)
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from helpers import saved_steps, status
 from test_links import fit
 
 from spmdtrain import StorageError, load_params
+from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.files.run_files import RunFiles
@@ -70,6 +73,28 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
     assert saved in (3, 4)
     assert status(tmp_path) == {"status": "preempted", "step": saved, "reason": "SIGUSR1"}
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_second_signal_while_a_checkpoint_is_published_leaves_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = Checkpoints._seal
+
+    def interrupted(self: Checkpoints) -> None:
+        seal(self)
+        for _ in range(2):  # the second one ends the wait for this save
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.4)
+
+    monkeypatch.setattr(Checkpoints, "_seal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, 1)
+    monkeypatch.undo()
+    assert saved_steps(tmp_path) == [1]
+    assert load_params(str(tmp_path))["kernel"].shape == (1, 1)
+    assert status(tmp_path)["status"] == "failed"
+    fit(tmp_path, 2)
+    assert saved_steps(tmp_path) == [1, 2]
 
 
 def test_a_signal_after_the_last_step_of_a_fit_stops_the_next_one(tmp_path: Path) -> None:
