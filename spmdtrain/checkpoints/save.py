@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import importlib
+import json
 import math
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import absl.logging
 from etils import epath, epy
@@ -41,6 +42,7 @@ from spmdtrain.files.storage import (
     silence_tensorstore_shutdown,
     why_failed,
 )
+from spmdtrain.files.validation import Malformed, check, parse_object, read_bytes
 from spmdtrain.step.state import TrainState
 
 with epy.lazy_imports():  # the import takes long and is not needed before the first save
@@ -50,6 +52,8 @@ PyTree = Any
 
 _NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
+_QUARANTINE = "quarantine.json"
+"""The file with the checkpoints that are being renamed, so that a later start renames the rest."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Hides Orbax's log lines: it logs every action, and raises its errors. absl must be imported first,
@@ -116,7 +120,10 @@ class Checkpoints:
                 check_shared(Path(folder))
             self._opened = self._folder_identity()
             self._records: dict[int, CheckpointRecord] = {}
+            self.quarantined: Sequence[str] = ()
+            """New names of checkpoints whose quarantine an earlier start has not completed."""
             if process_group.is_chief():
+                self.quarantined = self._complete_quarantine()
                 self._records = {s: r for s in steps_in(folder) if (r := self._record(s))}
         self.saved_step = process_group.broadcast(max(self._records, default=0))
         """Step of the newest checkpoint that is known to be complete; 0 without one."""
@@ -258,7 +265,9 @@ class Checkpoints:
         """Returns whether there is a complete checkpoint of a step."""
         return process_group.broadcast(step in self._records)
 
-    def quarantine(self, steps: Sequence[int], kind: str = "corrupted") -> list[str]:
+    def quarantine(
+        self, steps: Sequence[int], kind: Literal["corrupted", "suspect"] = "corrupted"
+    ) -> list[str]:
         """Quarantines checkpoints: renames them, so that they are ignored.
 
         Args:
@@ -268,19 +277,38 @@ class Checkpoints:
         Returns:
           The new names.
         """
-        names = []
+        names: list[str] = []
         with self._storage_errors(f"a {kind} checkpoint could not be renamed"):
-            for step in steps if process_group.is_chief() else []:
-                taken = {path.name for path in self.folder.iterdir()}
-                candidates = (f"{step}.{kind}{n}" for n in ("", *range(2, len(taken) + 3)))
-                name = next(name for name in candidates if name not in taken)
-                (self.folder / str(step)).rename(self.folder / name)
-                self._records.pop(step, None)
-                names.append(name)
+            if steps and process_group.is_chief():
+                intent = json.dumps(_Quarantine(steps=list(steps), kind=kind)).encode()
+                no_follow.write(self.folder, _QUARANTINE, lambda file: file.write(intent))
+                names = self._complete_quarantine()
             names = process_group.broadcast(names)
             self.saved_step = process_group.broadcast(max(self._records, default=0))
             if self._manager is not None:
                 self._manager.reload()
+        return names
+
+    def _complete_quarantine(self) -> list[str]:
+        """Renames the checkpoints that are to be quarantined; returns their new names."""
+        path = self.folder / _QUARANTINE
+        try:
+            wanted = parse_object(read_bytes(path))
+            check(wanted, _Quarantine, _QUARANTINE)
+        except FileNotFoundError:
+            return []
+        except Malformed as error:
+            raise UserError(f"{path} is malformed ({error}): remove it") from error
+        names = []
+        for step in wanted["steps"]:
+            taken = {path.name for path in self.folder.iterdir()}
+            candidates = (f"{step}.{wanted['kind']}{n}" for n in ("", *range(2, len(taken) + 3)))
+            name = next(name for name in candidates if name not in taken)
+            if str(step) in taken:
+                (self.folder / str(step)).rename(self.folder / name)
+                names.append(name)
+            self._records.pop(step, None)
+        path.unlink()
         return names
 
     def _open_manager(self) -> Any:
@@ -351,15 +379,12 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Cleans up after a failed save; raises an error of the storage as `StorageError`.
-
-        An interrupt of the wait is no failure of the save, which goes on: `close` waits for it.
-        """
+        """Cleans up after a failed save; raises an error of the storage as `StorageError`."""
         save = self._saving
         assert save is not None
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # an interrupt only ends the wait: `close` waits for the save
             self._failed, self._saving = True, None
             reason = why_failed(error, self.folder)
             if self._folder_identity() == self._opened:
@@ -427,6 +452,13 @@ class Checkpoints:
     def _remove_one(self, name: str) -> None:
         with contextlib.suppress(OSError):  # the next start tries again
             no_follow.remove(self.folder, name)
+
+
+class _Quarantine(TypedDict):
+    """The content of the file `_QUARANTINE`."""
+
+    steps: list[int]
+    kind: Literal["corrupted", "suspect"]
 
 
 def _by_field(items: Mapping[str, Mapping[str, PyTree]]) -> dict[str, PyTree]:

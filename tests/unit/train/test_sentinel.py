@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from gradient_faults import NONE, SIGN, WIDTH, examples, fault, model, objective, with_fault
 from helpers import saved_steps, status
 from hypothesis import given, settings
@@ -274,6 +275,34 @@ def test_a_rollback_renames_what_was_saved_since_the_last_check_that_passed(
     saved = read_manifest(workdir / "checkpoints" / "10").sums
     for name, total in checksums.sums({"params": clean.state.params}).items():
         assert saved[name] == total, name
+
+
+@pytest.mark.slow
+def test_a_rollback_that_is_killed_between_two_renames_is_completed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"workdir": str(tmp_path), "checkpoint_every_steps": 1}
+    options |= {"sentinel_every": 4, "sentinel_action": "rollback", "keep_latest": 9}
+    rename = type(epath.Path(tmp_path)).rename
+    renamed: list[Path] = []
+
+    def killed(path: Any, target: Any) -> Any:
+        if str(target).endswith(".suspect"):
+            renamed.append(path)
+            if len(renamed) > 1:
+                raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(epath.Path(tmp_path)), "rename", killed)
+        trainer(callbacks=failing_from(5, FLIP), **options).fit((X, Y), steps=10)
+    assert len(saved_steps(tmp_path)) == 6  # of 4 checkpoints since the check of step 4, one less
+    trainer(**options).fit((X, Y), steps=4)
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]
+    assert {path.name for path in tmp_path.rglob("*.suspect")} == {
+        f"{step}.suspect" for step in (5, 6, 7)
+    }
+    assert not (tmp_path / "checkpoints" / "quarantine.json").exists()
 
 
 def test_a_rollback_keeps_the_checkpoints_if_none_is_older_than_the_last_check(
