@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import enum
+import errno
 import os
 import re
 import shlex
@@ -135,6 +136,11 @@ def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
         return ExitCode.FAILED, f"failed: {error}"
     if isinstance(error, NonFiniteError):
         return ExitCode.NON_FINITE, f"stopped: {error}"
+    if str(error) in ("can't start new thread", _NO_PROCESS):
+        return ExitCode.FAILED, (
+            "failed: no further thread or process can be started: raise the limit of processes of "
+            "this user (ulimit -u) or container (pids.max)"
+        )
     if isinstance(error, DeviceFaultError):
         return ExitCode.DEVICE_FAULT, f"stopped: {error}"
     return None
@@ -164,8 +170,13 @@ def exit_code_of(
     install_hook()  # for the other exceptions
     _COMMANDS.append(command)
     try:
-        return command()
+        code = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except Exception as error:
+        if isinstance(error, OSError) and (why := _unwritable()):
+            error = StorageError(f"standard output cannot be written: {why}")
         if (reported := for_users(error)) is None:
             raise
         return failed(*reported, error)
@@ -179,18 +190,41 @@ def exit_if_output_is_closed() -> Iterator[None]:
 
     Raises:
       SystemExit: With `FAILED`.
-    """
+      StorageError: If its disk is full.
+    """  # noqa: DOC501 (an OSError of another file propagates)
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it was closed before Python started
+                sys.stdout.flush()
     except BrokenPipeError:
-        # What is still buffered is written when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         raise SystemExit(ExitCode.FAILED) from None  # as rich does
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        discard_output()
+        raise StorageError(f"standard output cannot be written: {error.strerror}") from error
 
 
+def discard_output() -> None:
+    """Discards what is written to standard output from now on, and what Python still buffers."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unwritable() -> str | None:
+    """Returns why standard output cannot be written, and discards it; None if it can be."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what could not be written is still in its buffer
+    except OSError as error:
+        discard_output()
+        return error.strerror
+    return None
+
+
+_NO_PROCESS = str(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
 _NO_VALUE = object()
 _COMMANDS: list[Callable[[], int]] = []  # that run in this process
 
@@ -216,6 +250,15 @@ def option(name: str, value: object = _NO_VALUE) -> str:
 def printable(name: object) -> str:
     """Returns text, such as a file name, in one line: control characters are escaped."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(name))
+
+
+def is_text(name: str) -> bool:
+    """Returns whether a name can be written as UTF-8: one of a file may have any bytes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def foreign(text: object, longest: int = 2000) -> str:

@@ -2,9 +2,11 @@
 
 import contextlib
 import enum
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -21,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.errors import printable
+from spmdtrain.errors import StorageError, discard_output, printable
 
 LINE_WIDTH = 80
 """Columns that lines about the start of a run use at most."""
@@ -177,10 +179,14 @@ class Terminal:
       quiet: Write nothing.
       results_only: Write only what `result` and `results` print (the option `quiet` of a run), and
         warnings to standard error.
+      optional: Continue without standard output if it cannot be written, as on a full disk or
+        after `head`, and say so once on standard error.
     """
 
-    def __init__(self, *, quiet: bool = False, results_only: bool = False) -> None:
-        self.results_only = results_only
+    def __init__(
+        self, *, quiet: bool = False, results_only: bool = False, optional: bool = False
+    ) -> None:
+        self.results_only, self._optional = results_only, optional
         self.console = _console(quiet=quiet or results_only)
         self._results = _console(quiet=quiet)
         self._warnings = _console(quiet=quiet, stderr=True) if results_only else self.console
@@ -191,7 +197,7 @@ class Terminal:
 
     def line(self, text: str, color: LineColor = LineColor.PLAIN) -> None:
         """Prints a line, above the progress bar; escapes characters the encoding lacks."""
-        _print(self.console, text, color)
+        self._print(self.console, text, color)
 
     def lines(self, parts: Sequence[str], color: LineColor = LineColor.PLAIN) -> None:
         """Prints each part as a line of at most `LINE_WIDTH` columns, or as several."""
@@ -200,11 +206,11 @@ class Terminal:
 
     def warning(self, text: str) -> None:
         """Prints a line about what is lost or ignored; a quiet run prints it to standard error."""
-        _print(self._warnings, text, LineColor.WARNING)
+        self._print(self._warnings, text, LineColor.WARNING)
 
     def result(self, text: str, color: LineColor = LineColor.PLAIN) -> None:
         """Prints a line that also a quiet run prints."""
-        _print(self._results if self.results_only else self.console, text, color)
+        self._print(self._results if self.results_only else self.console, text, color)
 
     def piece(self, text: str) -> None:
         """Prints a part of a line at once; a quiet run prints it, too.
@@ -212,7 +218,22 @@ class Terminal:
         Args:
           text: The text, which may contain line ends.
         """
-        _print(self._results if self.results_only else self.console, text, LineColor.PLAIN, end="")
+        console = self._results if self.results_only else self.console
+        self._print(console, text, LineColor.PLAIN, end="")
+
+    def _print(self, console: Console, text: str, color: LineColor, end: str = "\n") -> None:
+        try:
+            _print(console, text, color, end)
+        except OSError as error:
+            if not self._optional:
+                if isinstance(error, BrokenPipeError):
+                    console.on_broken_pipe()
+                raise _unwritable(error) from error
+            if not console.stderr:
+                discard_output()
+                why = f"standard output cannot be written ({error.strerror})"
+                with contextlib.suppress(OSError):
+                    print(f"{why}: the run continues without it", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
@@ -307,7 +328,12 @@ class Terminal:
                 for name in names
             }
             table = _table(list(rows), by_metric)
-        self.console.print(table)
+        if self.console.is_terminal or self.console.is_jupyter:
+            self.console.print(table)
+            return
+        with self.console.capture() as capture:
+            self.console.print(table)
+        self._print(self.console, capture.get(), LineColor.PLAIN, end="")
 
 
 def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> Table:
@@ -321,9 +347,23 @@ def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> T
     return table
 
 
+class _Console(Console):
+    """A console whose stream may be on a full disk."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> StorageError:
+    return StorageError(f"standard output cannot be written: {error.strerror}")
+
+
 def _console(*, quiet: bool, stderr: bool = False) -> Console:
     # No markup: names of metrics and text of files may have brackets.
-    console = Console(
+    console = _Console(
         quiet=quiet, stderr=stderr, highlight=False, soft_wrap=True, emoji=False, markup=False
     )
     if not console.is_terminal:
@@ -335,11 +375,8 @@ def _print(console: Console, text: str, color: LineColor, end: str = "\n") -> No
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
     if not (console.is_terminal or console.is_jupyter):
         if not console.quiet:  # rich takes ten times as long, also without colors and columns
-            try:
-                console.file.write(strip_control_codes(text) + end)
-                console.file.flush()
-            except BrokenPipeError:
-                console.on_broken_pipe()
+            console.file.write(strip_control_codes(text) + end)
+            console.file.flush()
         return
     if console.is_terminal and len(text) > console.width and end == "\n" and text.isprintable():
         text = "\n".join(short_lines([text], console.width))  # the terminal would cut words

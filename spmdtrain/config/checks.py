@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdtrain.config.skipped_batches import SkippedBatches
-from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
+from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean, is_text
 from spmdtrain.strategies import strategy
 
 if TYPE_CHECKING:  # `run_config` imports this module
@@ -179,12 +179,9 @@ def _check_workdir(workdir: str | None) -> None:
     """Raises `UserError` if the workdir is empty or not a valid name for a file system."""
     if workdir is None:
         return
-    try:
-        workdir.encode()
-    except UnicodeEncodeError:
+    problem = "it must not contain NUL" if "\0" in workdir else ""
+    if not is_text(workdir):
         problem = "it must be text in UTF-8"
-    else:
-        problem = "it must not contain NUL" if "\0" in workdir else ""
     if not workdir.strip():
         problem = (
             "it is empty; give a folder, or leave the option out: the default is runs/NAME on the "

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import functools
 import gc
 import multiprocessing
@@ -37,6 +38,7 @@ _WORKER = "grain-process-prefetch"  # how the names begin that Grain gives to it
 # What a worker that ended with code 0 before its last batch is reported to have ended with: no
 # process has this code.
 _ENDED_EARLY = 256
+_FULL = "the shared memory of processes (/dev/shm) is full: give it more, or use data_threads"
 _SECONDS_BETWEEN_CHECKS = 0.5  # of the workers' exit codes
 # Signals that a scheduler or a terminal sends to all processes of a job: the run has to read the
 # batches of the steps before its last save, so its workers must outlive them.
@@ -239,6 +241,9 @@ def _result(iterator: Iterator[Any]) -> PyTree:
         if reason := death_of_worker(error):
             raise StorageError(f"data_workers: {reason}") from None
         raise
+    except OSError as error:  # of Python's queues: that of a dataset is an item
+        why = _FULL if error.errno == errno.ENOSPC else f"cannot be used: {error}"
+        raise StorageError(f"data_workers: {why}") from None
     if isinstance(item, _Failure):
         raise item.error
     # Copied, because Grain's arrays are shared memory, which would last until the last batch that
@@ -256,6 +261,8 @@ def death_of_worker(error: Exception) -> str:
             "a process that reads batches ended with exit code 0 before its last batch: a library "
             "or the dataset ended it"
         )
+    if int(ended[1]) == -signal.SIGBUS:
+        return f"a process that reads batches was killed by SIGBUS: {_FULL}"
     why = "it was killed, or was out of memory; run again to resume"
     if int(ended[1]) == ExitCode.FAILED:
         why = "its own lines say why"

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, is_text
 
 NORMS_OF_GRADIENTS = ("gradient_norm", "update_norm")
 """The names of the norms that a `Loop` does not know, and its function may return."""
@@ -32,6 +32,8 @@ def check_names(names: Iterable[str], whose: str, allowed: Collection[str] = ())
             raise UserError(
                 f"{whose} {name!r} has a {type(name).__name__} as its name: use a string"
             )
+        if not is_text(name):
+            raise UserError(f"{whose} {name!r} cannot be written as UTF-8: rename it")
     for name in RESERVED:
         if name in names and name not in allowed:
             raise UserError(f"{whose} {name!r} is a reserved name in the metrics file: rename it")

@@ -15,7 +15,7 @@ import optax
 from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
-from spmdtrain.errors import OwnExit, UserError, did_you_mean, option
+from spmdtrain.errors import OwnExit, UserError, did_you_mean, is_text, option, printable
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.source_files import describe_sys_exit
@@ -171,6 +171,11 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
         raise UserError(f"{path}: {problem}; {option('config')} takes an experiment's .py file")
+    if not is_text(str(path.resolve())):
+        raise UserError(
+            f"{printable(path.resolve())}: the path of an experiment must be text in UTF-8, "
+            "because programs contain it: rename it"
+        )
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path.resolve())
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: {option('config')} takes an experiment's .py file")

@@ -14,4 +14,4 @@ def terminal_of(config: RunConfig) -> Terminal:
     Returns:
       A terminal that writes nothing in all processes but process 0.
     """
-    return Terminal(quiet=not process_group.is_chief(), results_only=config.quiet)
+    return Terminal(quiet=not process_group.is_chief(), results_only=config.quiet, optional=True)

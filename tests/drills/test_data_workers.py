@@ -181,4 +181,23 @@ def test_a_process_whose_output_is_not_read_and_an_evaluator_end_by_hang_timeout
         timeout=200,
     )
     assert ended.returncode == 1
-    assert "no progress for 30 s: the process is in evaluate at step" in ended.stderr
+    assert "no progress for 30 s: the process is in load at step" in ended.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("root")
+def test_shared_memory_that_is_too_small_is_named(tmp_path: Path) -> None:
+    own = command(small_experiment(tmp_path), "--data-workers", 2)
+    mount = 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"'
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, "sh", *own],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "failed: data_workers: the shared memory of processes (/dev/shm) is full: give it more, "
+        "or use data_threads"
+    )

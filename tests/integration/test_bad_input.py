@@ -139,6 +139,9 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     missing, text = tmp_path / "missing.py", tmp_path / "notes.txt"
     text.write_text("x = 1\n")
     assert f"{missing}: no such file" in refused(capsys, missing)
+    named = tmp_path / "not\udcffUTF-8.py"
+    named.write_text("")
+    assert r"not\udcffUTF-8.py: the path of an experiment must be text" in refused(capsys, named)
     assert f"{tmp_path}: is a folder" in refused(capsys, tmp_path)
     assert f"{text}: --config takes an experiment's .py file" in refused(capsys, text)
 

@@ -1,6 +1,9 @@
 """The output on a terminal: the progress bar at several widths, colors, and quiet runs."""
 
+import os
 import re
+import sys
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import linear_model
@@ -8,7 +11,8 @@ import numpy as np
 import pytest
 from jax import Array
 
-from spmdtrain import EarlyStopping, Loop, TrainState
+from spmdtrain import EarlyStopping, Loop, StorageError, TrainState
+from spmdtrain.errors import discard_output
 from spmdtrain.terminal import (
     LINE_WIDTH,
     LineColor,
@@ -167,3 +171,34 @@ def test_pieces_of_a_line_are_printed_at_once_and_not_interpreted(
 
 def test_control_characters_in_names_of_metrics_are_escaped() -> None:
     assert metric_texts({"a\x1b[31m\r\u202eb": 0.5}) == [r"a\x1b[31m\r\u202eb 0.5"]
+
+
+@pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])
+def test_a_run_continues_without_output_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    if why != "Broken pipe":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        terminal = Terminal(optional=True)
+        terminal.results({"eval": {"loss": 0.5}})
+        terminal.line("more")
+        monkeypatch.undo()
+    words = f"standard output cannot be written ({why}): the run continues without it\n"
+    assert capsys.readouterr().err == words
+
+
+@pytest.mark.parametrize("show", [lambda x: x.line("a"), lambda x: x.console.print("a")])
+def test_another_command_ends_if_its_output_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, show: Callable[[Terminal], None]
+) -> None:
+    with open("/dev/full", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(StorageError, match="standard output cannot be written: No space left"):
+            show(Terminal())
+        discard_output()
+        monkeypatch.undo()

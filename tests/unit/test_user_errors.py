@@ -1,5 +1,7 @@
 """Uncaught errors: exit codes of scripts, and tracebacks without frames of libraries."""
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -228,3 +230,37 @@ def test_an_option_is_named_as_the_user_gives_it() -> None:
     assert exit_code_of(command) == 2
     assert found == ["--log-every 3", "--mesh.data 2", "--no-jit", "--exact", "--freeze 'a b'"]
     assert option("steps") == "steps"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("can't start new thread"), "no further thread or process can be started"),
+        (OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "no further thread or process can be"),
+    ],
+)
+def test_a_limit_of_threads_and_processes_is_named(
+    capsys: pytest.CaptureFixture[str], error: Exception, words: str
+) -> None:
+    def fail() -> int:
+        raise error
+
+    assert exit_code_of(fail) == 1
+    assert capsys.readouterr().err.startswith(f"failed: {words}")
+
+
+def test_what_python_cannot_write_at_the_end_of_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say() -> int:
+        print("in the buffer")
+        return 0
+
+    with open("/dev/full", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert exit_code_of(say) == 1
+    monkeypatch.setattr(sys, "stdout", None)  # as after >&-
+    assert exit_code_of(say) == 0
+    monkeypatch.undo()
+    why = "failed: standard output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == why

@@ -591,6 +591,7 @@ def wrong_step(change: Any) -> Any:
             "changed state.step or state.key, which only the loop updates",
         ),
         (lambda s, m: (s, {1: m["loss"]}), "metric 1 has a int as its name"),
+        (lambda s, m: (s, {"\ud800": m["loss"]}), r"metric '\\ud800' cannot be written as UTF-8"),
         (lambda s, m: (s, {"loss": {"a": m["loss"]}}), "'loss' is a dict: it must be one real"),
         (lambda s, m: (s, {"loss": m["loss"] * 1j}), r"'loss' is complex64\[\]: .* one real"),
         (
