@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import IO
 
 NOT_SET = "not set"
 """Stands in messages for the value of an option that only another process has."""
@@ -199,18 +200,34 @@ def exit_if_output_is_closed() -> Iterator[None]:
             if sys.stdout is not None:  # it was closed before Python started
                 sys.stdout.flush()
     except BrokenPipeError:
-        discard_output()
+        discard_output(sys.stdout)
         raise SystemExit(ExitCode.FAILED) from None  # as rich does
     except OSError as error:
         if error.filename is not None:
             raise
-        discard_output()
+        discard_output(sys.stdout)
         raise StorageError(f"standard output cannot be written: {error.strerror}") from error
 
 
-def discard_output() -> None:
-    """Discards what is written to standard output from now on, and what Python still buffers."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def discard_output(stream: IO[str]) -> None:
+    """Discards what is written to a standard stream from now on, and what Python still buffers.
+
+    Args:
+      stream: `sys.stdout` or `sys.stderr`.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def open_closed_output() -> None:
+    """Opens standard output and error if the caller has closed them, as `>&-` does.
+
+    The next file that is opened, such as one of a checkpoint, would otherwise get their number, and
+    what libraries print.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # has the number, if that is still free
+            setattr(sys, name, os.fdopen(nowhere, "w", closefd=False))
 
 
 def _unwritable() -> str | None:
@@ -219,7 +236,7 @@ def _unwritable() -> str | None:
         if sys.stdout is not None:
             sys.stdout.flush()  # what could not be written is still in its buffer
     except OSError as error:
-        discard_output()
+        discard_output(sys.stdout)
         return error.strerror
     return None
 

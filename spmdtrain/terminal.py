@@ -230,10 +230,12 @@ class Terminal:
                     console.on_broken_pipe()
                 raise _unwritable(error) from error
             if not console.stderr:
-                discard_output()
+                discard_output(sys.stdout)
                 why = f"standard output cannot be written ({error.strerror})"
-                with contextlib.suppress(OSError):
+                try:
                     print(f"{why}: the run continues without it", file=sys.stderr, flush=True)
+                except OSError:  # of the same pipe or disk
+                    discard_output(sys.stderr)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:

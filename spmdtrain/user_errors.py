@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from spmdtrain.errors import ExitCode, UserError, for_users
+from spmdtrain.errors import ExitCode, UserError, for_users, open_closed_output
 from spmdtrain.source_files import is_users, users_traceback
 
 SWITCH = "SPMDTRAIN_EXCEPTHOOK"
@@ -80,6 +80,7 @@ def install_hook() -> None:
     if _STATE.installed:
         return
     _STATE.installed = True
+    open_closed_output()
     _STATE.usual, sys.excepthook = sys.excepthook, _report
     _install_in_notebook()
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -192,6 +193,33 @@ def test_a_run_continues_without_output_that_cannot_be_written(
     assert capsys.readouterr().err == words
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_reader_and_other_commands_end() -> None:
+    script = """
+import sys
+from spmdtrain.errors import open_closed_output
+from spmdtrain.terminal import Terminal
+open_closed_output()
+terminal = Terminal(optional=sys.argv[1] == "run")
+for _ in range(3):
+    terminal.line("x" * 2**17)  # more than a pipe holds
+print("printed")
+sys.exit(7)
+"""
+
+    def ended(mode: str, output: str) -> subprocess.CompletedProcess[str]:
+        line = f'"$@" {output}; exit ${{PIPESTATUS[0]}}'
+        given = ["bash", "-c", line, "-", sys.executable, "-c", script, mode]
+        return subprocess.run(given, capture_output=True, text=True, timeout=60, check=False)
+
+    read = ended("run", "| true")
+    assert read.returncode == 7, read.stderr
+    assert read.stderr.count("the run continues without it") == 1
+    assert ended("run", "2>&1 | true").returncode == 7
+    assert ended("run", ">&- 2>&-").returncode == 7
+    assert ended("other", "| true").returncode == 1
+
+
 @pytest.mark.parametrize("show", [lambda x: x.line("a"), lambda x: x.console.print("a")])
 def test_another_command_ends_if_its_output_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, show: Callable[[Terminal], None]
@@ -200,5 +228,5 @@ def test_another_command_ends_if_its_output_cannot_be_written(
         monkeypatch.setattr(sys, "stdout", out)
         with pytest.raises(StorageError, match="standard output cannot be written: No space left"):
             show(Terminal())
-        discard_output()
+        discard_output(out)
         monkeypatch.undo()
