@@ -47,6 +47,33 @@ def is_url(path: str | epath.Path) -> bool:
     return "://" in str(path)
 
 
+class FixedFolder(str):
+    """A folder as the user has given it, and its place at that time.
+
+    It reads and prints as given. `folder_of` finds it also after the process has changed its
+    working directory.
+
+    Args:
+      path: The folder or URL.
+      place: Its absolute path; by default that of the current working directory.
+    """
+
+    place: str
+
+    def __new__(cls, path: str, place: str | None = None) -> "FixedFolder":
+        """Returns the folder."""
+        fixed = super().__new__(cls, path)
+        if place is None and isinstance(path, FixedFolder):
+            place = path.place
+        elif place is None:
+            place = path if is_url(path) or path.startswith("~") else os.path.abspath(path)
+        fixed.place = place
+        return fixed
+
+    def __reduce__(self) -> tuple[type["FixedFolder"], tuple[str, str]]:
+        return FixedFolder, (str(self), self.place)
+
+
 def folder_of(path: str) -> epath.Path:
     """Returns the path of a local folder or `gs://` URL, which need not exist.
 
@@ -57,7 +84,7 @@ def folder_of(path: str) -> epath.Path:
       UserError: If the home folder is unknown, or the URL is not supported or not readable.
     """
     if not is_url(path):
-        local = epath.Path(path).expanduser()
+        local = epath.Path(path.place if isinstance(path, FixedFolder) else path).expanduser()
         if str(local).startswith("~"):  # expanduser keeps `~` if the home folder is unknown
             raise UserError(
                 f"{path}: the home folder is not known; set HOME, or write the path without ~"

@@ -55,7 +55,7 @@ from spmdtrain.train.loop_step import LoopStep, make_program
 from spmdtrain.train.loop_tools import LoopTools, PlacedState, StartedLoop
 from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.overrides import with_options, with_trackers
+from spmdtrain.train.overrides import with_fixed_folder, with_options, with_trackers
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
@@ -100,7 +100,7 @@ class Loop(LoopTools, MediaLogger):
         config = with_options(
             config or RunConfig(), options, Loop, begin=Loop.start, refused=TRAINER_ONLY
         )
-        config, self._own_trackers = with_trackers(config, trackers)
+        config, self._own_trackers = with_trackers(with_fixed_folder(config), trackers)
         check_config(config)
         refuse_evaluator("a Loop")
         configure_backend(config)

@@ -77,7 +77,7 @@ class ModelRunner:
         media: Function | None,
         weight_map: WeightMap,
     ) -> None:
-        self.config = config
+        self.config = config = overrides.with_fixed_folder(config)
         self.terminal = terminal or terminal_of(config)
         self._backend = backend_of(strategy(config.strategy))
         self.placement = placement = self._backend.make_placement(config)

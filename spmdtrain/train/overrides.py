@@ -9,6 +9,7 @@ from typing import Any, Never
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean, field_meant
+from spmdtrain.files.storage import FixedFolder
 from spmdtrain.sharding.resolution import check_inherited
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import check_trackers
@@ -217,6 +218,17 @@ def check_arguments(
     if data is REQUIRED:
         needs = "training data: fit(train, steps=...), or epochs=..." if of == "fit" else "data"
         raise UserError(f"{of} needs {needs}")
+
+
+def with_fixed_folder(config: RunConfig) -> RunConfig:
+    """Returns a configuration whose workdir stays, also if the working directory changes.
+
+    Args:
+      config: A run's configuration.
+    """
+    if config.workdir is None:
+        return config
+    return dataclasses.replace(config, workdir=FixedFolder(config.workdir))
 
 
 def with_totals(

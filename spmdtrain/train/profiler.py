@@ -10,7 +10,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files import no_follow
-from spmdtrain.files.storage import one_line
+from spmdtrain.files.storage import folder_of, one_line
 
 
 def profiled_steps(config: RunConfig, first: int, log: Callable[[str], None]) -> "ProfiledSteps":
@@ -35,6 +35,7 @@ class ProfiledSteps:
         self._first, self._last = steps or (0, 0)
         self._folder = folder
         self._running = False
+        self._marker: jax.profiler.StepTraceAnnotation | None = None
 
     def __enter__(self) -> "ProfiledSteps":
         return self
@@ -42,7 +43,7 @@ class ProfiledSteps:
     def before(self, step: int) -> None:
         """Call before `step` is dispatched."""
         if self._folder and self._first <= step <= self._last and not self._running:
-            folder = Path(self._folder).expanduser()
+            folder = Path(folder_of(self._folder))
             try:
                 for name in ("plugins", "plugins/profile"):  # where the profiler writes
                     no_follow.make_subfolder(folder, name)
@@ -50,9 +51,15 @@ class ProfiledSteps:
                 raise StorageError(f"no trace can be written: {one_line(error)}") from error
             jax.profiler.start_trace(str(folder))
             self._running = True
+        if self._running:  # tools group operations by the markers of steps
+            self._marker = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._marker.__enter__()
 
     def after(self, step: int, output: Any) -> None:
         """Call after `step` is dispatched; waits for its `output` if it is the last one traced."""
+        if self._marker is not None:
+            self._marker.__exit__(None, None, None)
+            self._marker = None
         if step == self._last and self._running:
             jax.block_until_ready(output)
             self._stop()
