@@ -90,6 +90,7 @@ _HOMES = {
     "confusion_table": "train.shipped_metrics",
     "constrain_sharding": "sharding.placement",
     "current_strategy": "sharding.placement",
+    "has_strategy": "sharding.placement",
     "experts": "kernels.experts",
     "export_params": "checkpoints.export",
     "find_idx": "data.idx",
@@ -196,6 +197,7 @@ __all__ = [
     "experts",
     "export_params",
     "find_idx",
+    "has_strategy",
     "initialize",
     "linear_cross_entropy",
     "load_model",
@@ -261,7 +263,12 @@ if TYPE_CHECKING:
     from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
     from spmdtrain.sharding.annotations import AxisRules
     from spmdtrain.sharding.mesh import BATCH_AXES
-    from spmdtrain.sharding.placement import constrain_sharding, current_strategy, resolve_config
+    from spmdtrain.sharding.placement import (
+        constrain_sharding,
+        current_strategy,
+        has_strategy,
+        resolve_config,
+    )
     from spmdtrain.sharding.rules import GatherPolicy, Rule
     from spmdtrain.step.metrics import WeightedValues, weighted_mean
     from spmdtrain.step.outputs import (

@@ -25,6 +25,7 @@ import numpy as np
 
 from spmdtrain.distributed.user_modules import user_modules
 from spmdtrain.errors import ExitCode, StorageError, UserError
+from spmdtrain.sharding import placement
 from spmdtrain.sharding.placement import bind_strategy
 from spmdtrain.source_files import describe_sys_exit
 
@@ -373,6 +374,7 @@ def begin_worker() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # blocked while the process started
     # The devices belong to the run: JAX in a dataset computes on the CPU.
     jax.config.update("jax_platforms", "cpu")
+    placement.is_data_worker = True
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _fail_early_ends()
 

@@ -160,23 +160,35 @@ def make_placement(config: RunConfig) -> Placement:
 # A context of JAX, so that a trace cached under one strategy is not reused under another.
 _current = jax.make_user_context(default_value=None)
 
+is_data_worker = False
+"""Whether this process is one that reads data for a run (`data_workers`)."""
+
 
 def current_strategy() -> Placement:
     """Returns the strategy and mesh that the calling code runs under: a `Trainer`'s or `Loop`'s.
 
+    Outside of a run it is the default strategy (see `has_strategy`), as that of
+    `tf.distribute.get_strategy`: one device, and no mesh.
+
     Raises:
-      UserError: Outside of a run, because the answer depends on a run's configuration.
+      UserError: In a worker that reads data, which does not know the strategy of its run.
     """
     if (queries := _queries.get()) is not None:
         queries.append("current_strategy")
-    current: Placement | None = _current.value
-    if current is None:
+    if is_data_worker:
         raise UserError(
-            "current_strategy() was called outside a run, where no strategy is known. Use "
-            "trainer.placement.batch_shards; before there is a trainer, give "
-            "batch_size_per_device or call resolve_config(config)"
+            "current_strategy() was called in a data worker, which does not know the strategy of "
+            f"its run: leave the call out of the dataset, or {option('data_workers')} out"
         )
-    return current
+    return _strategy()
+
+
+def has_strategy() -> bool:
+    """Returns whether the calling code runs under another strategy than the default one.
+
+    It is False outside of a run, and within `per_replica`.
+    """
+    return current_strategy().mesh is not None
 
 
 def current_device() -> jax.Device:

@@ -187,11 +187,13 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
     return PerReplica(program(parts, *whole), examples)
 
 
-def reduce(op: Literal["sum", "mean"], value: PyTree, *, axis: Literal[0] | None = None) -> PyTree:
+def reduce(
+    op: Literal["sum", "mean", "SUM", "MEAN"], value: PyTree, *, axis: Literal[0] | None = None
+) -> PyTree:
     """Reduces a value of the replicas to a global one, as `tf.distribute.Strategy.reduce` does.
 
     Args:
-      op: "sum" or "mean".
+      op: "sum" or "mean", also in upper case.
       value: A `PerReplica`. If there is one replica, as under the default strategy, also arrays:
         the value of that replica.
       axis: None reduces over the replicas; 0 over the replicas and their examples, the leading dim
@@ -204,7 +206,8 @@ def reduce(op: Literal["sum", "mean"], value: PyTree, *, axis: Literal[0] | None
       UserError: If op or axis is another, a value has no dim of examples, or `value` is not a
         `PerReplica` although there are several replicas.
     """
-    if op not in ("sum", "mean"):
+    method = str(op).lower()
+    if method not in ("sum", "mean"):
         raise UserError(f"reduce: op is {op!r}.{did_you_mean(str(op), ['sum', 'mean'])}")
     if axis not in (None, 0):
         raise UserError(f"reduce: axis is {axis!r}: it must be None (replicas) or 0 (examples)")
@@ -220,8 +223,10 @@ def reduce(op: Literal["sum", "mean"], value: PyTree, *, axis: Literal[0] | None
         size = next(iter(examples))[0] if len(examples) == 1 and () not in examples else 0
         value = PerReplica(jax.tree.map(lambda x: jnp.asarray(x)[None], value), size)
     if axis is None:
-        return jax.tree.map(lambda x: getattr(x, op)(0), value._stacked)
-    return value.mean() if op == "mean" else jax.tree.map(lambda x: x.sum(0), value._by_example())
+        return jax.tree.map(lambda x: getattr(x, method)(0), value._stacked)
+    if method == "mean":
+        return value.mean()
+    return jax.tree.map(lambda x: x.sum(0), value._by_example())
 
 
 def replicas_in(tree: PyTree) -> list[PerReplica]:

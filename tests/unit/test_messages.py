@@ -29,7 +29,7 @@ from spmdtrain import (
     UserError,
     export_params,
     load_params,
-    per_replica,
+    reduce,
 )
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.cluster import job_token
@@ -546,13 +546,9 @@ CASES = [
     ),
     Case(
         "values of replicas",
-        lambda _: per_replica(lambda x: x, X),
+        lambda _: reduce("sum", X, axis=1),  # type: ignore[arg-type]
         UserError,
-        (
-            "current_strategy() was called outside a run, where no strategy is known. Use "
-            "trainer.placement.batch_shards; before there is a trainer, give "
-            "batch_size_per_device or call resolve_config(config)"
-        ),
+        "reduce: axis is 1: it must be None (replicas) or 0 (examples)",
     ),
     Case(
         "recording of a step",

@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spmdtrain import CallbackContext, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
+from spmdtrain import (
+    CallbackContext,
+    FunctionModel,
+    MeshSpec,
+    RunConfig,
+    Trainer,
+    UserError,
+    has_strategy,
+    reduce,
+)
 from spmdtrain import constrain_sharding as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
 from spmdtrain.config.option_groups import (
@@ -49,14 +58,11 @@ def placed(strategy: str = "mirrored", **sizes: Any) -> Placement:
 
 def queried() -> str:
     """What library code sees: the strategy, the axes in use, the parts of a batch."""
-    try:
-        now = current_strategy()
-    except UserError:
-        return OUTSIDE
+    now = current_strategy()
     return f"{now.name}: {now.axes}, {now.batch_shards}"
 
 
-OUTSIDE = "outside of a run"
+OUTSIDE = "default: none, 1"
 MIRRORED = "mirrored: data=8, 8"
 
 
@@ -157,12 +163,20 @@ def test_a_function_that_trainers_share_is_laid_out_for_each() -> None:
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_outside_of_a_run_it_is_refused() -> None:
-    with pytest.raises(UserError, match="batch_size_per_device"):
-        current_strategy()
+def test_outside_of_a_run_it_is_the_default_strategy() -> None:
+    outside = current_strategy()
+    assert (outside.name, outside.mesh, outside.batch_shards) == ("default", None, 1)
+    assert not has_strategy()
+    assert reduce("SUM", np.arange(3.0), axis=0) == reduce("sum", np.arange(3.0), axis=0) == 3
     assert (
         exported_current_strategy is current_strategy and exported_constrain is constrain_sharding
     )
+
+
+def test_a_data_worker_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmdtrain.sharding.placement.is_data_worker", True)
+    with pytest.raises(UserError, match="in a data worker"):
+        has_strategy()
 
 
 def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
