@@ -57,7 +57,7 @@ def drawn(seed: int, **fixed: Any) -> Cell:
     cell = replace(covering.draw(seed), entry="trainer", devices=4, exact=None, begun_with=())
     cell = replace(cell, compute_dtype="float32", callback="none")
     sources = ("arrays", "records", "grain", "hugging_face")
-    strategies = ("mirrored", "zero", "fully_sharded", "default")
+    strategies = ("mirrored", "zero", "fully_sharded")  # `default` is for one process
     cell = replace(
         cell,
         model=cell.model if cell.model != "keras" else "function",
@@ -67,7 +67,9 @@ def drawn(seed: int, **fixed: Any) -> Cell:
         microbatches=cell.microbatches if cell.batch % (4 * cell.microbatches) == 0 else 2,
         continued="resumed" if cell.continued != "no" and cell.steps > 1 else "no",
     )
-    return replace(cell, **fixed)
+    cell = replace(cell, **fixed)
+    of_function = cell.weights != "params" or cell.model == "function"  # whose objective sees them
+    return cell if of_function else replace(cell, weights="data")
 
 
 def options_of(cell: Cell, workdir: Path, steps: int) -> list[object]:
