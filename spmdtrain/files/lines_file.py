@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,14 @@ class LineAppender:
       folder: The folder of the file.
       name: The name of the file, which may not exist yet.
       complete: Number of bytes of its complete lines.
+      check_lock: Raises if another run may be writing to the folder, whose file would be truncated.
     """
 
-    def __init__(self, folder: Path, name: str, complete: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, complete: int, check_lock: Callable[[], None]
+    ) -> None:
         self._folder, self._name, self._complete = folder, name, complete
+        self._check_lock = check_lock
         self._path = os.path.join(folder, name)
         self._file: int | None = None
         self._appended_at = -_KEPT_OPEN
@@ -55,6 +59,7 @@ class LineAppender:
 
         Raises:
           OSError: If it cannot be written. The next call removes the part that was written.
+          StorageError: If the lock of the folder is lost.
         """
         before, self._appended_at = self._appended_at, time.monotonic()
         try:
@@ -84,6 +89,7 @@ class LineAppender:
     def _open(self) -> None:
         """Opens the file, and removes an incomplete line, which a kill or a full disk may leave."""
         self.close()
+        self._check_lock()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = no_follow.open_file(self._folder, self._name, flags)
         self._complete = min(self._complete, os.fstat(self._file).st_size)
@@ -103,9 +109,12 @@ class LinesFile:
       local: The local folder of the file.
       name: The name of the file.
       workdir: The workdir. If it is a URL, an earlier content is copied from there first.
+      check_lock: As for `LineAppender`.
     """
 
-    def __init__(self, local: Path, name: str, workdir: epath.Path) -> None:
+    def __init__(
+        self, local: Path, name: str, workdir: epath.Path, check_lock: Callable[[], None]
+    ) -> None:
         self._path = workdir / name
         try:
             before = read_bytes(self._path, LARGEST_LOG)
@@ -115,7 +124,7 @@ class LinesFile:
             before = b""
         except failures(self._path) as error:
             raise StorageError(f"{self._path} cannot be read: {one_line(error)}") from error
-        self._lines = LineAppender(local, name, before.rfind(b"\n") + 1)
+        self._lines = LineAppender(local, name, before.rfind(b"\n") + 1, check_lock)
 
     def append(self, content: Mapping[str, Any]) -> None:
         """Appends a line.
@@ -128,6 +137,8 @@ class LinesFile:
         """
         try:
             self._lines.append(json.dumps(content).encode() + b"\n")
+        except StorageError:  # of the lock
+            raise
         except failures(self._path) as error:
             raise StorageError(f"{self._path} cannot be written: {one_line(error)}") from error
 

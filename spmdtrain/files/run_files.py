@@ -178,7 +178,7 @@ class RunFiles:
     def _new_appender(self) -> LineAppender:
         """Returns an appender to the complete lines of the metrics."""
         complete = self._read_metrics().rfind(b"\n") + 1
-        return LineAppender(self.local, self._lines_name, complete)
+        return LineAppender(self.local, self._lines_name, complete, self.check_lock)
 
     def _read_metrics(self) -> bytes:
         try:
@@ -224,7 +224,7 @@ class RunFiles:
 
     def lines_file(self, name: str) -> LinesFile:
         """Returns a further file of JSON lines, which `sync` copies as it copies the metrics."""
-        lines = LinesFile(self.local, name, self.folder)
+        lines = LinesFile(self.local, name, self.folder, self.check_lock)
         self._closing.callback(lines.close)
         return lines
 
@@ -498,5 +498,7 @@ def _storage_errors(path: epath.Path) -> Iterator[None]:
     """Converts errors of writing `path` to `StorageError`."""
     try:
         yield
+    except StorageError:  # of the lock
+        raise
     except failures(path) as error:
         raise StorageError(f"{path} cannot be written: {one_line(error)}") from error

@@ -38,7 +38,8 @@ def free_ports(count: int) -> list[int]:
                 f"{count} free ports are needed on this machine, but only {len(free)} of "
                 f"{ports.start} to {ports.stop - 1} are free"
             )
-        file.truncate(0)
+        file.seek(0)
+        file.truncate()
         file.write(str(ports.index(free[-1]) + 1))
     return free
 

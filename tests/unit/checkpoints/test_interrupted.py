@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from spmdtrain import StorageError, load_params
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import PreemptedExit
-from spmdtrain.files.run_files import RunFiles
+from spmdtrain.files.run_files import RunFiles, Split
 
 
 def at_step(number: int, do: Any) -> dict[str, Any]:
@@ -44,6 +45,29 @@ def test_a_run_whose_lock_was_removed_ends_at_the_next_save(another: bool, tmp_p
             fit(tmp_path, 9, callbacks=at_step(3, take), log_every=1)
     assert saved_steps(tmp_path)[-1] in (2, 3)
     assert status(tmp_path)["status"] == "running"  # that file may be another run's by now
+
+
+def test_a_run_whose_lock_was_removed_changes_no_line_of_the_run_that_has_it(
+    tmp_path: Path,
+) -> None:
+    first = RunFiles(str(tmp_path))
+    first.write_metrics(1, Split.TRAIN, {"loss": 1.0})
+    (tmp_path / ".lock").unlink()
+    second = RunFiles(str(tmp_path))
+    second.rewind(0)
+    for step in range(1, 4):
+        second.write_metrics(step, Split.TRAIN, {"loss": 2.0})
+    events = first.lines_file("events.jsonl")
+    for write in (
+        lambda: first.write_metrics(2, Split.TRAIN, {"loss": 1.0}),
+        lambda: events.append({"event": "end"}),
+    ):
+        with pytest.raises(StorageError, match="this run's lock, was replaced"):
+            write()
+    assert second.history(Split.TRAIN) == {step: {"loss": 2.0} for step in range(1, 4)}
+    assert not (tmp_path / "events.jsonl").exists()
+    for files in (first, second):
+        files.close()
 
 
 @pytest.mark.filterwarnings("error")
@@ -78,14 +102,21 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
 def test_a_second_signal_while_a_checkpoint_is_published_leaves_it_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seal = Checkpoints._seal
+    seal, wait, waits = Checkpoints._seal, Checkpoints.wait, threading.Event()
+
+    def waited(self: Checkpoints) -> None:
+        if self._saving is not None:
+            waits.set()
+        wait(self)
 
     def interrupted(self: Checkpoints) -> None:
         seal(self)
+        assert waits.wait(60)
         for _ in range(2):  # the second one ends the wait for this save
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.4)
 
+    monkeypatch.setattr(Checkpoints, "wait", waited)
     monkeypatch.setattr(Checkpoints, "_seal", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, 1)

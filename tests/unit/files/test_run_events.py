@@ -70,19 +70,23 @@ def test_corrupted_and_forged_lines_are_left_out(tmp_path: Path) -> None:
     assert run_times(read_events(written(tmp_path, *overlapping))).goodput == 1
 
 
+def free() -> None:
+    """The check of a lock that no other run has taken."""
+
+
 def test_an_incomplete_last_line_is_removed_by_the_next_one(tmp_path: Path) -> None:
     folder = epath.Path(tmp_path)
-    LinesFile(tmp_path, "lines.jsonl", folder).append({"a": 1})
+    LinesFile(tmp_path, "lines.jsonl", folder, free).append({"a": 1})
     with (tmp_path / "lines.jsonl").open("a") as file:
         file.write('{"a": ')  # a kill within a write
-    LinesFile(tmp_path, "lines.jsonl", folder).append({"a": 2})
+    LinesFile(tmp_path, "lines.jsonl", folder, free).append({"a": 2})
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
 
 
 @pytest.mark.parametrize("change", ["renamed", "removed"])
 def test_a_file_that_another_program_moves_is_created_again(tmp_path: Path, change: str) -> None:
     path = tmp_path / "lines.jsonl"
-    lines = LineAppender(tmp_path, path.name, 0)
+    lines = LineAppender(tmp_path, path.name, 0, free)
     lines.append(b"1\n")
     lines.append(b"2\n")  # the file stays open
     assert path.read_bytes() == b"1\n2\n"
@@ -103,7 +107,7 @@ def test_lines_in_quick_succession_open_the_file_once(
 
     monkeypatch.setattr(no_follow, "open_file", counting_open)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lines = LineAppender(tmp_path, "lines.jsonl", 0)
+    lines = LineAppender(tmp_path, "lines.jsonl", 0, free)
     for now[0] in (10.0, 10.5, 11.0, 11.5, 20.0, 30.0, 30.1):
         lines.append(b"line\n")
     # Closed after the first line of each burst, and open until the burst has ended.

@@ -12,7 +12,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.files import user_folders
 from spmdtrain.files.user_folders import private_folder
 from spmdtrain.launch import free_ports as module
-from spmdtrain.launch.free_ports import free_ports
+from spmdtrain.launch.free_ports import candidate_ports, free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_connection_and_no_other_launcher_is_given_the_ports() -> None:
+    (private_folder() / "next-port").write_text("100")
     with ThreadPoolExecutor(8) as pool:  # each opens the file by itself, as a process does
         ports = [port for ports in pool.map(free_ports, [3] * 40) for port in ports]
     assert len(set(ports)) == 120
+    in_turn = candidate_ports()[100:250]  # something may listen at a few of them
+    assert set(ports) <= set(in_turn)
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections = [socket.create_connection(server.getsockname()) for _ in range(20)]
         ephemeral = [connection.getsockname()[1] for connection in connections]
