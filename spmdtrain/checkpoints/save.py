@@ -140,6 +140,7 @@ class Checkpoints:
         epoch: Mapping[str, Any] = _NOTHING,
         callbacks: Mapping[str, Any] = _NOTHING,
         positions: Mapping[str, str] = _NOTHING,
+        wait_for_files: Callable[[], None] = lambda: None,
     ) -> None:
         """Saves a state asynchronously. Returns when it is copied to the host.
 
@@ -153,6 +154,8 @@ class Checkpoints:
           epoch: Metrics of the unfinished epoch, for the manifest.
           callbacks: States of the callbacks, for the manifest.
           positions: Positions of the shards of a stream that this process reads.
+          wait_for_files: Waits until other files of the run have what belongs to earlier steps.
+            The checkpoint is published only then, because a resume does not log them again.
 
         Raises:
           StorageError: If the previous save has failed, or this one has already.
@@ -171,7 +174,7 @@ class Checkpoints:
             items = copy_to_host(items)
         self._pending = None
         self._saving = save = _Save(
-            step, now, identity, metrics, stopped, epoch, callbacks, dict(positions)
+            step, now, identity, metrics, stopped, epoch, callbacks, dict(positions), wait_for_files
         )
         if process_group.is_chief():
             name = name_at(identity.trajectories, step)
@@ -331,6 +334,7 @@ class Checkpoints:
             self._write_manifest(self._saving)
 
     def _write_manifest(self, save: "_Save") -> None:
+        save.wait_for_files()
         unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
         folders = (
             path
@@ -479,5 +483,6 @@ class _Save:
     callbacks: Mapping[str, Any]
     positions: dict[str, str]
     """Positions of the shards of a stream; in process 0, later those of all processes."""
+    wait_for_files: Callable[[], None]
     sums: dict[str, int] = field(default_factory=dict)
     """In process 0, the checksum of each array by its path, once it is known."""

@@ -19,7 +19,8 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 
-_PATIENCE = 30.0  # seconds in which a process that is ending releases the lock
+PATIENCE = 30.0
+"""Seconds in which a process that is ending releases the lock."""
 _POLL_INTERVAL = 0.2  # seconds
 _held: "weakref.WeakSet[WorkdirLock]" = weakref.WeakSet()
 
@@ -71,7 +72,7 @@ class WorkdirLock:
         _held.add(self)
 
     def _acquire(self, problem: str, report: Callable[[str], None]) -> None:
-        until, reported = time.monotonic() + _PATIENCE, False
+        until, reported = time.monotonic() + PATIENCE, False
         while True:
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +89,7 @@ class WorkdirLock:
                     "the same command again"
                 )
             if not reported:
-                report(f"{by}: waiting up to {_PATIENCE:.0f} s for its end")
+                report(f"{by}: waiting up to {PATIENCE:.0f} s for its end")
                 reported = True
             time.sleep(_POLL_INTERVAL)
 

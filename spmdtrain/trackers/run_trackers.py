@@ -37,6 +37,7 @@ _SHIPPED: Mapping[str, tuple[type[Tracker], str]] = {
 _MEDIA_SIZE = 100  # of a call with media, in the size of a call with metrics
 _LARGEST_FILE = 2**20  # bytes of trackers.json
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_FLUSH_TIMEOUT = 10.0  # seconds
 _PREEMPTED_TIMEOUT = 10.0  # seconds; a machine that is taken away leaves about 30
 _VERSION = sys.version_info[:3]
 MUST_IMPORT_FIRST = (3, 11) <= _VERSION < (3, 11, 8) or (3, 12) <= _VERSION < (3, 12, 2)
@@ -296,6 +297,17 @@ class RunTrackers:
     def rewind(self, step: int) -> None:
         """Prepares the trackers for steps after `step` that are recorded again."""
         self._add(TrackerCall(f"rewind to step {step}", lambda tracker: tracker.rewind(step)))
+
+    def flush(self) -> Callable[[], None]:
+        """Queues a flush of the workdir's own files; returns what waits until they are written."""
+        names = (MediaFiles.name, TensorBoardTracker.name) if self._files is not None else ()
+        waits = [worker.flush() for worker in self._workers if worker.tracker.name in names]
+
+        def wait() -> None:
+            for each in waits:
+                each(_FLUSH_TIMEOUT)
+
+        return wait
 
     def _add(self, call: TrackerCall) -> None:
         for worker in self._workers:

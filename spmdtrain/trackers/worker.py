@@ -55,7 +55,7 @@ class TrackerWorker:
         self._lock = threading.Lock()
         self._current = ""  # what the thread is doing
         self._begun = self._failed = self._over = False
-        self._ended = threading.Event()  # ends the pause
+        self._hurry = threading.Event()  # ends the pause
         self._thread = threading.Thread(
             target=self._run, name=f"tracker {tracker.name}", daemon=True
         )
@@ -84,7 +84,32 @@ class TrackerWorker:
         if not self._over:
             self._over = True
             self._queue.put(status)
-            self._ended.set()
+            self._hurry.set()
+
+    def flush(self) -> Callable[[float], None]:
+        """Queues a flush.
+
+        Returns:
+          Waits until all calls before it are written, at most for a number of seconds.
+        """
+        done = threading.Event()
+
+        def flush(tracker: Tracker) -> None:
+            tracker.flush()
+            if not self._over:
+                self._hurry.clear()
+            done.set()
+
+        def wait(seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while not (self._failed or self._over or time.monotonic() > until):
+                if done.wait(0.05):
+                    return
+
+        if not (self._failed or self._over):
+            self._queue.put(TrackerCall("a flush", flush, 0))
+            self._hurry.set()
+        return wait
 
     def wait(self, timeout: float, spent: float = 0.0) -> None:
         """Waits until the tracker is closed, and prints what is lost if it takes too long.
@@ -124,7 +149,7 @@ class TrackerWorker:
             with self._lock:
                 self._pending -= size
             if is_last:
-                self._ended.wait(PAUSE)
+                self._hurry.wait(PAUSE)
 
     def _close(self, status: Status) -> None:
         if not self._begun:  # the run failed before its start

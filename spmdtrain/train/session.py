@@ -336,6 +336,7 @@ class RunSession:
                 epoch=self.epochs.to_json(),
                 callbacks=self.callback_states.to_json(),
                 positions=self.stream_progress.at(step),
+                wait_for_files=self.logger.trackers.flush(),
             )
         progress.saved(self.saved_step)
         self.schedule.saved()

@@ -194,7 +194,7 @@ def test_a_run_continues_without_output_that_cannot_be_written(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_reader_and_other_commands_end() -> None:
+def test_a_run_continues_without_a_reader_and_other_commands_end() -> None:
     script = """
 import sys
 from spmdtrain.errors import open_closed_output

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etils import epath
 from helpers import saved_steps, status
 from test_links import fit
 
-from spmdtrain import StorageError, load_params
-from spmdtrain.checkpoints.save import Checkpoints
+from spmdtrain import StorageError, Text, load_params
+from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.files.run_files import RunFiles, Split
+from spmdtrain.trackers.media_files import MediaFiles
+from spmdtrain.train.session import RunSession
 
 
 def at_step(number: int, do: Any) -> dict[str, Any]:
@@ -100,22 +103,21 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
 def test_a_second_signal_while_a_checkpoint_is_published_leaves_it_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seal, wait, waits = Checkpoints._seal, Checkpoints.wait, threading.Event()
+    write, wait, waits = Manifest.write, RunSession.wait_for_save, threading.Event()
 
-    def waited(self: Checkpoints) -> None:
-        if self._saving is not None:
-            waits.set()
+    def waited(self: RunSession) -> None:
+        waits.set()
         wait(self)
 
-    def interrupted(self: Checkpoints) -> None:
-        seal(self)
+    def interrupted(self: Manifest, folder: epath.Path) -> None:
+        write(self, folder)
         assert waits.wait(60)
         for _ in range(2):  # the second one ends the wait for this save
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.4)
 
-    monkeypatch.setattr(Checkpoints, "wait", waited)
-    monkeypatch.setattr(Checkpoints, "_seal", interrupted)
+    monkeypatch.setattr(RunSession, "wait_for_save", waited)
+    monkeypatch.setattr(Manifest, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, 1)
     monkeypatch.undo()
@@ -124,6 +126,32 @@ def test_a_second_signal_while_a_checkpoint_is_published_leaves_it_whole(
     assert status(tmp_path)["status"] == "failed"
     fit(tmp_path, 2)
     assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_what_was_logged_before_a_checkpoint_is_on_disk_when_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a kill loses none of it: a resume does not log these steps again."""
+    write, text, found = Manifest.write, MediaFiles.text, dict[int, list[int]]()
+
+    def slow(self: MediaFiles, *arguments: Any) -> None:
+        time.sleep(0.5)
+        text(self, *arguments)
+
+    def published(self: Manifest, folder: epath.Path) -> None:
+        lines = (tmp_path / "media.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
+        found[self.step] = [step for step in steps if step <= self.step]
+        write(self, folder)
+
+    def log(event: Any) -> None:
+        event.trainer.log({"note": Text("a note")})
+
+    monkeypatch.setattr(Manifest, "write", published)
+    monkeypatch.setattr(MediaFiles, "text", slow)
+    (tmp_path / "media.jsonl").touch()
+    fit(tmp_path, 2, callbacks={"step": log})
+    assert found == {1: [1], 2: [1, 2]}
 
 
 def test_a_signal_after_the_last_step_of_a_fit_stops_the_next_one(tmp_path: Path) -> None:

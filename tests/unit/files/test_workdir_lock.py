@@ -62,7 +62,7 @@ def test_a_start_waits_for_a_holder_that_ends_and_says_so(tmp_path: Path) -> Non
 
 
 def test_a_holder_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workdir_lock, "_PATIENCE", 0.3)
+    monkeypatch.setattr(workdir_lock, "PATIENCE", 0.3)
     with holder(tmp_path, UNTIL_ASKED) as process:
         with pytest.raises(StorageError, match=rf"process {process.pid} on .*: wait for its end"):
             take(tmp_path, [])
