@@ -13,7 +13,7 @@ from spmdtrain.files.npz import write_npz
 from spmdtrain.files.storage import failures, folder_of, in_short, is_url, storage_reason
 from spmdtrain.tree import as_numpy, named_leaves
 from spmdtrain.weights.safetensors_files import SAFETENSORS_DTYPES
-from spmdtrain.weights.weight_map import WeightMap, plain_name, unmapped
+from spmdtrain.weights.weight_map import WeightMap, checked_weight_map, plain_name, unmapped
 
 _SUFFIXES = (".npz", ".safetensors")
 
@@ -49,7 +49,7 @@ def export_params(
         the map does not fit the model.
       StorageError: If the checkpoint cannot be read, or the file cannot be written.
     """
-    target = folder_of(to)
+    weight_map, target = checked_weight_map(weight_map), folder_of(to)
     if target.suffix not in _SUFFIXES:
         raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
     save = _save_npz if target.suffix == ".npz" else _safetensors()

@@ -1,5 +1,6 @@
 """The cluster that TF_CONFIG describes: its tasks and their roles."""
 
+import difflib
 import enum
 import os
 from collections.abc import Mapping
@@ -9,6 +10,15 @@ from typing import Any
 from spmdtrain.cluster import tf_config
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.errors import UserError
+
+_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "SPMDTRAIN_JOB_TOKEN": (),
+    "SPMDTRAIN_JOB_TOKEN_FILE": (),
+    "SPMDTRAIN_TRACEBACK": ("1", "0"),
+    "SPMDTRAIN_EXCEPTHOOK": ("off", "on"),
+}
+"""Environment variables for users, with their values; () if any text is one."""
+_ALIKE = 0.85  # Kubernetes sets SPMDTRAIN_PORT and the like for a service of that name
 
 
 class Role(enum.StrEnum):
@@ -148,8 +158,10 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ClusterSpec:
 
     Raises:
       UserError: If TF_CONFIG is not valid, or if Slurm or Open MPI started another number of
-        processes or gave this one another rank.
+        processes or gave this one another rank; or if a variable has nearly the name of one of
+        spmdtrain, or an unknown value.
     """
+    _check_variables(environ)
     spec = from_tf_config(environ.get("TF_CONFIG"))
     if spec.role is not Role.TRAIN or spec.num_processes == 1:
         return spec
@@ -174,6 +186,16 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ClusterSpec:
                 f"rank {spec.rank}: use the same order of tasks, or unset one of the two"
             )
     return spec
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    for name, value in environ.items():
+        if name in _VARIABLES:
+            values = _VARIABLES[name]
+            if values and value not in ("", *values):
+                raise UserError(f"{name} is {value!r}: set it to {' or '.join(values)}")
+        elif near := difflib.get_close_matches(name, _VARIABLES, n=1, cutoff=_ALIKE):
+            raise UserError(f"the variable {name} is unknown. Did you mean {near[0]!r}?")
 
 
 def from_tf_config(text: str | None) -> ClusterSpec:

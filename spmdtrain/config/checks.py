@@ -250,6 +250,13 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
                 _check_type(name, item, choice)
         if kind is str and not isinstance(value, str):
             raise UserError(f"{name} is {value!r}: it must be a string")
+        if get_origin(kind) is dict:
+            if not isinstance(value, dict):
+                raise UserError(f"{name} is {value!r}: it must be a dictionary")
+            of_keys, of_values = get_args(kind)
+            for key, item in value.items():
+                _check_type(f"a key of {name}", key, of_keys)
+                _check_type(f"{name}[{key!r}]", item, of_values)
 
 
 def _check_integers(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import hashlib
+import inspect
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -235,6 +236,18 @@ class RunConfig:
     those after the first step and before each save."""
     profile_steps: str | None = None
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        inherited = (getattr(base, "__dataclass_fields__", ()) for base in cls.__mro__[1:])
+        fields = {name for names in inherited for name in names}
+        typed = inspect.get_annotations(cls)
+        for name, value in vars(cls).items():
+            if name in fields and name not in typed:
+                raise UserError(
+                    f"{cls.__name__} sets {name} without a type, which does not change the default "
+                    f"of a dataclass: write {name}: {type(value).__name__} = {value!r}"
+                )
 
     def __post_init__(self) -> None:
         # An experiment that overrides this method should call it first; if it does not, the

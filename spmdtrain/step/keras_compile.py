@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spmdtrain.adapters.keras import BoundKeras, import_keras
 from spmdtrain.adapters.keras_internals import all_layers, compile_arguments, reported_name
 from spmdtrain.adapters.keras_losses import ExampleLosses, loss_of
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.keras_metrics import CompiledMetric, OutputMetric
 
 PyTree = Any
@@ -86,7 +86,7 @@ class CompiledKeras:
         Raises:
           UserError: If the batch, a loss or a metric does not fit the model's outputs.
         """
-        x, y, sample_weight = _parts(batch)
+        x, y, sample_weight = _parts(batch, model.keras_model)
         outputs = self._outputs(model(x))
         names = list(outputs)
         predictions = list(outputs.values())
@@ -108,7 +108,7 @@ class CompiledKeras:
           model: The model.
           batch: The batch.
         """
-        return model(_parts(batch)[0])
+        return model(_parts(batch, model.keras_model)[0])
 
     def describe_losses(self) -> str:
         """Returns the compiled losses, and what else may add one, for an error message."""
@@ -244,7 +244,7 @@ class CompiledKeras:
         return _spread(y, names, "y")
 
 
-def _parts(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+def _parts(batch: PyTree, keras_model: Any) -> tuple[PyTree, PyTree, PyTree]:
     """Returns x, y and sample_weight of a batch; None for those that it does not have."""
     if isinstance(batch, tuple):
         if not 1 <= len(batch) <= 3:
@@ -253,6 +253,17 @@ def _parts(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         return x, y, weight
     if isinstance(batch, Mapping) and "x" in batch and set(batch) <= set(_PARTS):
         return batch["x"], batch.get("y"), batch.get("sample_weight")
+    inputs = getattr(keras_model, "inputs", None)  # None for a model without fixed inputs
+    if isinstance(batch, Mapping) and "x" in batch and inputs:
+        by_key = getattr(keras_model, "input", None)
+        known = {*_PARTS, *(each.name for each in inputs)}
+        known |= set(by_key) if isinstance(by_key, Mapping) else set()
+        if unknown := [name for name in batch if name not in known]:
+            raise UserError(
+                f"a batch has {unknown[0]!r}, which is neither one of {', '.join(_PARTS)} nor an "
+                f"input of the Keras model {keras_model.name!r}."
+                f"{did_you_mean(str(unknown[0]), sorted(known))}"
+            )
     return batch, None, None
 
 

@@ -40,7 +40,7 @@ from spmdtrain.train.media_log import checked_media
 from spmdtrain.train.run_logger import Metrics
 from spmdtrain.train.starting_state import parse_fork
 from spmdtrain.train.terminal_of_run import terminal_of
-from spmdtrain.weights.weight_map import WeightMap
+from spmdtrain.weights.weight_map import WeightMap, checked_weight_map
 
 PyTree = Any
 
@@ -85,7 +85,7 @@ class ModelRunner:
         """Called before each batch of an evaluation or prediction; may raise."""
         self._adapter = as_adapter(model)
         self._state: TrainState | None = None  # once a fit has begun
-        self._weight_map = weight_map
+        self._weight_map = checked_weight_map(weight_map)
         # Of what the user has given, before it is used: objects may change later.
         functions = {"model": model, "objective": objective, "reduction": reduction}
         self._code = {use: code_record(function) for use, function in functions.items()}

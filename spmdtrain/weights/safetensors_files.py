@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import numpy as np
 from etils import epath
 
-from spmdtrain.errors import UserError, foreign
+from spmdtrain.errors import UserError, did_you_mean, foreign
 from spmdtrain.files.storage import folder_of, in_short
 from spmdtrain.files.validation import (
     Malformed,
@@ -151,7 +151,9 @@ def _read_index(index: epath.Path) -> Mapping[str, str]:
     """Returns the name of the file of each array."""
     try:
         content = parse_object(read_bytes(index))
-        check({"weight_map": content.get("weight_map")}, _Index, "index")
+        if "weight_map" not in content:  # other programs add fields of their own
+            raise Malformed(f"weight_map is missing.{did_you_mean('weight_map', content)}")
+        check({"weight_map": content["weight_map"]}, _Index, "index")
     except Malformed as error:
         raise UserError(f"{index} is not an index of safetensors files: {error}") from error
     of_index: Mapping[str, str] = content["weight_map"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,11 +112,20 @@ def read_weight_map(file: str) -> WeightMap:
         raise UserError(
             f"{file}: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    if not isinstance(found, Sequence) or not all(isinstance(x, WeightRule) for x in found):
-        raise UserError(f"{file}: has no WEIGHT_MAP, a list of WeightRule")
-    if not found:
+    if not (rules := checked_weight_map(found, f"{file}: WEIGHT_MAP")):
         raise UserError(f"{file}: its WEIGHT_MAP is empty")
-    return found
+    return rules
+
+
+def checked_weight_map(rules: Any, what: str = "weight_map") -> WeightMap:
+    """Returns a list of `WeightRule`; raises `UserError` for anything else, under its name."""
+    if not isinstance(rules, Sequence) or not all(isinstance(x, WeightRule) for x in rules):
+        given = "missing" if rules is None else f"{rules!r:.80}"
+        raise UserError(
+            f"{what} is {given}: it must be a list of rules, such as "
+            '[WeightRule("dense.weight", "kernel", "out in -> in out")]'
+        )
+    return rules
 
 
 def unmapped(rules: WeightMap, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
