@@ -11,7 +11,6 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean, is_text
 from spmdtrain.strategies import strategy
 
@@ -149,7 +148,6 @@ def check_run(config: "RunConfig") -> None:
         if rate is not None and not (rate >= 0 and math.isfinite(rate)):
             raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
     config.profile_range()
-    SkippedBatches.parse(config.skip_steps)
     _check_workdir(config.workdir)
 
 

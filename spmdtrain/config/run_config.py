@@ -102,9 +102,9 @@ class RunConfig:
     reads all records once at the start, and leaves out the bad ones."""
     max_bad_records: int = 100
     """Largest number of records of each dataset that on_bad_record=skip leaves out."""
-    skip_steps: tuple[str, ...] = ()
-    """Batches to leave out, each as A:B: the batches A to B - 1, counted from 0. A run keeps them
-    in all later starts."""
+    skip_steps: tuple[str | int, ...] = ()
+    """Batches to leave out, counted from 0: each a number, or A:B for the batches A to B - 1. A run
+    keeps them in all later starts."""
     stream_shards: int | None = None
     """Number of shards that a stream is read as, fixed for the run. It divides the global batch
     size, and the number of processes divides it. None means the greatest common divisor of the
@@ -258,6 +258,7 @@ class RunConfig:
         for group in (*groups, self.collectives, self.servers):
             group.check()
         check_run(self)
+        object.__setattr__(self, "skip_steps", self.skipped_batches.texts)
 
     @property
     def resolved_batch_size(self) -> int:

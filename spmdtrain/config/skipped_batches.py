@@ -3,10 +3,11 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from spmdtrain.errors import UserError, foreign
 
-_RANGE = re.compile(r"(\d{1,19}):(\d{1,19})", re.ASCII)
+_RANGE = re.compile(r"(\d{1,19})(?::(\d{1,19}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,17 @@ class SkippedBatches:
     ranges: tuple[range, ...] = ()
 
     @classmethod
-    def parse(cls, texts: Sequence[str]) -> "SkippedBatches":
-        """Returns the batches of texts `A:B`, which mean the batches A to B - 1.
+    def parse(cls, given: Sequence[str | int]) -> "SkippedBatches":
+        """Returns the batches of numbers, and of texts `A:B`, which mean the batches A to B - 1.
 
         Args:
-          texts: The option `skip_steps`. Ranges may overlap.
+          given: The option `skip_steps`. Ranges may overlap.
 
         Raises:
-          UserError: If a text is not `A:B` with A < B.
+          UserError: If one is neither a number of a batch nor `A:B` with A < B.
         """
         merged: list[range] = []
-        for each in sorted(map(_parse_range, texts), key=lambda x: x.start):
+        for each in sorted(map(_parse_range, given), key=lambda x: x.start):
             if merged and each.start <= merged[-1].stop:
                 merged[-1] = range(merged[-1].start, max(merged[-1].stop, each.stop))
             else:
@@ -90,12 +91,14 @@ _LAST = 2**40  # of batches: positions of their examples fit into 64 bits
 NOTHING_SKIPPED = SkippedBatches()
 
 
-def _parse_range(text: object) -> range:
-    match = _RANGE.fullmatch(text) if isinstance(text, str) else None
-    start, stop = (int(match[1]), int(match[2])) if match else (0, 0)
+def _parse_range(given: object) -> range:
+    is_number = isinstance(given, Integral) and not isinstance(given, bool)
+    match = _RANGE.fullmatch(str(given)) if is_number or isinstance(given, str) else None
+    start = int(match[1]) if match else 0
+    stop = int(match[2] or start + 1) if match else 0
     if not start < stop <= _LAST:
         raise UserError(
-            f"skip_steps is {foreign(repr(text), 100)}: write A:B with A < B up to "
-            f"{_LAST}, which leaves out the batches A to B - 1, counted from 0"
+            f"skip_steps is {foreign(repr(given), 100)}: write the number of a batch, counted from "
+            f"0, or A:B with A < B up to {_LAST}, which leaves out the batches A to B - 1"
         )
     return range(start, stop)

@@ -1,6 +1,5 @@
 """Datasets: random access to examples by index."""
 
-import functools
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -326,7 +325,6 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
       A dictionary that can be stored as JSON.
     """
     rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
-    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(rows).items()}
     classes, blocks = classes_of(dataset), blocks_of(dataset)
     given: dict[str, Any] = {"classes": list(classes)} if classes else {}
     if blocks is not None:
@@ -340,9 +338,30 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
         given |= parts()
     return given | {
         "examples": len(dataset),
-        "arrays": {n: f"{x.dtype}{list(x.shape[1:])}" for n, x in leaves.items()},
-        "crc32": functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves.values(), 0),
+        **fingerprint_of_rows(rows),
     }
+
+
+def fingerprint_of_rows(rows: PyTree) -> dict[str, Any]:
+    """Returns shapes, dtypes and a CRC-32 of examples, as a step computes with them.
+
+    Without `jax_enable_x64`, the same numbers in 64 and in 32 bits are the same data.
+
+    Args:
+      rows: Arrays with the examples as first dim.
+
+    Returns:
+      A dictionary that can be stored as JSON.
+    """
+    arrays, crc = {}, 0
+    for name, leaf in named_leaves(rows).items():
+        array = np.asarray(leaf)
+        if array.dtype.kind in "iufc":
+            with np.errstate(over="ignore"):
+                array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+        arrays[name] = f"{array.dtype}{list(array.shape[1:])}"
+        crc = zlib.crc32(array.tobytes(), crc)
+    return {"arrays": arrays, "crc32": crc}
 
 
 _WITHIN = ("dataset", "source", "documents", "_source")

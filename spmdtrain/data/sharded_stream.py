@@ -5,7 +5,6 @@ import functools
 import gc
 import multiprocessing
 import weakref
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.datasets import fingerprint_of_rows
 from spmdtrain.data.examples import ExampleReader
 from spmdtrain.data.read_ahead import in_thread
 from spmdtrain.data.sampling import Augment, augmented
@@ -21,7 +21,6 @@ from spmdtrain.data.shard_reader import Place, Position, ShardReader
 from spmdtrain.data.streams import Stream
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
-from spmdtrain.tree import named_leaves
 
 PyTree = Any
 Positions = Mapping[str, Position]
@@ -101,13 +100,10 @@ class ShardedStream:
 
         All processes read it together.
         """
-        leaves = named_leaves(self.first_row(None))
-        crc = functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves.values(), 0)
-        return {
-            "stream_shards": self.shards,
-            "arrays": {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in leaves.items()},
-            # Process 0 has read shard 0; the others, perhaps, first examples of other shards.
-            "crc32": process_group.broadcast(crc),
+        found = fingerprint_of_rows(self.first_row(None))
+        # Process 0 has read shard 0; the others, perhaps, first examples of other shards.
+        return {"stream_shards": self.shards, **found} | {
+            "crc32": process_group.broadcast(found["crc32"])
         }
 
     def batches(

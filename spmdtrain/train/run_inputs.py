@@ -91,8 +91,8 @@ def check_inputs(
         )
     if train is None and config.skip_steps:
         raise UserError(
-            f"skip_steps is {' '.join(config.skip_steps)}, and the loop's own data have no batches "
-            "that could be left out: give the loop a dataset, or leave skip_steps out"
+            f"skip_steps is {' '.join(config.skipped_batches.texts)}, and the loop's own data have "
+            "no batches that could be left out: give the loop a dataset, or leave skip_steps out"
         )
     if train is None and config.steps is None:
         raise UserError("without a dataset there are no epochs: give steps")

@@ -418,7 +418,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--no-shuffle", None, "trained with shuffle=True, this run has False"),
         ("--examples 72", None, "other data: examples was 64, and is 72 now"),
         ("", ("3 * x + 2", "3 * x + 1"), r"other data: crc32 was \d+, and is \d+ now"),
-        ("", ("(x, 3 * x + 2)", "(x, np.float64(x))"), "other data: arrays was .*float64"),
+        ("", ("(x, 3 * x + 2)", "(x, np.float64(x))"), "other data: crc32 was"),
         ("", ("1, 1)", "1, 1, use_bias=False)"), r"params/bias is float32\[1\] there and absent"),
         (
             "",

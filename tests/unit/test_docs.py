@@ -5,6 +5,9 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -195,6 +198,50 @@ def test_every_invariant_names_its_tests() -> None:
 
 
 @pytest.mark.slow
+def test_a_schedule_with_the_rate_of_a_table(tmp_path: Path, monkeypatch: Any) -> None:
+    (shown,) = [block for block in blocks("step.md") if "learning_rate_table" in block]
+    found = run_in(tmp_path, monkeypatch, [shown])
+    for size, rate in ((32, 0.1), (248, 0.1), (256, 0.4), (384, 0.4)):
+        config = spmdtrain.resolve_config(found["Config"](global_batch_size=size))
+        assert config.learning_rate == rate
+    with pytest.raises(spmdtrain.UserError, match="begins at batch size 32"):
+        spmdtrain.resolve_config(found["Config"](global_batch_size=24))
+    # Two updates of sgd, at the rates 0 and 0.04 of the warmup.
+    trainer = found["trainer"]
+    trainer.fit({"x": np.ones(384)}, steps=2)
+    np.testing.assert_allclose(trainer.state.params["w"], 0.08, rtol=1e-6)
+
+
+PAGES_THAT_INSTALL = [
+    *(REPOSITORY / name for name in ("README.md", "docs/notebooks/local.ipynb")),
+    *(REPOSITORY / "docs/notebooks").glob("tpu*.ipynb"),
+    *DOCS.glob("*.md"),
+    *(REPOSITORY / "spmdtrain").rglob("*.py"),
+]
+
+
+def test_every_command_that_installs_names_extras_that_exist() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = {*project["optional-dependencies"]}
+    named: set[str] = set()
+    for page in PAGES_THAT_INSTALL:
+        for found in re.findall(r"'(?:spmdtrain|\.)\[([a-z0-9,]+)\]'", page.read_text()):
+            named |= {*found.split(",")}
+    assert len(named) > 10 and named <= extras
+    (listed,) = re.findall(r"The extras are (.*?) for what", (DOCS / "../README.md").read_text())
+    assert {*re.findall(r"`(\w+)`", listed)} == extras - {"dev", "docs"}
+
+
+@pytest.mark.slow
+def test_an_extra_is_added_where_the_package_is_installed() -> None:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index"]
+    found = subprocess.run(
+        [*command, "spmdtrain[keras]"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert "spmdtrain[keras] in" in found.stdout and "keras" in found.stdout
+
+
 def test_generation_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("python.md"))
     texts: list[list[int]] = [[], []]

@@ -407,6 +407,26 @@ def test_evaluate_repeats_the_number_of_the_run(averaging: Run, tmp_path: Path) 
     assert without.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}
 
 
+@pytest.mark.slow
+def test_a_start_from_a_run_with_an_average_takes_it_and_the_trained_ones_from_a_file(
+    averaging: Run, tmp_path: Path
+) -> None:
+    averaged, trained = both(averaging.state)
+    file = tmp_path / "trained.npz"
+    export_params(str(averaging.workdir), str(file), averaged=False)
+    for source, expected in ((averaging.workdir, averaged), (file, trained)):
+        options: Options = {"ema_decay": 0.3, "checkpoint_at_start": True}
+        started = trainer(tmp_path / source.name, init_from=str(source), **options)
+        started.fit((X, Y), steps=1)
+        first = str(tmp_path / source.name / "checkpoints" / "0")
+        for own in (True, False):
+            assert_same_bits(arrays(load_params(first, averaged=own)), expected)
+    matching = trainer(
+        tmp_path / "matching", init_from=str(averaging.workdir), init_from_strict="matching"
+    )
+    assert matching.evaluate((X, Y)) == averaging.trainer.evaluate((X, Y))
+
+
 def test_the_command_evaluates_the_average_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -443,6 +443,20 @@ def test_data_that_were_read_in_64_bits_are_the_same_data(
             check_same_run(saved, now, "step 1", 1)
 
 
+def test_numbers_in_64_bits_are_the_data_that_a_step_computes_with(tmp_path: Path) -> None:
+    wide = (X.astype(np.float64), Y.astype(np.float64))
+    trainer = linear_model.trainer(workdir=str(tmp_path))
+    trainer.fit((X, Y), steps=1)
+    trainer.fit(wide, steps=2)
+    for steps, data in ((3, wide), (4, (X, Y)), (5, wide)):
+        resumed = linear_model.trainer(workdir=str(tmp_path))
+        resumed.fit(data, steps=steps)
+        assert resumed.step == steps
+    with pytest.raises(UserError, match="other data: crc32 was"):
+        trainer = linear_model.trainer(workdir=str(tmp_path))
+        trainer.fit((wide[0] + 1, wide[1]), steps=6)
+
+
 def test_a_run_resumes_from_a_checkpoint_that_recorded_64_bits(tmp_path: Path) -> None:
     train(tmp_path, 2)
     manifest = tmp_path / "checkpoints" / "2" / "manifest.json"

@@ -1,5 +1,6 @@
 """`skip_steps`: the batches that a run leaves out, also after a resume."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,11 @@ def test_the_batches_of_a_run_are_those_that_are_left_in_order() -> None:
     assert [n in skipped for n in (1, 2, 8, 9)] == [False, True, True, False]
     assert skipped.first_not_in(SkippedBatches.parse(["1:7"])) == 7
     assert SkippedBatches.parse(["2:3"]).first_not_in(skipped) is None
-    for text in ("3", "3:3", "4:3", "-1:2", "a:b", f"0:{2**63}", 7):
-        with pytest.raises(UserError, match=r"skip_steps is .*: write A:B with A < B"):
-            SkippedBatches.parse([text])  # type: ignore[list-item]
+    numbers: list[Any] = [7, np.int64(2), "5", *range(6, 9)]
+    assert SkippedBatches.parse(numbers) == skipped == SkippedBatches.parse(skipped.texts)
+    for given in ("3:", "3:3", "4:3", "-1:2", "a:b", f"0:{2**63}", 2**63, -1, 2.0, True, (2, 3)):
+        with pytest.raises(UserError, match=r"skip_steps is .*: write the number of a batch"):
+            SkippedBatches.parse([given])  # type: ignore[list-item]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -107,8 +110,9 @@ def test_a_run_sees_exactly_the_other_batches_and_keeps_that_when_it_resumes(
     every = losses(whole)
 
     trainer(run, **options).fit(train, steps=4)
-    given = {"skip_steps": ("6:8", "4:5"), **options}
+    given = {"skip_steps": ("6:8", 4), **options}
     trainer(run, **given).fit(train, steps=8)
+    assert json.loads((run / "config.json").read_text())["config"]["skip_steps"] == ["4:5", "6:8"]
     elsewhere = {"mesh": MeshSpec(devices=(0, 1)), **options}
     trainer(run, **elsewhere).fit(train, steps=11)  # keeps the ranges without the option
     left = [*range(4), 5, *range(8, 14)]
