@@ -11,6 +11,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.control import strip_control_codes
+from rich.measure import Measurement
 from rich.progress import (
     MofNCompleteColumn,
     Progress,
@@ -29,6 +30,7 @@ LINE_WIDTH = 80
 """Columns that lines about the start of a run use at most."""
 
 _SHORTEST_BAR = 5  # columns; with less space there is no bar
+_ECHO = 4  # columns: of `^C` typed twice, which the terminal writes behind the bar
 _REFRESH = 0.25  # seconds; a shorter interval is not visible, and each refresh takes time
 
 
@@ -141,6 +143,12 @@ class _BarColumn(ProgressColumn):
 class _BarLine:
     def __init__(self, task: Task, steps: Text, left: Text) -> None:
         self._task, self._steps, self._left = task, steps, left
+
+    def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
+        # A `^C` behind a full line would begin another one, and rich would leave the bar behind.
+        least = self._steps.cell_len + self._left.cell_len + 1
+        width = min(options.max_width, max(least, options.max_width - _ECHO))
+        return Measurement(width, width)
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
         task, width = self._task, options.max_width
@@ -263,7 +271,6 @@ class Terminal:
             self._progress = Progress(
                 _BarColumn(),
                 console=self.console,
-                expand=True,
                 refresh_per_second=1 / _REFRESH,  # a refresh takes 1-2 ms
             )
             self._progress.start()

@@ -36,7 +36,7 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> Terminal:
 
 
 @pytest.mark.parametrize(
-    ("width", "metrics", "bar"), [(20, 0, 0), (40, 1, 0), (60, 2, 8), (80, 3, 9), (120, 4, 34)]
+    ("width", "metrics", "bar"), [(20, 0, 0), (40, 0, 10), (60, 2, 0), (80, 3, 5), (120, 4, 30)]
 )
 def test_a_narrow_bar_shortens_then_loses_metrics_and_never_steps_and_time(
     width: int,
@@ -48,13 +48,47 @@ def test_a_narrow_bar_shortens_then_loses_metrics_and_never_steps_and_time(
     terminal = in_terminal(monkeypatch, width)
     with terminal.progress("train", done=0, total=12345):
         terminal.advance(678, TEXTS)
-    line = re.sub(r"\x1b\[[\d;?]*\w", "", capsys.readouterr().out).rstrip().splitlines()[-1]
+    line = re.sub(r"\x1b\[[\d;?]*\w", "", capsys.readouterr().out).rstrip("\n").splitlines()[-1]
     line = line.rpartition("\r")[2]
-    assert len(line) <= width
+    assert len(line) <= (width if width == 20 else width - 4)
     expected = [" 678/12345", "  ".join(TEXTS[:metrics]), "-:--:--"]
     assert line.endswith(" ".join(x for x in expected if x))
     assert line.startswith("train ") == (width > 20)
     assert len(re.findall("[━╸╺]", line)) == bar
+
+
+def on_screen(written: str, width: int) -> list[str]:
+    """The lines of a terminal that has received a text."""
+    lines, row, column = [""], 0, 0
+    for control, kind, character in re.findall(r"\x1b\[([\d;?]*)(\w)|(.)", written, re.DOTALL):
+        if kind == "A":
+            row -= int(control or 1)
+        elif kind == "K":
+            lines[row] = lines[row][:column] if control != "2" else ""
+        elif character == "\r":
+            column = 0
+        elif character == "\n" or (character and column == width):
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        if character and character not in "\r\n":
+            lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+            column += 1
+    return lines
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_a_bar_stands_once_after_keys_that_the_terminal_shows(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = in_terminal(monkeypatch, width)
+    with terminal.progress("train", done=0, total=50):
+        for step in (1, 2):
+            terminal.advance(step, TEXTS)
+            terminal.console.file.write("^C^C")  # Ctrl-C, as the terminal shows it
+            terminal.line("a line")
+        terminal.console.file.write("^C^C")
+    shown = [line.split()[0] for line in on_screen(capsys.readouterr().out, width) if line.strip()]
+    assert shown == ["a", "a", "train"]
 
 
 def test_a_bar_ends_with_its_last_step(
