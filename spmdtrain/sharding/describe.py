@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.errors import UserError
@@ -21,10 +22,15 @@ def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
       when: The start of the error message, for example "as restored".
 
     Raises:
-      UserError: If a leaf has another sharding.
+      UserError: If a leaf has another sharding, or is float0, which JAX places on no device.
     """
     wanted = named_leaves(shardings)
     for name, leaf in named_leaves(tree).items():
+        if leaf.dtype == jax.dtypes.float0:
+            raise UserError(
+                f"{when}, {name} is float0, which holds no values and is on no device: leave it "
+                "out of the state"
+            )
         want, has = wanted[name], leaf.sharding
         if has.is_equivalent_to(want, leaf.ndim) and _memory(has) == _memory(want):
             continue

@@ -156,8 +156,22 @@ class StepFunctions:
         )
         self._own_reduction = reduction
         for name, leaf in named_leaves(abstract.model_state).items():
-            if is_key(leaf):
-                _check_kept_key(config, name)
+            if not is_key(leaf):
+                continue
+            _check_kept_key(config, name)
+            if extends and self.update.is_frozen(states[name]):
+                raise UserError(
+                    "LoraModel freezes the state of its base model, which keeps a random key "
+                    f"({name}): each step would draw the same numbers from it. Draw from a stream "
+                    "of the model, such as nnx.Rngs or make_rng"
+                )
+        keys = [name for name, leaf in named_leaves(abstract.params).items() if is_key(leaf)]
+        if keys and config.strategy == "parameter_server":
+            raise UserError(
+                f"strategy is parameter_server, and parameter {keys[0]} is a random key, which "
+                "servers cannot send: keep jax.random.key_data of it, and call "
+                "jax.random.wrap_key_data in the model"
+            )
         per_replica = config.batch_statistics == "replica"
         if per_replica and not jax.tree.leaves(self.abstract_state.model_state):
             raise UserError(

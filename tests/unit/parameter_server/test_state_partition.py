@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -20,6 +21,7 @@ from spmdtrain.sharding.resolution import resolve
 from spmdtrain.train.experiment import Experiment, load_experiment
 
 STEPS = 4
+DTYPES = ("bool", "int4", "uint8", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2")
 
 
 class Normed(nnx.Module):
@@ -33,6 +35,22 @@ class Normed(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.outer(self.dropout(self.norm(self.inner(x.reshape(len(x), -1)))))
+
+
+class Counted(nnx.Module):
+    """A linear layer with a state, and a part that is frozen, in dtypes beyond float32."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(64, 10, rngs=rngs)
+        for kind in (nnx.Variable, nnx.Param):
+            values = {name: kind(jnp.ones(8, getattr(jnp, name))) for name in DTYPES}
+            setattr(self, kind.__name__, nnx.data(values))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for name, variable in self.Variable.items():
+            value = variable[...]
+            variable[...] = ~value if name == "bool" else value + self.Param[name][...]
+        return self.layer(x.reshape(len(x), -1))
 
 
 def two_terms(model: Any, batch: Any) -> dict[str, Any]:
@@ -89,7 +107,7 @@ def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
         "clipped",
         *(
             pytest.param(x, marks=pytest.mark.nightly)
-            for x in ("state", "mlp", "freeze and averaged", "terms")
+            for x in ("state", "mlp", "freeze and averaged", "terms", "dtypes")
         ),
     ],
 )
@@ -97,7 +115,11 @@ def test_one_worker_makes_what_a_mirrored_step_makes(kind: str) -> None:
     options: dict[str, Any] = {}
     if kind == "freeze and averaged":
         options = {"freeze": ("layers/0",), "ema_decay": 0.9}
+    if kind == "dtypes":
+        options = {"freeze": ("^Param/",)}
     of, config = experiment(strategy="mirrored", **options)
+    if kind == "dtypes":
+        of = dataclasses.replace(of, model=Counted, rules=())
     if kind == "state":
         of = dataclasses.replace(of, model=Normed, rules=())
     if kind == "clipped":
@@ -113,6 +135,8 @@ def test_one_worker_makes_what_a_mirrored_step_makes(kind: str) -> None:
         state, losses = divided(of, config, servers)
         assert str(jax.tree.structure(state)) == str(jax.tree.structure(expected))
         for x, y in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+            assert x.dtype == y.dtype
+            x, y = (np.asarray(each).astype(np.complex64) for each in (x, y))
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=f"{servers} servers")
         assert len(set(losses)) == STEPS
 

@@ -14,6 +14,8 @@ from flax import nnx
 from spmdtrain import (
     CollectiveOptions,
     FunctionModel,
+    Loop,
+    LoraModel,
     MeshSpec,
     ShardingOptions,
     Trainer,
@@ -243,3 +245,77 @@ def test_complex_parameters_are_trained_as_in_plain_jax(options: dict[str, Any])
     np.testing.assert_allclose(
         trainer.state.params["kernel"], params["kernel"], rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.slow
+def test_a_base_model_of_factors_has_frozen_arrays_of_any_dtype(tmp_path: Path) -> None:
+    names = ("keys", *NUMBERS)
+    frozen = {"kernel": jnp.eye(4), **{name: (KEYS | NUMBERS)[name]() for name in names}}
+
+    def make() -> Trainer:
+        model = LoraModel(FunctionModel(lambda key: frozen, apply), "^kernel$", rank=2, alpha=2.0)
+        return make_trainer(model, shuffle=False, workdir=str(tmp_path), ema_decay=0.9)
+
+    make().fit((X, Y), steps=1)
+    trainer, optimizer = make(), optax.adam(0.1)
+    trainer.fit((X, Y), validation=(X, Y), steps=2)  # resumed
+    factors = trainer.functions.init(0).params["lora"]["kernel"]
+    state = optimizer.init(factors)
+    for rows in (slice(8), slice(8, 16)):
+
+        def loss(factors: Any, rows: slice = rows) -> jax.Array:
+            kernel = frozen["kernel"] + factors["a"] @ factors["b"]
+            model = partial(apply, {**frozen, "kernel": kernel})
+            return squares(model, (X[rows], Y[rows]))["loss"].mean()
+
+        updates, state = optimizer.update(jax.grad(loss)(factors), state, factors)
+        factors = optax.apply_updates(factors, updates)
+    assert trainer.state is not None
+    found = dict(trainer.state.params)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+        found.pop("lora")["kernel"],
+        factors,
+    )
+    np.testing.assert_equal(as_numbers(found), as_numbers(frozen))
+    assert load_params(str(tmp_path))["int4"].dtype == jnp.int4
+
+
+NOTHING = np.zeros(3, jax.dtypes.float0)
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no values": (
+        FunctionModel(lambda key: {"kernel": jnp.eye(4), "none": NOTHING}, apply),
+        {"freeze": ("none",)},
+        "params/none is float0",
+    ),
+    "no values beside factors": (
+        LoraModel(
+            FunctionModel(lambda key: {"kernel": jnp.eye(4), "none": NOTHING}, apply), "kernel"
+        ),
+        {},
+        "params/none is float0",
+    ),
+    "a key beside factors": (
+        LoraModel(partial(Model, ("key",)), "kernel"),
+        {},
+        "LoraModel freezes the state of its base model, which keeps a random key .kept/key",
+    ),
+    "a key on servers": (
+        FunctionModel(lambda key: {"kernel": jnp.eye(4), "keys": KEYS["keys"]()}, apply),
+        {"freeze": ("keys",), "strategy": "parameter_server", "mesh": MeshSpec()},
+        "parameter keys is a random key, which servers cannot send",
+    ),
+}
+
+
+def test_a_loop_names_an_array_without_values() -> None:
+    loop = Loop(steps=1, terminal=Terminal(quiet=True))
+    with pytest.raises(UserError, match="q is float0"), loop as own:
+        own.start(lambda key: {"params": jnp.ones(3), "model_state": {"q": NOTHING}})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arrays_that_cannot_be_placed_are_named(name: str) -> None:
+    model, options, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        make_trainer(model, **options).fit((X, Y), steps=1)
