@@ -8,6 +8,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.files import no_follow
 
+_MARKER = ".shared-"
 _VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file system
 
 
@@ -23,9 +24,11 @@ def check_shared(folder: Path) -> None:
     Raises:
       UserError: If a process has another folder at this path than process 0.
     """
-    name = process_group.broadcast(f".shared-{secrets.token_hex(8)}")
+    name = process_group.broadcast(f"{_MARKER}{secrets.token_hex(8)}")
     marker = folder / name
     if process_group.is_chief():
+        for left in sorted(folder.glob(f"{_MARKER}*")):  # by a start that was killed here
+            no_follow.remove(folder, left.name)
         no_follow.create(folder, name).close()
     process_group.barrier()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
+from spmdtrain.checkpoints.shared_folder import check_shared
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import workdir_lock
 from spmdtrain.files.workdir_lock import WorkdirLock
@@ -86,3 +87,11 @@ def test_a_second_writer_of_this_process_is_refused_at_once(tmp_path: Path) -> N
         take(tmp_path, heard)
     one.close()
     assert heard == []
+
+
+def test_what_a_killed_check_of_a_shared_folder_left_is_removed_by_the_next_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".shared-00112233").touch()
+    check_shared(tmp_path)
+    assert list(tmp_path.iterdir()) == []
