@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import hashlib
 import inspect
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.errors import UserError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
+_ADDRESS = r" at 0x[0-9a-fA-F]+"  # in the text of a function or object
 STEPS_BETWEEN_CHECKPOINTS = 500  # of a run whose length is in steps, without epochs to save at
 
 
@@ -426,11 +428,24 @@ def file_of_config(config: RunConfig) -> str | None:
     return getattr(sys.modules.get(type(config).__module__), "__file__", None)
 
 
+def own_code(config: RunConfig) -> dict[str, Any]:
+    """Returns the fields that are functions, classes or objects of an experiment, by name.
+
+    Args:
+      config: The configuration.
+    """
+    inherited = {each.name for each in dataclasses.fields(RunConfig)}
+    names = [each.name for each in dataclasses.fields(config) if each.name not in inherited]
+    found = {name: getattr(config, name) for name in names}
+    return {n: x for n, x in found.items() if callable(x) or re.search(_ADDRESS, str(x))}
+
+
 def config_as_json(config: RunConfig) -> dict[str, Any]:
     """Returns the configuration as JSON values: nested dicts, lists for tuples, string keys.
 
     Args:
-      config: The configuration. A value without a JSON type is replaced by its `str`.
+      config: The configuration. A value without a JSON type is replaced by its `str`, without the
+        addresses of functions and objects, which differ in every process.
     """
 
     def plain(value: Any) -> Any:
@@ -438,6 +453,10 @@ def config_as_json(config: RunConfig) -> dict[str, Any]:
             return {str(key): plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
-        return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(plain, value), key=str)
+        if isinstance(value, (str, int, float, bool, type(None))):
+            return value
+        return re.sub(_ADDRESS, "", str(value))
 
     return plain(dataclasses.asdict(config))

@@ -8,7 +8,7 @@ import numpy as np
 
 from spmdtrain.checkpoints.lora_record import LoraRecord
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
-from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json, own_code
 from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.training_data import (
@@ -18,7 +18,7 @@ from spmdtrain.data.training_data import (
     examples_per_epoch,
 )
 from spmdtrain.distributed import numeric_settings, process_group
-from spmdtrain.distributed.code_digest import CodeRecord
+from spmdtrain.distributed.code_digest import CodeRecord, code_record
 from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.files.storage import is_url
@@ -157,6 +157,8 @@ def identity_of(
     """Returns what a run computes: configuration, data, the shapes of its state, its program."""
     base, state = trained.base, trained.abstract_state
     is_compared = config.workdir is not None or config.fork_from is not None
+    options = own_code(config) if is_compared else {}
+    functions = {**functions, **{f"option {name}": code_record(x) for name, x in options.items()}}
     return Identity(
         config=config_as_json(config),
         dataset={} if train is None else data_fingerprint(train),

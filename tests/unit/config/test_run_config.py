@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import math
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from spmdtrain.config.option_groups import (
     ParameterServerOptions,
     ShardingOptions,
 )
-from spmdtrain.config.run_config import Purpose, RunConfig, config_as_json, derive_seed
+from spmdtrain.config.run_config import Purpose, RunConfig, config_as_json, derive_seed, own_code
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.resolution import resolve, scale_learning_rate
 
@@ -443,3 +444,25 @@ class Own(RunConfig):
 def test_an_integer_that_no_checkpoint_can_hold_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"^(seed|steps|sizes) is .*: it must be below 2\^63"):
         Own(**fields)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lambda x: x + 1,
+        lambda: functools.partial(lambda x, n: x + n, n=1),
+        lambda: ((lambda x: x),),
+        lambda: {"act": lambda x: x},
+        lambda: type("Scale", (), {})(),
+    ],
+    ids=["function", "partial", "tuple", "dict", "object"],
+)
+def test_a_field_that_is_a_function_has_the_same_text_in_every_process(make: Any) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class WithFunction(RunConfig):
+        act: Any
+
+    first, second = WithFunction(act=make()), WithFunction(act=make())
+    assert str(first.act) != str(second.act)  # of two addresses
+    assert config_as_json(first)["act"] == config_as_json(second)["act"]
+    assert own_code(first) == {"act": first.act} and own_code(RunConfig()) == {}
