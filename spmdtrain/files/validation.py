@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar, get_type_hints
 from etils import epath
 
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean, foreign
-from spmdtrain.files.storage import is_url
+from spmdtrain.files.storage import file_system, is_url
 
 T = TypeVar("T")
 
@@ -62,17 +62,23 @@ def read_bytes(
     Args:
       path: The file.
       most: The largest size in bytes.
-      start: The first byte to return; the ones before it are not read from a local file.
-      count: Bytes to return of a local file; default: the rest of it.
+      start: The first byte to return; the ones before it are not read.
+      count: Bytes to return; default: the rest of the file.
 
     Raises:
       Malformed: If it is not a regular file, is larger, or is a symbolic link to itself.
       OSError: If it cannot be read. For URLs also other errors: see `storage.failures`.
     """
     if is_url(path):
-        _check_size(path, path.stat().length, most)
-        content: bytes = path.read_bytes()
-        return content[start:]
+        size = path.stat().length
+        _check_size(path, size, most)
+        content: bytes = b""
+        if start == 0 and count is None:
+            content = path.read_bytes()
+        elif start < size:
+            end = size if count is None else min(size, start + count)
+            content = file_system(str(path)).cat_file(str(path), start, end)
+        return content
     try:
         handle = os.open(path, _OPEN)
     except OSError as error:

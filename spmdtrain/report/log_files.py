@@ -9,7 +9,7 @@ from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_files import FIELDS
-from spmdtrain.files.storage import failures, is_url, one_line
+from spmdtrain.files.storage import failures, file_system, is_url, one_line
 from spmdtrain.files.validation import (
     LARGEST,
     LARGEST_LOG,
@@ -23,6 +23,7 @@ from spmdtrain.files.validation import (
 
 OnBytes = Callable[[int], None]
 _PIECE = 2**24  # bytes that one reading returns, and so the longest line
+_TAIL = 2**12  # bytes, several lines
 _TOGETHER = 2**10  # lines that are decoded at once
 
 
@@ -31,6 +32,7 @@ class FileState:
     """Identity, size in bytes and time of a file, one of which changes if the file does."""
 
     inode: int
+    """For an object at a URL its generation, which each upload changes."""
     size: int
     time: int
 
@@ -46,8 +48,8 @@ def file_state(path: epath.Path) -> FileState | None:
     """
     try:
         if is_url(path):
-            found = path.stat()
-            return FileState(0, found.length, found.mtime)
+            found = file_system(str(path)).info(str(path))
+            return FileState(int(found.get("generation") or 0), found["size"] or 0, 0)
         local = os.stat(path)
         return FileState(local.st_ino, local.st_size, local.st_mtime_ns)
     except (FileNotFoundError, NotADirectoryError):
@@ -59,7 +61,9 @@ def file_state(path: epath.Path) -> FileState | None:
 class GrowingFile:
     """A file of lines that another process appends to.
 
-    A run that resumes replaces its `metrics.jsonl`: then all lines are read again.
+    A run that resumes replaces its `metrics.jsonl`: then all lines are read again. At a URL each
+    upload replaces the object. The new one continues the old one if the bytes before the first new
+    one are the same, because lines are only cut off at the end and appended.
 
     Args:
       path: The file, which need not exist.
@@ -71,6 +75,7 @@ class GrowingFile:
         """Why the file cannot be read; empty if it can."""
         self._state: FileState | None = None
         self._read = 0  # bytes of the complete lines that were returned
+        self._tail = b""  # the last of them, of an object at a URL
 
     def unread(self) -> int:
         """Returns the number of bytes that the next reading will process."""
@@ -81,15 +86,12 @@ class GrowingFile:
 
     def _continues(self, state: FileState) -> bool:
         old = self._state
-        return (
-            not is_url(self.path)
-            and old is not None
-            and state.inode == old.inode
-            and state.size >= self._read
-        )
+        if old is None or state.size < self._read:
+            return False
+        return is_url(self.path) or state.inode == old.inode
 
     def read(self) -> tuple[bool, Sequence[bytes]] | None:
-        """Reads complete lines that are new: of a local file at most 16 MB, so call it until None.
+        """Reads complete lines that are new, at most 16 MB, so call it until None.
 
         Returns:
           Whether the file was replaced, so that earlier lines no longer count, and the lines; None
@@ -102,24 +104,32 @@ class GrowingFile:
         if state == self._state:
             return None
         replaced = not (state is not None and self._continues(state))
-        start, content, fault = 0 if replaced else self._read, b"", ""
+        start, tail = (0, b"") if replaced else (self._read, self._tail)
+        content, fault = b"", ""
         try:
             if state is not None:
-                content = read_bytes(self.path, LARGEST_LOG, start, _PIECE)
+                first, count = start - len(tail), len(tail) + _PIECE
+                content = read_bytes(self.path, LARGEST_LOG, first, count)
         except Malformed as error:
             fault = str(error)
         except FileNotFoundError:
-            state, replaced, start = None, True, 0
+            state, replaced, start, tail = None, True, 0, b""
         except failures(self.path) as error:
             raise StorageError(f"{self.path} cannot be read: {one_line(error)}") from error
+        if not fault and not content.startswith(tail):
+            self._state = None
+            return self.read()
+        content = content[len(tail) :]
         end = content.rfind(b"\n") + 1
         if state is not None and start + len(content) < state.size and not fault:
             if end:
                 state = replace(state, size=start + end)  # differs until the last piece is read
-            else:
+            elif len(content) == _PIECE:
                 fault = f"{self.path} has a line of more than {_PIECE:,} bytes"
         # Only now, so that after an error the next reading has the same lines.
         self._state, self._read, self.fault = state, start + end, fault
+        if is_url(self.path):
+            self._tail = (tail + content[:end])[-_TAIL:]
         return replaced, content[:end].split(b"\n")[:-1]
 
 

@@ -4,7 +4,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from fake_gcs import FakeGcs, Stored, fake_gcs
 from helpers import (
     command,
@@ -28,6 +29,8 @@ from spmdtrain import Figure, RunInfo, Text, Tracker
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.files.storage import folder_of
+from spmdtrain.report import log_files
+from spmdtrain.report.log_files import GrowingFile
 from spmdtrain.run import main
 from spmdtrain.trackers.run_trackers import RunTrackers
 
@@ -192,6 +195,43 @@ def test_lines_reach_a_bucket_from_time_to_time(storage: FakeGcs) -> None:
     written(Split.TRAIN, 5, at=31.0)
     files.close()
     assert there() == [1, 2, 2, 3, 4, 5]
+
+
+def test_a_growing_log_in_a_bucket_is_read_by_pieces_and_from_where_it_ended(
+    storage: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "_PIECE", 10_000)
+    log, sent = GrowingFile(epath.Path("gs://bucket/run/metrics.jsonl")), list[int]()
+
+    def put(lines: Sequence[bytes]) -> None:
+        storage.store("run/metrics.jsonl", b"".join(line + b"\n" for line in lines), {})
+
+    def read() -> tuple[bool, list[bytes]]:
+        was_replaced, found = False, list[bytes]()
+        while (piece := log.read()) is not None:
+            was_replaced, found = was_replaced or piece[0], [*found, *piece[1]]
+            sent.append(sum(len(line) + 1 for line in piece[1]))
+        return was_replaced, found
+
+    lines = [b"%d%s" % (number, b"x" * 100) for number in range(500)]
+    put(lines)
+    assert read() == (True, lines) and len(sent) > 5 and max(sent) <= 10_000
+    assert log.read() is None and log.unread() == 0
+    for new in ([b"new"], [b"newer"] * 200):
+        lines += new
+        put(lines)
+        assert log.unread() == sum(len(line) + 1 for line in new)
+        assert read() == (False, new)
+    resumed = lines[:400] + [b"again"] * 700  # longer than what was read
+    put(resumed)
+    assert read() == (True, resumed) and not log.fault
+    put(lines[:3])
+    assert read() == (True, lines[:3])
+    put([*lines[:3], b"x" * 20_000])
+    assert read() == (False, []) and "a line of more than 10,000 bytes" in log.fault
+    storage.objects.clear()
+    assert read() == (True, []) and not log.fault
+    assert storage.unknown == []
 
 
 def test_a_bucket_keeps_the_lines_of_a_run_before(storage: FakeGcs) -> None:
