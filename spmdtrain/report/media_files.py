@@ -18,6 +18,11 @@ from spmdtrain.report.metric_columns import is_number
 _LARGEST_PICTURE = 2**22  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
 _LONGEST_NAME = 200
+LONGEST_TEXT = 4000
+_MOST_ROWS = 50  # of a table
+_MOST_COLUMNS = 100
+_LONGEST_LIST = 10_001  # the rows of a table, the edges of bins
+_MOST_ITEMS = 200
 
 
 class MediaKind(enum.StrEnum):
@@ -45,7 +50,8 @@ class MediaItem:
       edges: The edges of a histogram's bins, one more than `counts`.
       counts: The count of each bin.
       columns: The titles of a table's columns.
-      rows: The cells of a table.
+      rows: The cells of the first rows of a table.
+      row_count: The number of all its rows.
     """
 
     step: int
@@ -59,14 +65,22 @@ class MediaItem:
     counts: Sequence[float] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    row_count: int = 0
 
 
 @dataclass
 class MediaLog:
-    """The items of `media.jsonl` in the order of the file."""
+    """The items of `media.jsonl` in the order of the file; of very many those of the last steps.
+
+    Attributes:
+      items: The items.
+      invalid: Number of lines that are not valid.
+      dropped: Number of the older items that are left out.
+    """
 
     items: list[MediaItem] = field(default_factory=list)
     invalid: int = 0
+    dropped: int = 0
 
     def add(self, content: Mapping[str, Any]) -> None:
         """Adds the object of a line; counts it as invalid if it is not an item."""
@@ -74,6 +88,10 @@ class MediaLog:
             self.items.append(_parse_item(content))
         except Malformed:
             self.invalid += 1
+        if len(self.items) >= 2 * _MOST_ITEMS:
+            kept = sorted(range(len(self.items)), key=lambda n: (self.items[n].step, n))
+            self.dropped += len(kept) - _MOST_ITEMS
+            self.items = [self.items[n] for n in sorted(kept[-_MOST_ITEMS:])]
 
     def newest(self) -> Sequence[MediaItem]:
         """Returns the items, the newest first; of an item that was logged again the newest."""
@@ -117,23 +135,25 @@ def _parse_item(content: Mapping[str, Any]) -> MediaItem:
             captions = [_cell(x) for x in _list(content.get("captions", []))]
             return MediaItem(**item, file=_inner_path(content.get("file")), captions=captions)
         case MediaKind.TEXT:
-            return MediaItem(**item, text=_string(content.get("text")))
+            return MediaItem(**item, text=_string(content.get("text"))[:LONGEST_TEXT])
         case MediaKind.HISTOGRAM:
             edges, counts = _numbers(content.get("edges")), _numbers(content.get("counts"))
             if len(edges) != len(counts) + 1 or not counts:
                 raise Malformed("edges must be one more than counts")
             return MediaItem(**item, edges=edges, counts=counts)
         case MediaKind.TABLE:
-            columns = [_cell(x) for x in _list(content.get("columns"))]
+            columns = [_cell(x) for x in _list(content.get("columns"), _MOST_COLUMNS)]
             rows = [[_cell(x) for x in _list(row)] for row in _list(content.get("rows"))]
             if any(len(row) != len(columns) for row in rows):
                 raise Malformed("a row has another number of cells than there are columns")
-            return MediaItem(**item, columns=columns, rows=rows)
+            return MediaItem(**item, columns=columns, rows=rows[:_MOST_ROWS], row_count=len(rows))
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: Any, most: int = _LONGEST_LIST) -> list[Any]:
     if not isinstance(value, list):
         raise Malformed("not a list")
+    if len(value) > most:
+        raise Malformed(f"a list of {len(value):,} entries, more than {most:,}")
     return value
 
 

@@ -22,8 +22,6 @@ from spmdtrain.report.run_data import RunData
 
 _MOST_ITEMS = 48
 _MOST_BYTES = 700_000  # of pictures and texts in a page; base64 adds a third
-_MOST_ROWS = 50
-_LONGEST_TEXT = 4000
 
 
 def media_section(runs: Sequence[RunData]) -> Section:
@@ -72,16 +70,15 @@ def _of_run(run: RunData, of: str, most: int, most_bytes: int) -> tuple[list[Blo
                 caption = f"step {item.step:,}{captions}"
                 galleries[title].append(ImageBlock(content, media_type, caption))
             case MediaKind.TEXT:
-                text = item.text[:_LONGEST_TEXT]
-                most_bytes -= len(text.encode(errors="replace"))
-                blocks.append(TextBlock(text, at))
+                most_bytes -= len(item.text.encode(errors="replace"))
+                blocks.append(TextBlock(item.text, at))
             case MediaKind.HISTOGRAM:
                 blocks.append(_histogram(item, at))
             case MediaKind.TABLE:
                 block = _table(item, at)
                 most_bytes -= sum(len(cell) for row in block.rows for cell in row)
                 blocks.append(block)
-    return blocks, len(items) - shown
+    return blocks, run.media.dropped + len(items) - shown
 
 
 def _histogram(item: MediaItem, title: str) -> ChartBlock:
@@ -104,7 +101,6 @@ def _histogram(item: MediaItem, title: str) -> ChartBlock:
 
 
 def _table(item: MediaItem, title: str) -> TableBlock:
-    rows = item.rows[:_MOST_ROWS]
-    if len(item.rows) > len(rows):
-        title += f" (the first {len(rows)} of {len(item.rows):,} rows)"
-    return TableBlock(item.columns, rows, title=title)
+    if item.row_count > len(item.rows):
+        title += f" (the first {len(item.rows)} of {item.row_count:,} rows)"
+    return TableBlock(item.columns, item.rows, title=title)

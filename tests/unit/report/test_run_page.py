@@ -21,6 +21,7 @@ from spmdtrain.page.blocks import GalleryBlock, Page, StatsBlock, TableBlock
 from spmdtrain.page.charts import ChartBlock
 from spmdtrain.page.render import page_content
 from spmdtrain.report.command import Options, RunReport, execute
+from spmdtrain.report.media_files import MediaLog
 from spmdtrain.report.run_page import run_names
 from spmdtrain.terminal import Terminal
 
@@ -313,3 +314,21 @@ def test_wrong_usage_is_a_short_message(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--port is for --follow" in message(run, port=8000)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert "pip install 'spmdtrain[report]'" in message(run)
+
+
+def test_of_a_long_log_of_media_the_items_of_the_last_steps_are_kept() -> None:
+    log = MediaLog()
+    for step in range(1000):
+        log.add({"step": step, "name": "a", "kind": "text", "text": "x" * 10_000})
+    assert len(log.items) < 500 and log.dropped + len(log.items) == 1000
+    assert [item.step for item in log.newest()[:3]] == [999, 998, 997]
+    assert max(len(item.text) for item in log.items) < 5000
+    table = {"step": 1000, "name": "b", "kind": "table", "columns": ["a", "b"]}
+    log.add(table | {"rows": [[1, 2]] * 10_000})
+    newest = log.newest()[0]
+    assert len(newest.rows) < 100 and newest.row_count == 10_000
+    bins = {"edges": [0.0] * 20_001, "counts": [1] * 20_000}
+    histogram = table | bins | {"kind": "histogram"}
+    for wrong in (table | {"rows": [], "columns": ["a"] * 101}, histogram):
+        log.add(wrong)
+    assert log.invalid == 2 and log.newest()[0] is newest
