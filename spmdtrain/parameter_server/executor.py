@@ -64,7 +64,7 @@ class ServerExecutor:
         options, terminal = run.config.servers, run.logger.terminal
         self._run, self._functions, self._key = run, functions, np.asarray(state.key)
         initial: TrainState = jax.tree.map(np.asarray, state)
-        first = int(initial.step)
+        first = self._first = int(initial.step)
         self._partition = server_partition(functions, options, job.servers)
         with terminal.waiting("waiting for the servers"), phase(Phase.START):
             self._ray = job.ray
@@ -121,7 +121,8 @@ class ServerExecutor:
 
     def _wait(self, state: TrainState, batch: int) -> tuple[TrainState, StepOutput]:
         """Waits until the batch is applied; the state remains with the servers."""
-        with phase(Phase.STEP, batch + 1):
+        # The workers start and compile before the first batch, which is no time of steps.
+        with phase(Phase.COMPILED if batch == self._first else Phase.STEP, batch + 1):
             outcome = self._scheduler.take(batch)
         if "staleness" in outcome.metrics:
             raise UserError(

@@ -531,3 +531,4 @@ def test_the_time_of_the_workers_counts_as_steps(tmp_path: Path) -> None:
     found = [x["seconds"] for x in read_events(str(tmp_path / "run")) if x["event"] == "phases"][-1]
     others = sum(found.get(name, 0.0) for name in ("host", "load"))
     assert found["step"] > 3 * others, found
+    assert found["compile"] > 0, found  # by the workers
