@@ -34,7 +34,7 @@ from spmdtrain import (
     UserError,
     batch_coupled,
 )
-from spmdtrain.models import MLP, Transformer, TransformerConfig, mlp_rules
+from spmdtrain.models import MLP, Llama, LlamaConfig, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.step.shard_loops import tree_loop
@@ -190,6 +190,35 @@ def transformer_digest(**options: Any) -> str:
 def test_a_transformer_has_one_hash_after_two_hundred_steps() -> None:
     """Attention divides by sums, which XLA simplifies in another way on one device."""
     assert len({transformer_digest(**options) for options in PLACEMENTS.values()}) == 1
+
+
+LLAMA = LlamaConfig(vocabulary=64, layers=2, width=64, heads=4, kv_heads=2, hidden=128, context=16)
+GPT2 = TransformerConfig(
+    **{"vocabulary": 61, "rows": 64, "layers": 2, "width": 64, "heads": 4, "hidden": 128},
+    **{"context": 16, "positions": "learned", "blocks": "gpt2", "dropout": 0.1},
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", [partial(Llama, LLAMA), partial(Transformer, GPT2)])
+def test_shipped_transformers_have_the_losses_and_the_state_of_one_device(model: Any) -> None:
+    tokens = np.random.default_rng(0).integers(0, 61, (64, 17)).astype(np.int32)
+
+    def of_tokens(model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": model.token_losses(batch[:, :-1], batch[:, 1:]).loss}
+
+    def found(devices: int) -> tuple[list[float], str]:
+        losses: list[float] = []
+        of = make(
+            **{"model": model, "objective": of_tokens, "exact": 8, "mesh": on(devices)},
+            **{"steps": 12, "global_batch_size": 16, "log_every": 1},
+            callbacks={"log": lambda event: losses.append(event.metrics["loss"])},
+        )
+        of.fit(tokens)
+        assert len(losses) == 12
+        return losses, state_digest(of)
+
+    assert found(1) == found(2) == found(4)
 
 
 def test_the_order_of_a_sum_does_not_depend_on_how_many_turns_a_device_has() -> None:
