@@ -42,14 +42,14 @@ class Counted(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.layer = nnx.Linear(64, 10, rngs=rngs)
-        for kind in (nnx.Variable, nnx.Param):
-            values = {name: kind(jnp.ones(8, getattr(jnp, name))) for name in DTYPES}
-            setattr(self, kind.__name__, nnx.data(values))
+        ones = {name: jnp.ones(8, getattr(jnp, name)) for name in DTYPES}
+        self.counts = nnx.data({name: nnx.Variable(x) for name, x in ones.items()})
+        self.steps = nnx.data({name: nnx.Param(x) for name, x in ones.items()})
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for name, variable in self.Variable.items():
+        for name, variable in self.counts.items():
             value = variable[...]
-            variable[...] = ~value if name == "bool" else value + self.Param[name][...]
+            variable[...] = ~value if name == "bool" else value + self.steps[name][...]
         return self.layer(x.reshape(len(x), -1))
 
 
@@ -116,7 +116,7 @@ def test_one_worker_makes_what_a_mirrored_step_makes(kind: str) -> None:
     if kind == "freeze and averaged":
         options = {"freeze": ("layers/0",), "ema_decay": 0.9}
     if kind == "dtypes":
-        options = {"freeze": ("^Param/",)}
+        options = {"freeze": ("^steps/",)}
     of, config = experiment(strategy="mirrored", **options)
     if kind == "dtypes":
         of = dataclasses.replace(of, model=Counted, rules=())

@@ -194,8 +194,16 @@ def test_a_transformer_has_one_hash_after_two_hundred_steps() -> None:
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=64, heads=4, kv_heads=2, hidden=128, context=16)
 GPT2 = TransformerConfig(
-    **{"vocabulary": 61, "rows": 64, "layers": 2, "width": 64, "heads": 4, "hidden": 128},
-    **{"context": 16, "positions": "learned", "blocks": "gpt2", "dropout": 0.1},
+    vocabulary=61,
+    rows=64,
+    layers=2,
+    width=64,
+    heads=4,
+    hidden=128,
+    context=16,
+    positions="learned",
+    blocks="gpt2",
+    dropout=0.1,
 )
 
 
