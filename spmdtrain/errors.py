@@ -131,19 +131,21 @@ class PreemptedExit(OwnExit):
 
 def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
     """Returns the exit code and the line to print of an error for users; None for any other."""
+    # A message may quote a path or a name with control characters, as the user gave it.
+    message = "\n".join(map(printable, str(error).split("\n")))
     if isinstance(error, UserError):
-        return ExitCode.BAD_INPUT, f"error: {error}"
+        return ExitCode.BAD_INPUT, f"error: {message}"
     if isinstance(error, (StorageError, ClusterError, ReplicaError)):
-        return ExitCode.FAILED, f"failed: {error}"
+        return ExitCode.FAILED, f"failed: {message}"
     if isinstance(error, NonFiniteError):
-        return ExitCode.NON_FINITE, f"stopped: {error}"
+        return ExitCode.NON_FINITE, f"stopped: {message}"
     if str(error) in ("can't start new thread", _NO_PROCESS):
         return ExitCode.FAILED, (
             "failed: no further thread or process can be started: raise the limit of processes of "
             "this user (ulimit -u) or container (pids.max)"
         )
     if isinstance(error, DeviceFaultError):
-        return ExitCode.DEVICE_FAULT, f"stopped: {error}"
+        return ExitCode.DEVICE_FAULT, f"stopped: {message}"
     return None
 
 

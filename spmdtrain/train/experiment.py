@@ -168,8 +168,8 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
       UserError: If the file is missing, fails, or lacks a part.
     """
     path = Path(name)
-    if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "no such file"
+    if not os.path.isfile(path):
+        problem = "is a folder" if os.path.isdir(path) else "no such file"
         raise UserError(f"{path}: {problem}; {option('config')} takes an experiment's .py file")
     if not is_text(str(path.resolve())):
         raise UserError(

@@ -49,9 +49,13 @@ from spmdtrain.data.idx import read_idx
 from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status_of
+from spmdtrain.files.user_folders import private_folder
+from spmdtrain.launch.free_ports import free_ports
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.summary import read_summary, sealed
+from spmdtrain.report.command import RunReport
+from spmdtrain.report.command import main as report
 from spmdtrain.run import main as run
 from spmdtrain.weights.source import open_weights
 from spmdtrain.xla.collectives import collectives
@@ -461,6 +465,85 @@ def token_of_a_job() -> Target:
     return Target(sound, changed_bytes(sound) | st.binary(max_size=5000), read)
 
 
+def next_port() -> Target:
+    """The file with the next port of a launcher, and what may stand in its place."""
+
+    def read(given: bytes | str, folder: Path) -> object:
+        place = Path(tempfile.mkdtemp(dir=folder))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tempfile.tempdir", str(place))
+            path = private_folder() / "next-port"
+            if isinstance(given, bytes):
+                path.write_bytes(given)
+            elif given == "fifo":
+                os.mkfifo(path)
+            elif given == "folder":
+                path.mkdir()
+            else:
+                path.symlink_to("next-port")
+            return free_ports(2)
+
+    kinds = st.sampled_from(["fifo", "folder", "link to itself"])
+    return Target(b"12", kinds | changed_bytes(b"12") | st.binary(max_size=50), read)
+
+
+def logs_of_a_run() -> Target:
+    """The lines from which the page of a run is made."""
+    lines: dict[str, Any] = {
+        "metrics.jsonl": {"step": 1, "split": "train", "loss": 0.5, "gradient_norm": 1.0},
+        "metrics.evaluator.jsonl": {"step": 1, "split": "eval", "trajectory": "a1", "loss": 0.5},
+        "performance.jsonl": {"time": 9.0, "step": 1, "steps_per_second": 2.0, "input_wait": 0.1},
+        "events.jsonl": {"time": 1.0, "event": "phases", "step": 1, "seconds": {"step": 2.0}},
+        "media.jsonl": {"step": 1, "split": "eval", "name": "a", "kind": "text", "text": "b"},
+        "config.json": {"config": {"steps": 3, "mesh": {"data": 2}}, "mesh": "data=2"},
+    }
+    sound = [(name, json.dumps(line).encode() + b"\n") for name, line in lines.items()]
+
+    def changed(name: str) -> st.SearchStrategy[list[tuple[str, bytes]]]:
+        text = changed_text(lines[name]).map(lambda text: [(name, text + b"\n" + text)])
+        odd = ODD_NAMES.map(lambda odd: json.dumps(lines[name]).replace('"loss"', json.dumps(odd)))
+        return text | odd.map(lambda text: [(name, text.encode() + b"\n")])
+
+    def read(given: list[tuple[str, bytes]], folder: Path) -> object:
+        for name, content in [*sound, *given]:
+            (folder / name).write_bytes(content)
+        page = RunReport([str(folder)])
+        page.refresh()
+        return page.page()
+
+    return Target([], st.sampled_from(list(lines)).flatmap(changed), read)
+
+
+def name_of_a_file() -> Target:
+    """A path that a user gives, of any bytes, which may exist as a file, a folder or a FIFO."""
+
+    def read(given: tuple[bytes, str], folder: Path) -> object:
+        name, kind = given
+        path = Path(tempfile.mkdtemp(dir=folder)) / os.fsdecode(name.replace(b"/", b"_"))
+        with contextlib.suppress(OSError, ValueError):  # not a name on this file system
+            make = {"folder": os.mkdir, "fifo": os.mkfifo, "file": os.mknod}.get(kind)
+            if make is not None:
+                make(path)
+        text = str(path)
+        commands: list[Callable[[], int]] = [
+            lambda: run(["--config", text]),
+            lambda: checkpoints(["verify", text]),
+            lambda: report(["--output", str(folder / "page.html"), text]),
+        ]
+        for command in commands:
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                assert command() in (1, 2)
+            assert not HARMFUL.search(out.getvalue())
+        return None
+
+    odd = ODD_NAMES.map(lambda name: name.encode("utf-8", "surrogatepass"))
+    names = st.binary(min_size=1, max_size=8) | odd
+    names = names.map(lambda name: name.replace(b"\0", b"x"))  # no shell can pass a NUL
+    kinds = st.sampled_from(["file", "folder", "fifo", "absent"])
+    return Target((b"a.py", "absent"), st.tuples(names, kinds), read)
+
+
 def plan_summary() -> Target:
     def read(content: bytes, folder: Path) -> object:
         (folder / "x.json").write_bytes(content)
@@ -491,6 +574,9 @@ TARGETS = [
     weights_file,
     numpy_header,
     token_of_a_job,
+    next_port,
+    logs_of_a_run,
+    name_of_a_file,
     hlo_text,
     plan_summary,
 ]
