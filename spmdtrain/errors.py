@@ -131,7 +131,14 @@ class PreemptedExit(OwnExit):
 
 def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
     """Returns the exit code and the line to print of an error for users; None for any other."""
-    # A message may quote a path or a name with control characters, as the user gave it.
+    if _is_limit_of_processes(error):
+        return ExitCode.FAILED, (
+            "failed: no further thread or process can be started: raise the limit of processes of "
+            "this user (ulimit -u) or container (pids.max)"
+        )
+    if not isinstance(error, (UserError, StorageError, ClusterError, StateError)):
+        return None
+    # It may quote a path or a name with control characters, as the user gave it.
     message = "\n".join(map(printable, str(error).split("\n")))
     if isinstance(error, UserError):
         return ExitCode.BAD_INPUT, f"error: {message}"
@@ -139,14 +146,22 @@ def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
         return ExitCode.FAILED, f"failed: {message}"
     if isinstance(error, NonFiniteError):
         return ExitCode.NON_FINITE, f"stopped: {message}"
-    if str(error) in ("can't start new thread", _NO_PROCESS):
-        return ExitCode.FAILED, (
-            "failed: no further thread or process can be started: raise the limit of processes of "
-            "this user (ulimit -u) or container (pids.max)"
-        )
     if isinstance(error, DeviceFaultError):
         return ExitCode.DEVICE_FAULT, f"stopped: {message}"
     return None
+
+
+def _is_limit_of_processes(error: BaseException) -> bool:
+    """Returns whether a thread or process could not be started, because there are too many."""
+    if type(error) is RuntimeError:
+        return str(error) == "can't start new thread"
+    if not isinstance(error, BlockingIOError) or error.errno != errno.EAGAIN:
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return where.partition(".")[0] in ("subprocess", "multiprocessing")
 
 
 def print_error(code: int, line: str, error: Exception) -> int:
@@ -221,15 +236,22 @@ def discard_output(stream: IO[str]) -> None:
 
 
 def open_closed_output() -> None:
-    """Opens standard output and error if the caller has closed them, as `>&-` does.
+    """Opens the standard streams that the caller has closed, as `>&-` does.
 
     The next file that is opened, such as one of a checkpoint, would otherwise get their number, and
     what libraries print.
     """
-    for name in ("stdout", "stderr"):
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+    for number, name in enumerate(("stdout", "stderr"), start=1):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # has the number, if that is still free
-            setattr(sys, name, os.fdopen(nowhere, "w", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def _unwritable() -> str | None:
@@ -243,7 +265,6 @@ def _unwritable() -> str | None:
     return None
 
 
-_NO_PROCESS = str(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
 _NO_VALUE = object()
 _COMMANDS: list[Callable[[], int]] = []  # that run in this process
 

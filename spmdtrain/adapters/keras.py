@@ -4,6 +4,7 @@ import contextlib
 import copy
 import hashlib
 import importlib
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -25,6 +26,8 @@ from spmdtrain.kernels.batch_moments import moments
 from spmdtrain.sharding.placement import current_batch_axis, current_batch_shards
 
 PyTree = Any
+_TRACING = threading.RLock()
+"""Held while layers are changed for a trace: a step may be compiled in another thread."""
 _BUILD = "call it once before, such as model(x[:1])"
 """The advice for a model without its variables."""
 
@@ -94,6 +97,7 @@ class KerasModel:
         # the inner layers.
         frozen = self._frozen_state if mode is Mode.TRAIN else frozenset()
         with (
+            _TRACING,
             self._stored_statistics(frozen),
             self._merged_moments(),
             self._keras.StatelessScope(

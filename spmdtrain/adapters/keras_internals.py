@@ -54,15 +54,14 @@ def with_moments(layers: Sequence[Any], moments: Callable[..., Any]) -> Iterator
         near = jax.lax.stop_gradient(layer.moving_mean.value).astype(inputs.dtype)
         return moments(jnp.moveaxis(inputs, layer.axis, -1), near=near)
 
-    found = [
-        x for x in layers if isinstance(x, kind) and getattr(type(x), "_moments", None) is of_keras
-    ]
+    norms = [x for x in layers if isinstance(x, kind) and of_keras is not None]
+    norms = [x for x in norms if type(x)._moments is of_keras]
     try:
-        for layer in found:
+        for layer in norms:
             vars(layer)["_moments"] = functools.partial(replaced, layer)
         yield
     finally:
-        for layer in found:
+        for layer in norms:
             del vars(layer)["_moments"]
 
 

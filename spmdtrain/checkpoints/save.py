@@ -154,8 +154,9 @@ class Checkpoints:
           epoch: Metrics of the unfinished epoch, for the manifest.
           callbacks: States of the callbacks, for the manifest.
           positions: Positions of the shards of a stream that this process reads.
-          wait_for_files: Waits until other files of the run have what belongs to earlier steps.
-            The checkpoint is published only then, because a resume does not log them again.
+          wait_for_files: Waits, for a limited time, until other files of the run have what belongs
+            to earlier steps. Called before the checkpoint is published, because a resume does not
+            log these steps again.
 
         Raises:
           StorageError: If the previous save has failed, or this one has already.

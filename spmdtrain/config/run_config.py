@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import re
 import sys
+import types
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -241,14 +242,17 @@ class RunConfig:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        inherited = (getattr(base, "__dataclass_fields__", ()) for base in cls.__mro__[1:])
-        fields = {name for names in inherited for name in names}
+        bases = (getattr(base, "__dataclass_fields__", {}) for base in reversed(cls.__mro__[1:]))
+        inherited = {name: field for fields in bases for name, field in fields.items()}
         typed = inspect.get_annotations(cls)
         for name, value in vars(cls).items():
-            if name in fields and name not in typed:
+            # A class with slots is made a second time, with descriptors in place of the defaults.
+            is_default = not isinstance(value, types.MemberDescriptorType)
+            if name in inherited and name not in typed and is_default:
+                kind = inspect.formatannotation(inherited[name].type)
                 raise UserError(
                     f"{cls.__name__} sets {name} without a type, which does not change the default "
-                    f"of a dataclass: write {name}: {type(value).__name__} = {value!r}"
+                    f"of a dataclass: write {name}: {kind} = {value!r}"
                 )
 
     def __post_init__(self) -> None:

@@ -9,12 +9,12 @@ _SAME_REQUEST = 0.3  # seconds in which further signals do not make a request mo
 class StopRequest:
     """The request of signals to stop this process.
 
-    Several signals within 0.3 s of the first are one request: of a job's scheduler, the terminal
-    and a wrapper, each may pass on its own.
+    Signals within 0.3 s of the first are one request, because the scheduler, the terminal and a
+    wrapper may each send one.
 
     Attributes:
       signal: The first signal; None before.
-      repeated: Whether a signal came later than that, which asks to stop at once.
+      repeated: Whether another signal came after these 0.3 s, which asks to stop at once.
       acted: Whether a part of this process has begun to stop because of it.
     """
 

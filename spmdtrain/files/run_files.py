@@ -11,7 +11,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -332,7 +332,14 @@ class RunFiles:
 
     def rewind(self, step: int) -> None:
         """Removes the metrics of later steps, because the run resumes at `step`."""
-        kept = [line for line in self.lines() if line["step"] <= step]
+        self._keep([line for line in self.lines() if line["step"] <= step])
+
+    def remove(self, steps: Collection[int]) -> None:
+        """Removes the metrics of some steps, whose states the training has left."""
+        self._keep([line for line in self.lines() if line["step"] not in steps])
+
+    def _keep(self, kept: list[dict[str, Any]]) -> None:
+        self.check_lock()
         content = "".join(json.dumps(line) + "\n" for line in kept).encode()
         self._appender.close()
         with _storage_errors(self._lines):

@@ -49,7 +49,10 @@ class StateHash:
 
 @dataclass(frozen=True)
 class ResumedAt:
-    """The step from which a later start of a run has resumed: hashes of later steps are void."""
+    """The step from which a later start has resumed: hashes of later steps are void.
+
+    It is -1 for a start that continues nothing.
+    """
 
     step: int
 

@@ -25,6 +25,11 @@ _POLL_INTERVAL = 0.2  # seconds
 _held: "weakref.WeakSet[WorkdirLock]" = weakref.WeakSet()
 
 
+def _files_held() -> list[IO[bytes]]:
+    """Returns the locked files of this process."""
+    return [lock._file for lock in _held if not lock._file.closed]
+
+
 def _release_in_child() -> None:
     """Closes the locks in a forked process, which would hold them after the end of this one."""
     for lock in list(_held):
@@ -80,7 +85,7 @@ class WorkdirLock:
                 self._file.seek(0)
                 holder = self._file.read(300).decode(errors="replace")
                 self._file.seek(0)
-            if holder == _holder():
+            if any(os.path.sameopenfile(x.fileno(), self._file.fileno()) for x in _files_held()):
                 raise UserError(f"{problem} of this process")
             by = f"{problem} ({foreign(holder, 300)})" if holder else problem
             if time.monotonic() >= until:

@@ -226,7 +226,10 @@ class _Stream:
         # exiting. If the stream is closed or its disk is full, the training continues without it.
         try:
             while line:
-                line = line[os.write(self._file, line) :]
+                try:
+                    line = line[os.write(self._file, line) :]
+                except BlockingIOError:  # the stream is not blocking
+                    select.select([], [self._file], [])
         except OSError as error:
             if not self._failed:
                 self._failed = True
@@ -400,7 +403,6 @@ class Signals:
 
     The stop signals are SIGTERM, SIGHUP, SIGINT and SIGUSR1, which Slurm sends before the end of a
     job. A signal that is already ignored, such as under nohup, stays ignored.
-
     """
 
     def __init__(self) -> None:

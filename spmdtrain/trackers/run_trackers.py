@@ -299,9 +299,9 @@ class RunTrackers:
         self._add(TrackerCall(f"rewind to step {step}", lambda tracker: tracker.rewind(step)))
 
     def flush(self) -> Callable[[], None]:
-        """Queues a flush of the workdir's own files; returns what waits until they are written."""
-        names = (MediaFiles.name, TensorBoardTracker.name) if self._files is not None else ()
-        waits = [worker.flush() for worker in self._workers if worker.tracker.name in names]
+        """Queues a flush of the workdir's own files; returns what waits for it, at most 10 s."""
+        own = (MediaFiles, TensorBoardTracker)
+        waits = [worker.flush() for worker in self._workers if isinstance(worker.tracker, own)]
 
         def wait() -> None:
             for each in waits:

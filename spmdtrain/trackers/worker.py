@@ -102,13 +102,14 @@ class TrackerWorker:
 
         def wait(seconds: float) -> None:
             until = time.monotonic() + seconds
-            while not (self._failed or self._over or time.monotonic() > until):
+            while is_queued and not self._failed and time.monotonic() < until:
                 if done.wait(0.05):
                     return
 
-        if not (self._failed or self._over):
+        is_queued = not (self._failed or self._over)
+        if is_queued:
+            self._hurry.set()  # first, because the call clears it
             self._queue.put(TrackerCall("a flush", flush, 0))
-            self._hurry.set()
         return wait
 
     def wait(self, timeout: float, spent: float = 0.0) -> None:

@@ -8,14 +8,14 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.source import Source, list_checkpoints
-from spmdtrain.checkpoints.trajectory import name_at
+from spmdtrain.checkpoints.trajectory import Trajectories, name_at
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
@@ -171,8 +171,10 @@ class _Evaluator:
         workdir, terminal = self.trainer.config.workdir, self.trainer.terminal
         try:
             terminal.line(f"evaluator: waiting for checkpoints in {workdir}")
+            self._patiently(self.checkpoints.look)
+            self._forget_left()
             evaluated = self.files.trajectories(Split.EVAL)
-            self._rewind(self._patiently(lambda: self.checkpoints.settle_evaluated(evaluated)))
+            self._patiently(lambda: self.checkpoints.settle_evaluated(evaluated))
             while (step := self._await_checkpoint()) is not None:
                 self._evaluate(step)
         except PreemptedExit as stop:
@@ -195,7 +197,13 @@ class _Evaluator:
                 self.signals.stop_if_received()
                 # In this order: a training that has ended has saved all its checkpoints before.
                 ended = self._patiently(lambda: self.training.ended(self.checkpoints.steps))
-                self._rewind(self._patiently(self.checkpoints.look))
+                resaved = self._patiently(self.checkpoints.look)
+                if resaved is not None:
+                    # The training went back and runs its steps again: the evaluations from here
+                    # on are of states that no longer exist.
+                    self.files.rewind(resaved - 1)
+                    self.logger.trackers.rewind(resaved - 1)
+                self._forget_left()
                 step = self.checkpoints.due
                 if step is not None or ended:
                     return step
@@ -206,11 +214,17 @@ class _Evaluator:
                 self._pause()
                 self._patiently(self.files.sync)
 
-    def _rewind(self, step: int | None) -> None:
-        """Removes the evaluations from a step on, whose states the training has left."""
-        if step is not None:
-            self.files.rewind(step - 1)
-            self.logger.trackers.rewind(step - 1)
+    def _forget_left(self) -> None:
+        """Removes the evaluations of states that the training has left by going back."""
+        evaluated = self.files.trajectories(Split.EVAL)
+        if not (left := self._patiently(lambda: self.checkpoints.left(evaluated))):
+            return
+        self.files.remove(left)
+        trackers = self.logger.trackers
+        trackers.rewind(min(left) - 1)
+        for step, metrics in self.files.history(Split.EVAL).items():
+            if step > min(left):  # its curves were removed as well
+                trackers.scalars(step, {f"{Split.EVAL}/{n}": x for n, x in metrics.items()})
 
     def _evaluate(self, step: int) -> None:
         """Evaluates the checkpoint of a step and writes its metrics, if it can be read."""
@@ -283,6 +297,7 @@ class _Mark:
     saved_at: str
     sums: int
     trajectory: str
+    trajectories: Trajectories
 
 
 class _Checkpoints:
@@ -292,30 +307,31 @@ class _Checkpoints:
         self._workdir, self._which = workdir, which
         self._source = Source(folder_of(workdir) / "checkpoints", ())
         self._settled: dict[int, _Mark | None] = {}
+        self._newest: _Mark | None = None  # of the last call of `left` that found one
 
-    def settle_evaluated(self, evaluated: Mapping[int, str]) -> int | None:
-        """Marks the checkpoints as done that an earlier start has evaluated.
+    def settle_evaluated(self, evaluated: Container[int]) -> None:
+        """Marks the checkpoints of the last listing as done that an earlier start has evaluated."""
+        for step in self._source.steps:
+            if step in evaluated:
+                self.settle(step, self.mark(step), evaluated=True)
+
+    def left(self, evaluated: Mapping[int, str]) -> set[int]:
+        """Returns the steps of evaluations whose states the training has left, if that is news.
 
         Args:
-          evaluated: Step to the trajectory of the evaluated state.
-
-        Returns:
-          The first step whose evaluation is of a state that the training has left; None if there is
-          none.
+          evaluated: Step to the trajectory of each evaluated state.
         """
-        self._source = list_checkpoints(self._workdir)
-        marks = {step: self.mark(step) for step in self._source.steps}
-        newest = max((step for step, mark in marks.items() if mark is not None), default=None)
-        if newest is None:
-            return None
-        trajectories = read_manifest(self.path(newest)).identity.trajectories
-        for step, name in sorted(evaluated.items()):
+        newest = self.mark(self._source.steps[-1]) if self._source.steps else None
+        if newest is None or newest == self._newest:
+            return set()
+        self._newest = newest
+        marks = {step: self.mark(step) for step in self._source.steps if step in evaluated}
+
+        def name(step: int) -> str:
             mark = marks.get(step)
-            if name != (name_at(trajectories, step) if mark is None else mark.trajectory):
-                return step
-            if step in marks:
-                self.settle(step, mark, evaluated=True)
-        return None
+            return name_at(newest.trajectories, step) if mark is None else mark.trajectory
+
+        return {step for step, trajectory in evaluated.items() if trajectory != name(step)}
 
     def look(self) -> int | None:
         """Lists the checkpoints.
@@ -375,8 +391,9 @@ class _Checkpoints:
             if not isinstance(error, CheckpointCorruptedError) and self.holds(step):
                 raise
             return None
-        name = name_at(manifest.identity.trajectories, step)
-        return _Mark(manifest.saved_at, hash(frozenset(manifest.sums.items())), name)
+        known = manifest.identity.trajectories
+        sums = hash(frozenset(manifest.sums.items()))
+        return _Mark(manifest.saved_at, sums, name_at(known, step), known)
 
 
 # -- the training ------------------------------------------------------------------------------

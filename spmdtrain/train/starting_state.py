@@ -161,7 +161,7 @@ def _resume(
     assert run.checkpoints is not None
     log, warn = run.logger.terminal.line, run.logger.terminal.warning
     for name in run.checkpoints.quarantined:
-        warn(f"an earlier start has not completed it: a checkpoint is quarantined as {name}")
+        warn(f"a checkpoint is quarantined as {name}, which an earlier start had begun")
     try:
         loaded = _load(
             run,

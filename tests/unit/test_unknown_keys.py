@@ -96,7 +96,7 @@ DOCUMENTS: list[tuple[Callable[..., None], dict[str, str], str]] = [
     (environment, {f"{TOKEN}S": "secret"}, f"{TOKEN}S is unknown. Did you mean '{TOKEN}'?"),
     (environment, {"SPMDTRAIN_TOKEN_FILE": "f"}, f"Did you mean '{TOKEN}_FILE'?"),
     (environment, {TRACEBACK: "true"}, f"{TRACEBACK} is 'true': set it to 1 or 0"),
-    (untyped_field, {}, "write steps: int = 7"),
+    (untyped_field, {}, "write steps: int | None = 7"),
     (weight_map, {}, "weight_map is {'k': 'kernel'}: it must be a list of rules"),
     (index, {}, "weight_map is missing. Did you mean 'weight_mp'?"),
     (keras_batch, {}, "a batch has 'sample_weights', .*Did you mean 'sample_weight'?"),

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -232,21 +233,36 @@ def test_an_option_is_named_as_the_user_gives_it() -> None:
     assert option("steps") == "steps"
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (RuntimeError("can't start new thread"), "no further thread or process can be started"),
-        (OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "no further thread or process can be"),
-    ],
-)
+@pytest.mark.parametrize("what", ["thread", "process"])
 def test_a_limit_of_threads_and_processes_is_named(
-    capsys: pytest.CaptureFixture[str], error: Exception, words: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    def fail() -> int:
+    def refuse(*arguments: Any) -> Any:
         raise error
 
-    assert exit_code_of(fail) == 1
-    assert capsys.readouterr().err.startswith(f"failed: {words}")
+    if what == "thread":
+        error: Exception = RuntimeError("can't start new thread")
+        monkeypatch.setattr("threading.Thread.start", refuse)
+        start: Callable[[], Any] = threading.Thread().start
+    else:
+        error = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        code = compile("raise error", "subprocess.py", "exec")
+        where = {"__name__": "subprocess", "error": error}
+        start = partial(exec, code, where)
+
+    assert exit_code_of(start) == 1
+    words = "failed: no further thread or process can be started"
+    assert capsys.readouterr().err.startswith(words)
+
+
+def test_a_busy_resource_of_the_user_s_is_no_limit_of_processes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with pytest.raises(BlockingIOError):
+        exit_code_of(fail)
 
 
 def test_what_python_cannot_write_at_the_end_of_a_command(

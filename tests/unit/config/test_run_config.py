@@ -466,3 +466,12 @@ def test_a_field_that_is_a_function_has_the_same_text_in_every_process(make: Any
     assert str(first.act) != str(second.act)  # of two addresses
     assert config_as_json(first)["act"] == config_as_json(second)["act"]
     assert own_code(first) == {"act": first.act} and own_code(RunConfig()) == {}
+
+
+def test_a_config_may_have_slots() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Config(RunConfig):
+        steps: int | None = 7
+        extra: int = 1
+
+    assert (Config().steps, Config(extra=2).extra) == (7, 2)

@@ -1,7 +1,9 @@
 """The lock of a workdir: it waits for a holder that ends, names one that does not, and is alone."""
 
 import contextlib
+import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +68,17 @@ def test_a_holder_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(workdir_lock, "PATIENCE", 0.3)
     with holder(tmp_path, UNTIL_ASKED) as process:
         with pytest.raises(StorageError, match=rf"process {process.pid} on .*: wait for its end"):
+            take(tmp_path, [])
+        process.communicate("\n")
+
+
+def test_a_holder_with_the_same_names_in_another_container_is_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workdir_lock, "PATIENCE", 0.3)
+    with holder(tmp_path, UNTIL_ASKED) as process:
+        (tmp_path / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        with pytest.raises(StorageError, match="wait for its end"):
             take(tmp_path, [])
         process.communicate("\n")
 

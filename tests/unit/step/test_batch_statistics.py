@@ -1,7 +1,9 @@
 """Batch statistics of each replica: the numbers of replicas computed one after the other."""
 
 import os
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from processes import job
 from step_helpers import SHOWS_GRADIENTS, on, one_step
 
 from spmdtrain import CollectiveOptions, LinenModel, MeshSpec, Trainer, UserError
+from spmdtrain.adapters.base import Mode
 from spmdtrain.checkpoints.restore import load_variables
 from spmdtrain.models import MLP
+from spmdtrain.sharding.placement import use_placement
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
@@ -169,6 +173,27 @@ def test_keras_layers_have_the_statistics_of_the_global_batch_by_one_collective(
     kinds = Counter(one.kind for one in compiled_step(of, (X, Y, W)).collectives)
     # Both moments, and all gradients and metrics: nothing is differentiated below the layer.
     assert kinds == {"all-gather": 1, "all-reduce": 1}
+
+
+@pytest.mark.slow
+def test_two_threads_may_trace_a_keras_model() -> None:
+    """A step is compiled while another one, or an evaluation, is traced."""
+    model, placement = keras_model(), trainer().placement
+    key = jax.random.key(0)
+    variables = model.init(model.given, key)
+
+    def slow(bound: Any, x: jax.Array) -> jax.Array:
+        time.sleep(0.1)
+        result: jax.Array = bound(x)
+        time.sleep(0.1)
+        return result
+
+    def trace(mode: Mode) -> Any:
+        with use_placement(placement):
+            return jax.make_jaxpr(lambda x: model.run(slow, variables, x, key, mode))(X)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(trace, [Mode.TRAIN, Mode.EVAL]))
 
 
 @pytest.mark.slow

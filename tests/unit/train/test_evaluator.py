@@ -323,29 +323,59 @@ def test_a_corrupted_checkpoint_is_skipped_once_and_hides_no_other(
     assert f"checkpoint {corrupted} is corrupted: " in output
 
 
-def test_evaluations_of_states_that_the_training_has_left_count_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every", "steps"), [(1, [3, 4, 5, 6]), (5, [5, 6])])
+def test_evaluations_of_states_that_the_training_has_left_count_for_nothing(
+    every: int, steps: list[int], tmp_path: Path
+) -> None:
     """The training goes back to step 2 while no evaluator runs, and on with a rate that is bad."""
     workdir = tmp_path / "run"
-    often: dict[str, Any] = {"checkpoint_every_steps": 1, "evaluated_by": "evaluator"}
-    trainer(workdir, **often, keep_latest=9).fit(DATA, validation=DATA)
+    often: dict[str, Any] = {"evaluated_by": "evaluator"}
+    trainer(workdir, **often, checkpoint_every_steps=1, keep_latest=9).fit(DATA, validation=DATA)
     assert watch(one_device(workdir), DATA, total_steps=4) == 0
     before = {line["step"]: line for line in logged(workdir)}
     assert sorted(before) == [1, 2, 3, 4]  # the loss goes down with each step
 
     for step in (3, 4):
         flip(workdir / "checkpoints" / str(step) / "params")
-    worse = {"optimizer": optax.sgd(-0.1), "steps": 6, **often}
+    worse = {"optimizer": optax.sgd(-0.1), "steps": 6, "checkpoint_every_steps": every, **often}
     trainer(workdir, **worse, keep_latest=1).fit(DATA, validation=DATA)
     assert {"3.corrupted", "4.corrupted"} <= {p.name for p in (workdir / "checkpoints").iterdir()}
-    # Those of steps 3 and 4 are not known to be worse, and 2 is the best that is known.
-    assert saved_steps(workdir) == [2, 3, 4, 5, 6]
-    assert watch(one_device(workdir), DATA, total_steps=6) == 0
-    after = {line["step"]: line for line in logged(workdir)}
-    assert sorted(after) == [1, 2, 3, 4, 5, 6]
+    # The later ones are not known to be worse, and 2 is the best that is known.
+    assert saved_steps(workdir) == [2, *steps]
+    for _ in range(2):  # the second one has nothing to do
+        assert watch(one_device(workdir), DATA, total_steps=6) == 0
+        after = {line["step"]: line for line in logged(workdir)}
+        assert list(after) == [1, 2, *steps]
     assert (after[1], after[2]) == (before[1], before[2])
-    assert after[2]["loss"] < after[3]["loss"] < after[4]["loss"] < after[6]["loss"]
+    assert after[2]["loss"] < after[5]["loss"] < after[6]["loss"]
+    assert sorted(curve(workdir)) == [1, 2, *steps]
     listed = Listing.of(epath.Path(workdir / "checkpoints"), saved_steps(workdir))
-    assert listed.best == 2 and listed.metrics[4]["loss"] == after[4]["loss"]
+    assert listed.best == 2 and listed.metrics[5]["loss"] == after[5]["loss"]
+
+
+def test_a_running_evaluator_forgets_states_that_the_training_has_left(
+    stage: Stage, tmp_path: Path
+) -> None:
+    """The training goes back to step 2 and saves no step again."""
+    workdir = stage.workdir
+    often: dict[str, Any] = {"evaluated_by": "evaluator", "keep_latest": 9}
+
+    def train(steps: int, every: int) -> Act:
+        def act() -> None:
+            options = {"steps": steps, "checkpoint_every_steps": every, **often}
+            trainer(workdir, **options).fit(DATA, validation=DATA)
+            if steps < 4:
+                stage.say(Status.RUNNING, steps)()
+
+        return act
+
+    def corrupt() -> None:
+        assert logged_steps(workdir) == [1, 2, 3]
+        flip(workdir / "checkpoints" / "3" / "params")
+        train(4, 9)()
+
+    assert stage.play(train(3, 1), *[stage.nothing] * 5, corrupt) == 0
+    assert logged_steps(workdir) == [1, 2, 4]
 
 
 def test_a_checkpoint_saved_again_is_evaluated_again(stage: Stage, other: Path) -> None:
