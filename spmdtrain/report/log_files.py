@@ -22,7 +22,8 @@ from spmdtrain.files.validation import (
 )
 
 OnBytes = Callable[[int], None]
-_PIECE = 2**24  # bytes that one reading returns, and so the longest line
+PIECE = 2**24
+"""Bytes that one reading returns at most, and so the longest line."""
 _TAIL = 2**12  # bytes, several lines
 _TOGETHER = 2**10  # lines that are decoded at once
 
@@ -108,7 +109,7 @@ class GrowingFile:
         content, fault = b"", ""
         try:
             if state is not None:
-                first, count = start - len(tail), len(tail) + _PIECE
+                first, count = start - len(tail), len(tail) + PIECE
                 content = read_bytes(self.path, LARGEST_LOG, first, count)
         except Malformed as error:
             fault = str(error)
@@ -124,8 +125,8 @@ class GrowingFile:
         if state is not None and start + len(content) < state.size and not fault:
             if end:
                 state = replace(state, size=start + end)  # differs until the last piece is read
-            elif len(content) == _PIECE:
-                fault = f"{self.path} has a line of more than {_PIECE:,} bytes"
+            elif len(content) == PIECE:
+                fault = f"{self.path} has a line of more than {PIECE:,} bytes"
         # Only now, so that after an error the next reading has the same lines.
         self._state, self._read, self.fault = state, start + end, fault
         if is_url(self.path):

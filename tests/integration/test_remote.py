@@ -200,7 +200,7 @@ def test_lines_reach_a_bucket_from_time_to_time(storage: FakeGcs) -> None:
 def test_a_growing_log_in_a_bucket_is_read_by_pieces_and_from_where_it_ended(
     storage: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "_PIECE", 10_000)
+    monkeypatch.setattr(log_files, "PIECE", 10_000)
     log, sent = GrowingFile(epath.Path("gs://bucket/run/metrics.jsonl")), list[int]()
 
     def put(lines: Sequence[bytes]) -> None:
