@@ -80,6 +80,7 @@ class RunLogger:
           is_new: Whether nothing of the workdir is continued: all lines are of other runs.
         """
         last = -1 if is_new else step  # the last step whose lines are of this run
+        was_used = bool(self.files and self.files.lines())
         if note:
             self.terminal.line(note)
         self.times.begin(step, len(placement.devices))
@@ -98,7 +99,7 @@ class RunLogger:
             )
             self.files.write_status(Status.RUNNING, step)
         self.trackers.start(step, config_as_json(self.config))  # now, during the compilation
-        if is_new:
+        if is_new and was_used:
             self.trackers.rewind(last)
         if self.config.workdir is not None:
             for split in self.written:

@@ -173,7 +173,7 @@ def test_a_restarted_run_discards_the_curves_of_its_first_start(tmp_path: Path) 
     assert [line["step"] for line in metrics(workdir)] == [1] and saved_steps(workdir) == []
     assert main(options) == 0
     assert [line["step"] for line in metrics(workdir, "train")] == [1, 4]
-    assert purged(workdir)[-1] == 1
+    assert purged(workdir)[-1] == 0
 
 
 # -- stopped from outside --------------------------------------------------------------------------

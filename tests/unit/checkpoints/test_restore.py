@@ -416,9 +416,10 @@ def test_a_start_from_a_run_with_an_average_takes_it_and_the_trained_ones_from_a
     export_params(str(averaging.workdir), str(file), averaged=False)
     for source, expected in ((averaging.workdir, averaged), (file, trained)):
         options: Options = {"ema_decay": 0.3, "checkpoint_at_start": True}
-        started = trainer(tmp_path / source.name, init_from=str(source), **options)
+        workdir = tmp_path / f"from-{source.name}"
+        started = trainer(workdir, init_from=str(source), **options)
         started.fit((X, Y), steps=1)
-        first = str(tmp_path / source.name / "checkpoints" / "0")
+        first = str(workdir / "checkpoints" / "0")
         for own in (True, False):
             assert_same_bits(arrays(load_params(first, averaged=own)), expected)
     matching = trainer(

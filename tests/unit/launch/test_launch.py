@@ -52,7 +52,7 @@ def mark(name): Path(name).touch()
 def wait_for(*names):
     while not all(Path(name).exists() for name in names): time.sleep(0.01)
 """
-BOUND = 30  # seconds for what takes one or two, on a machine with other work
+BOUND = 90  # seconds for what takes one or two, on a machine with other work
 
 
 def launcher(folder: Path, script: str, *options: object) -> list[str]:
@@ -671,7 +671,7 @@ time.sleep(100)
         wait_for(tmp_path, "chief ready", "worker 0 ready")
         process.send_signal(number)
         time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)  # the same request, as of a wrapper that passes it on
+        process.send_signal(number)  # the same request, as of a wrapper that passes it on
         assert process.wait(BOUND) == 75
     assert not processes_in(tmp_path)
     assert (tmp_path / "chief saved").exists()
