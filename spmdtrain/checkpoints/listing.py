@@ -9,7 +9,6 @@ from etils import epath
 
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
-from spmdtrain.checkpoints.trajectory import name_at
 from spmdtrain.errors import UserError
 from spmdtrain.files.run_files import evaluator_metrics
 
@@ -55,8 +54,7 @@ class Listing:
         evaluated = evaluator_metrics(str(folder.parent))
         metrics = {
             step: dict(
-                manifest.metrics
-                or evaluated.get((step, name_at(manifest.identity.trajectories, step)), {})
+                manifest.metrics or evaluated.get((step, manifest.identity.trajectory_at(step)), {})
             )
             for step, manifest in manifests.items()
         }

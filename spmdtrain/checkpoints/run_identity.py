@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -17,7 +18,6 @@ from spmdtrain.checkpoints.program_changes import (
     program_changes,
     setting_problem,
 )
-from spmdtrain.checkpoints.trajectory import Trajectories
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.data.mixture_order import examples_per_period
@@ -70,8 +70,10 @@ class Identity:
     """For each use, the functions within: digest and place, `FILE:LINE`, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of JAX, XLA and CUDA that change results; empty if they are not recorded."""
-    trajectories: Trajectories = field(default_factory=dict)
-    """The trajectories that have led to the state."""
+    trajectories: Mapping[str, int] = field(default_factory=dict)
+    """Names of the trajectories that have led to the state, each with the step after which it
+    began. A run that goes back to an earlier checkpoint, or starts again from step 0, begins
+    another one, because it makes other states of the same steps."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries and of Python."""
 
@@ -80,6 +82,26 @@ class Identity:
         """Names of the classes in the order of their labels; empty if they have none."""
         names: Sequence[str] = self.dataset.get("classes", ())
         return names
+
+    def trajectory_at(self, step: int) -> str:
+        """Returns the name of the trajectory of the state of a step; "" if it has none.
+
+        What is known of a state, such as its evaluation, is found by this name and the step.
+
+        Args:
+          step: The step.
+        """
+        began = [(start, name) for name, start in self.trajectories.items() if start < step]
+        return max(began, default=(0, ""))[1]
+
+    def branched(self, after: int) -> dict[str, int]:
+        """Returns the trajectories of a run that leaves this one.
+
+        Args:
+          after: The last step that they have in common; -1 if there is none.
+        """
+        kept = {name: start for name, start in self.trajectories.items() if start < after}
+        return {**kept, secrets.token_hex(4): after}
 
 
 def describe_leaves(state: Any) -> dict[str, str]:

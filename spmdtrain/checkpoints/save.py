@@ -31,7 +31,6 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.shared_folder import check_shared
-from spmdtrain.checkpoints.trajectory import name_at
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
@@ -178,8 +177,8 @@ class Checkpoints:
             step, now, identity, metrics, stopped, epoch, callbacks, dict(positions), wait_for_files
         )
         if process_group.is_chief():
-            name = name_at(identity.trajectories, step)
-            self._records[step] = CheckpointRecord(step, now, metrics, name)
+            trajectory = identity.trajectory_at(step)
+            self._records[step] = CheckpointRecord(step, now, metrics, trajectory)
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the checkpoint folder was removed or unmounted")
@@ -377,8 +376,8 @@ class Checkpoints:
         except CheckpointCorruptedError:
             return None
         saved_at = datetime.datetime.fromisoformat(saved.saved_at)
-        name = name_at(saved.identity.trajectories, step)
-        return CheckpointRecord(step, saved_at, saved.metrics, name)
+        trajectory = saved.identity.trajectory_at(step)
+        return CheckpointRecord(step, saved_at, saved.metrics, trajectory)
 
     # -- failures ------------------------------------------------------------------------------
 

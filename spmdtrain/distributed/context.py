@@ -1,7 +1,12 @@
-"""State of this process that outlives a run: its job, its progress record, its exit."""
+"""State of this process that outlives a run: its job, its progress record, signals, its exit.
+
+This module imports no JAX, because the launcher does not.
+"""
 
 import mmap
+import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +19,35 @@ if TYPE_CHECKING:
 
 def ignore_failure(reason: str) -> None:
     """Ignores the failure of another process: the default of `ExitState.on_failure`."""
+
+
+_SAME_REQUEST = 0.3  # seconds in which further signals do not make a request more urgent
+
+
+class StopRequest:
+    """The request of signals to stop this process.
+
+    Signals within 0.3 s of the first are one request, because the scheduler, the terminal and a
+    wrapper may each send one.
+
+    Attributes:
+      signal: The first signal; None before.
+      repeated: Whether another signal came after these 0.3 s, which asks to stop at once.
+      acted: Whether a part of this process has begun to stop because of it.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.repeated = self.acted = False
+        self._received_at = 0.0
+
+    def hear(self, number: int) -> None:
+        """Records a signal."""
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._received_at = signal.Signals(number), now
+        elif now - self._received_at > _SAME_REQUEST:
+            self.repeated = True
 
 
 @dataclass
@@ -55,6 +89,8 @@ class ProcessContext:
     """Publishes the progress of this process; None without a launcher (`progress`)."""
     clock: "PhaseClock | None" = None
     """The seconds of this process in each phase; None before `progress.begin` or a run."""
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    """What signals have asked of this process, and no run has acted on (`preemption`)."""
     exits: ExitState = field(default_factory=ExitState)
     """State of the exit after a failure in this or another process (`failures`)."""
     reserve: mmap.mmap | None = None

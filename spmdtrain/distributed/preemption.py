@@ -7,14 +7,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from spmdtrain.distributed import process_group
-from spmdtrain.distributed.stop_request import StopRequest
+from spmdtrain.distributed.context import CONTEXT, StopRequest
 from spmdtrain.errors import PreemptedExit
-
-
-class _Process:
-    """The state of this process: the request that nothing has acted on yet."""
-
-    request = StopRequest()
 
 
 class StopSignals:
@@ -59,16 +53,16 @@ class StopSignals:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        _Process.request.hear(number)
-        if _Process.request.repeated:
-            _Process.request.acted = True
+        CONTEXT.stop_request.hear(number)
+        if CONTEXT.stop_request.repeated:
+            CONTEXT.stop_request.acted = True
             self._restore()
             os.kill(os.getpid(), number)
 
     def stop_requested(self) -> bool:
         """Returns whether to stop: the same in all processes, which call it at the same points."""
         if self.received is None:
-            self.received = _Process.request.signal
+            self.received = CONTEXT.stop_request.signal
         if self.received is None and process_group.preempted():
             passed_on = process_group.gather(self._passed_on)
             self.received = signal.Signals(next(filter(None, passed_on), signal.SIGTERM))
@@ -82,7 +76,7 @@ class StopSignals:
         """
         if self.stop_requested():
             assert self.received is not None
-            _Process.request.acted = True
+            CONTEXT.stop_request.acted = True
             raise PreemptedExit(self.received.name)
 
     def _restore(self) -> None:
@@ -101,5 +95,5 @@ class StopSignals:
 
 
 def _forget_old_request() -> None:
-    if _Process.request.acted:
-        _Process.request = StopRequest()
+    if CONTEXT.stop_request.acted:
+        CONTEXT.stop_request = StopRequest()

@@ -1,10 +1,11 @@
 """Files of JSON lines that grow during a run."""
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,24 @@ def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
       metrics: Metric name to value.
     """
     return {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+
+
+@contextlib.contextmanager
+def errors_of_writing(path: epath.Path) -> Iterator[None]:
+    """Raises errors of writing a file as `StorageError`.
+
+    Args:
+      path: The file.
+
+    Raises:
+      StorageError: If it cannot be written, or the lock of the workdir is lost.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be written: {one_line(error)}") from error
 
 
 class LineAppender:
@@ -135,12 +154,8 @@ class LinesFile:
         Raises:
           StorageError: If the file cannot be written.
         """
-        try:
+        with errors_of_writing(self._path):
             self._lines.append(json.dumps(content).encode() + b"\n")
-        except StorageError:  # of the lock
-            raise
-        except failures(self._path) as error:
-            raise StorageError(f"{self._path} cannot be written: {one_line(error)}") from error
 
     def close(self) -> None:
         """Closes the file until the next line."""

@@ -11,7 +11,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -20,7 +20,12 @@ from etils import epath
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
 from spmdtrain.files.found_faults import SentinelStatus
-from spmdtrain.files.lines_file import LineAppender, LinesFile, finite_or_null
+from spmdtrain.files.lines_file import (
+    LineAppender,
+    LinesFile,
+    errors_of_writing,
+    finite_or_null,
+)
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line, source_digest
 from spmdtrain.files.validation import (
     LARGEST_LOG,
@@ -277,7 +282,7 @@ class RunFiles:
         first = {"step": step, "split": split} | ({TRAJECTORY: trajectory} if trajectory else {})
         line = json.dumps(first | finite_or_null(metrics) | sorted_counts) + "\n"
         self._parsed = None
-        with _storage_errors(self._lines):
+        with errors_of_writing(self._lines):
             self._appender.append(line.encode())
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
@@ -291,7 +296,7 @@ class RunFiles:
         # A file whose name begins with a dot is being written by a tracker.
         for path in sorted(path for path in files if not path.name.startswith(".")):
             target = self.folder / path.relative_to(self.local)
-            with _storage_errors(target):
+            with errors_of_writing(target):
                 try:
                     state = (path.stat().st_size, path.stat().st_mtime_ns)
                     content = None if self._synced.get(path) == state else path.read_bytes()
@@ -342,7 +347,7 @@ class RunFiles:
         self.check_lock()
         content = "".join(json.dumps(line) + "\n" for line in kept).encode()
         self._appender.close()
-        with _storage_errors(self._lines):
+        with errors_of_writing(self._lines):
             no_follow.write(self.local, self._lines_name, lambda file: file.write(content))
         self._parsed, self._appender = kept, self._new_appender()
 
@@ -352,7 +357,7 @@ class RunFiles:
             self.sync()
 
     def _replace(self, name: str, content: str) -> None:
-        with _storage_errors(self.folder / name):
+        with errors_of_writing(self.folder / name):
             no_follow.write(self.folder, name, lambda file: file.write(content.encode()))
 
 
@@ -498,14 +503,3 @@ def _metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
         for name, value in line.items()
         if name not in NOT_METRICS and not isinstance(value, dict)
     }
-
-
-@contextlib.contextmanager
-def _storage_errors(path: epath.Path) -> Iterator[None]:
-    """Converts errors of writing `path` to `StorageError`."""
-    try:
-        yield
-    except StorageError:  # of the lock
-        raise
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be written: {one_line(error)}") from error

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from spmdtrain.distributed import out_of_memory
-from spmdtrain.distributed.stop_request import StopRequest
+from spmdtrain.distributed.context import StopRequest
 
 _LONGEST_LINE = 1 << 16
 _KEPT_LINES = 300  # lines of standard error in which the reason of a failure is searched
@@ -427,7 +427,7 @@ class Signals:
 
     @property
     def repeated(self) -> bool:
-        """Whether a stop signal came later, which asks to stop at once."""
+        """Whether a second stop signal came more than 0.3 s after the first: stop at once."""
         return self._request.repeated
 
     def _catch(self, number: int, frame: FrameType | None) -> None:

@@ -161,7 +161,7 @@ def make_placement(config: RunConfig) -> Placement:
 _current = jax.make_user_context(default_value=None)
 
 is_data_worker = False
-"""Whether this process is one that reads data for a run (`data_workers`)."""
+"""Whether this process is a data worker of a run (`data_workers`)."""
 
 
 def current_strategy() -> Placement:

@@ -9,13 +9,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
+from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.source import Source, list_checkpoints
-from spmdtrain.checkpoints.trajectory import Trajectories, name_at
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
@@ -297,7 +297,7 @@ class _Mark:
     saved_at: str
     sums: int
     trajectory: str
-    trajectories: Trajectories
+    identity: Identity = field(compare=False)
 
 
 class _Checkpoints:
@@ -329,7 +329,7 @@ class _Checkpoints:
 
         def name(step: int) -> str:
             mark = marks.get(step)
-            return name_at(newest.trajectories, step) if mark is None else mark.trajectory
+            return newest.identity.trajectory_at(step) if mark is None else mark.trajectory
 
         return {step for step, trajectory in evaluated.items() if trajectory != name(step)}
 
@@ -391,9 +391,8 @@ class _Checkpoints:
             if not isinstance(error, CheckpointCorruptedError) and self.holds(step):
                 raise
             return None
-        known = manifest.identity.trajectories
-        sums = hash(frozenset(manifest.sums.items()))
-        return _Mark(manifest.saved_at, sums, name_at(known, step), known)
+        identity, sums = manifest.identity, hash(frozenset(manifest.sums.items()))
+        return _Mark(manifest.saved_at, sums, identity.trajectory_at(step), identity)
 
 
 # -- the training ------------------------------------------------------------------------------

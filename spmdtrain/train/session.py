@@ -11,7 +11,6 @@ from spmdtrain.checkpoints.items import check_can_be_saved
 from spmdtrain.checkpoints.program_changes import changed_functions
 from spmdtrain.checkpoints.run_identity import Identity, all_skipped
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.checkpoints.trajectory import branched
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
@@ -73,7 +72,7 @@ class RunSession:
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
     is_new: bool = True
-    """Whether this start continues nothing of its workdir, which may have lines of earlier ones."""
+    """Whether this start continues no run: lines that the workdir has are of other runs."""
     earlier: Identity | None = None
     """The identity of the run that saved the checkpoint of this start; None without one."""
     start_is_evaluated: bool = True
@@ -219,7 +218,7 @@ class RunSession:
 
     def branch(self, after: int) -> None:
         """Begins a trajectory with the states after a step; -1 if this start continues nothing."""
-        new = process_group.broadcast(branched(self.identity.trajectories, after))
+        new = process_group.broadcast(self.identity.branched(after))
         self.identity = dataclasses.replace(self.identity, trajectories=new)
 
     # -- the boundary between steps ------------------------------------------------------------

@@ -28,7 +28,6 @@ from spmdtrain.checkpoints.source import (
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import UserError, option
-from spmdtrain.files.run_events import read_events
 from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import with_base
@@ -193,11 +192,8 @@ def _resume(
 
 def _has_saved_later(run: RunSession, step: int) -> bool:
     """Returns whether an earlier start began to save a later state, to which this one goes back."""
-    later = False
-    if process_group.is_chief():
-        assert run.config.workdir is not None
-        events = read_events(run.config.workdir)
-        later = any(e["event"] == "checkpoint" and e.get("step", 0) > step for e in events)
+    events = run.logger.times.earlier_events  # in process 0
+    later = any(e["event"] == "checkpoint" and e.get("step", 0) > step for e in events)
     return process_group.broadcast(later)
 
 

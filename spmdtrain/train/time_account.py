@@ -1,5 +1,6 @@
 """The time account of a run: `events.jsonl`, and the goodput over all of its starts."""
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -40,6 +41,11 @@ class TimeAccount:
         self._own: list[RunEvent] = []  # of this start, as far as `run_times` needs them
         self._step, self._written_at, self._ended = 0, 0.0, False
 
+    @functools.cached_property
+    def earlier_events(self) -> list[RunEvent]:
+        """The events of earlier starts, until `begin`; none in a process without files."""
+        return [] if self._files is None else read_events(str(self._files.folder))
+
     def begin(self, step: int, devices: int) -> None:
         """Reads the events of earlier starts, and writes that of this one.
 
@@ -49,7 +55,8 @@ class TimeAccount:
         """
         began = self._phases.began
         if self._files is not None:
-            events = read_events(str(self._files.folder))
+            events = self.earlier_events
+            del self.earlier_events  # a long run has many
             self._earlier, self._done = run_times(events), last_step(events)
             starts = [event["time"] for event in events if event["event"] == "start"]
             self._began = min([began, *starts[:1]])
