@@ -307,7 +307,7 @@ class _Checkpoints:
         self._workdir, self._which = workdir, which
         self._source = Source(folder_of(workdir) / "checkpoints", ())
         self._settled: dict[int, _Mark | None] = {}
-        self._newest: _Mark | None = None  # of the last call of `left` that found one
+        self._newest: int | None = None  # the newest step for which `left` has an answer
 
     def settle_evaluated(self, evaluated: Container[int]) -> None:
         """Marks the checkpoints of the last listing as done that an earlier start has evaluated."""
@@ -316,22 +316,22 @@ class _Checkpoints:
                 self.settle(step, self.mark(step), evaluated=True)
 
     def left(self, evaluated: Mapping[int, str]) -> set[int]:
-        """Returns the steps of evaluations whose states the training has left, if that is news.
+        """Returns the steps of evaluations whose states the training has left.
+
+        Only a new checkpoint tells that: until there is one, none is returned.
 
         Args:
           evaluated: Step to the trajectory of each evaluated state.
         """
-        newest = self.mark(self._source.steps[-1]) if self._source.steps else None
-        if newest is None or newest == self._newest:
+        step = max(self._source.steps, default=None)
+        if step == self._newest or step is None or (newest := self.mark(step)) is None:
             return set()
-        self._newest = newest
-        marks = {step: self.mark(step) for step in self._source.steps if step in evaluated}
-
-        def name(step: int) -> str:
-            mark = marks.get(step)
-            return newest.identity.trajectory_at(step) if mark is None else mark.trajectory
-
-        return {step for step, trajectory in evaluated.items() if trajectory != name(step)}
+        self._newest = step
+        now = {each: newest.identity.trajectory_at(each) for each in evaluated}
+        for each in self._source.steps:
+            if each in evaluated and (mark := self.mark(each)) is not None:
+                now[each] = mark.trajectory
+        return {each for each, trajectory in evaluated.items() if trajectory != now[each]}
 
     def look(self) -> int | None:
         """Lists the checkpoints.
@@ -351,6 +351,7 @@ class _Checkpoints:
                     break
                 resaved = step
         if resaved is not None:
+            self._newest = None
             self._settled = {step: mark for step, mark in self._settled.items() if step < resaved}
         return resaved
 

@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import spmdtrain as s
-from spmdtrain.cluster.spec import from_environment
+from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.files.run_files import status_of
 from spmdtrain.sweep.specification import SweepSpecification, store_specification
 
@@ -124,7 +124,8 @@ def test_an_unknown_key_is_an_error(
 
 def test_variables_of_others_are_none_of_spmdtrain() -> None:
     services = ("PORT", "SERVICE_HOST", "JOB_PORT_2222_TCP", "JOB_SERVICE_HOST", "TASK", "LAUNCH")
-    from_environment({f"SPMDTRAIN_{name}": "1" for name in services})
+    spec = from_environment({f"SPMDTRAIN_{name}": "1" for name in services})
+    assert (spec.role, spec.num_processes) == (Role.LOCAL, 1)
 
 
 @pytest.mark.slow
