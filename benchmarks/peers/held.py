@@ -62,6 +62,7 @@ def experiment_and_config() -> tuple[Experiment, RunConfig]:
         "epochs": None,
         "steps": 10**6,
         "checkpoint_every_steps": 10**6,
+        "steps_per_dispatch": 1,  # the gate counts dispatches
     }
     if work.workload == "flowers":
         flowers = load_experiment(str(FLOWERS), frozenset()).module

@@ -162,12 +162,11 @@ def initialize(
 
 
 def _keep_gloo_from_preempting() -> None:
-    """Makes the threads of JAX's CPU backend ones that no wake-up lets preempt another thread.
+    """Gives the threads of JAX's CPU backend a policy by which a wake-up preempts no thread.
 
-    gloo has a thread that receives. While another thread sends, and holds the lock of the
-    connection, the first one can do nothing and asks again without a pause. If it has preempted
-    the second, it does so for its whole time slice: where the threads share one core, a collective
-    takes 5 to 10 ms instead of 0.1.
+    gloo's receiving thread polls without a pause while another thread sends and holds the lock of
+    the connection. If it has preempted that thread, it polls for a whole time slice: where both
+    share a core, a collective takes 5 to 10 ms instead of 0.1 ms.
     """
     if not hasattr(os, "SCHED_BATCH"):  # not on Linux
         return

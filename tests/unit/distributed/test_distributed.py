@@ -362,6 +362,28 @@ def test_an_error_of_the_users_is_none_whatever_its_words(error: Exception) -> N
     assert not failures.is_lost(error)
 
 
+SCHEDULED = """
+import os
+import spmdtrain
+
+def threads(policy):
+    return {n for n in os.listdir("/proc/self/task") if os.sched_getscheduler(int(n)) == policy}
+
+spmdtrain.initialize()
+import jax
+before = threads(os.SCHED_OTHER)
+jax.devices()
+print(len(threads(os.SCHED_BATCH)) > 0, str(os.getpid()) in threads(os.SCHED_OTHER) & before)
+"""
+
+
+@pytest.mark.slow
+def test_threads_of_cpu_collectives_preempt_no_other() -> None:
+    """gloo's took a whole time slice from the thread it waited for: 10 ms for each collective."""
+    found = run_processes(python(SCHEDULED), processes=2, timeout=100)
+    assert [one.output.splitlines()[-1] for one in found] == ["True True", "True True"]
+
+
 # -- the helper for tests of users' own ------------------------------------------------------------
 
 ECHO = "import json, os; c = json.loads(os.environ['TF_CONFIG']); print(c['task']['type'], "
