@@ -7,12 +7,13 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import absl.logging
 from etils import epath, epy
@@ -48,6 +49,7 @@ with epy.lazy_imports():  # the import takes long and is not needed before the f
     import orbax.checkpoint as ocp
 
 PyTree = Any
+T = TypeVar("T")
 
 _NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
@@ -72,6 +74,9 @@ class Checkpoints:
     only then are older ones removed. If several processes train together, all of them write, and
     all call the same methods in the same order; only process 0 writes the manifest, renames and
     removes.
+
+    One thread, the owner, makes all changes of the folder, one request after the other. An
+    interrupt of the main thread ends a wait for the owner and never a change.
 
     Args:
       folder: The `checkpoints` folder of the workdir.
@@ -101,32 +106,43 @@ class Checkpoints:
             )
         silence_tensorstore_shutdown()
         self._retention, self._evaluated = retention, evaluated
-        self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="save-checkpoint")
+        self._owner = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._manager: Any = None  # opened by the first save
-        self._saving: _Save | None = None
-        self._pending: Future[None] | None = None  # what `_background` does for this save
-        self._sequence = process_group.new_sequence()  # of `_background`
+        self._saving: _Save | None = None  # what the owner saves
+        self._pending: Future[int] | None = None  # the last save that was requested
+        self._sequence = process_group.new_sequence()  # of the owner
         self._failed = self._abandoned = False
+        self._records: dict[int, CheckpointRecord] = {}
+        self.quarantined: Sequence[str] = ()
+        """New names of checkpoints whose quarantine an earlier start has not completed."""
         with self._storage_errors("the folder of the checkpoints cannot be used"):
             if process_group.is_chief():
-                folder.mkdir(parents=True, exist_ok=True)
-                self._remove_links()
-                removed = folder / _REMOVED
-                if not is_url(folder) and removed.exists() and not removed.is_dir():
-                    raise UserError(f"{removed} is not a folder: remove it")
+                self._owned(self._prepare_folder)
             if process_group.count() > 1 and not is_url(folder):
                 check_shared(Path(folder))
             self._opened = self._folder_identity()
-            self._records: dict[int, CheckpointRecord] = {}
-            self.quarantined: Sequence[str] = ()
-            """New names of checkpoints whose quarantine an earlier start has not completed."""
             if process_group.is_chief():
-                self.quarantined = self._complete_quarantine()
-                self._records = {s: r for s in steps_in(folder) if (r := self._record(s))}
+                self._owned(self._read_folder)
         self.saved_step = process_group.broadcast(max(self._records, default=0))
         """Step of the newest checkpoint that is known to be complete; 0 without one."""
-        self._remove()
+        self._owner.submit(self._remove)
+
+    def _owned(self, change: Callable[..., T], *args: Any) -> T:
+        """Returns the result of a change that the owner makes."""
+        return self._owner.submit(change, *args).result()
+
+    def _prepare_folder(self) -> None:
+        """Makes the folder, and removes what must not be there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_links()
+        removed = self.folder / _REMOVED
+        if not is_url(self.folder) and removed.exists() and not removed.is_dir():
+            raise UserError(f"{removed} is not a folder: remove it")
+
+    def _read_folder(self) -> None:
+        """Completes the quarantine of an earlier start, and reads the manifests."""
+        self.quarantined = self._complete_quarantine()
+        self._records = {s: r for s in steps_in(self.folder) if (r := self._record(s))}
 
     def save(
         self,
@@ -158,10 +174,10 @@ class Checkpoints:
             log these steps again.
 
         Raises:
-          StorageError: If the previous save has failed, or this one has already.
+          StorageError: If the previous save has failed.
           ReplicaError: If processes held different copies of the previous state, of which nothing
             was written.
-        """  # noqa: DOC501 (FileNotFoundError becomes a StorageError)
+        """
         if metrics is not None:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.wait()
@@ -172,19 +188,38 @@ class Checkpoints:
         is_copied = can_copy(items)
         if is_copied:
             items = copy_to_host(items)
-        self._pending = None
-        self._saving = save = _Save(
+        save = _Save(
             step, now, identity, metrics, stopped, epoch, callbacks, dict(positions), wait_for_files
         )
-        if process_group.is_chief():
-            trajectory = identity.trajectory_at(step)
-            self._records[step] = CheckpointRecord(step, now, metrics, trajectory)
-        with self._failing():
-            if self._folder_identity() != self._opened:
-                raise FileNotFoundError("the checkpoint folder was removed or unmounted")
-            self._pending = self._background.submit(self._write, save, items, sums)
-            if not is_copied:
-                self._pending.result()
+        self._pending = self._owner.submit(self._save, save, items, sums)
+        if not is_copied:
+            save.is_read.wait()
+
+    def _save(
+        self,
+        save: "_Save",
+        items: Mapping[str, PyTree],
+        sums: Mapping[str, Sequence[PartSum]] | None,
+    ) -> int:
+        """Saves arrays or their copies, and removes older checkpoints; returns the step."""
+        try:
+            with self._failing(save):
+                if self._folder_identity() != self._opened:
+                    raise FileNotFoundError("the checkpoint folder was removed or unmounted")
+                self._saving = save
+                if process_group.is_chief():
+                    trajectory = save.identity.trajectory_at(save.step)
+                    self._records[save.step] = CheckpointRecord(
+                        save.step, save.saved_at, save.metrics, trajectory
+                    )
+                self._write(save, items, sums)
+                save.is_read.set()
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+        finally:
+            save.is_read.set()
+        self._owner.submit(self._remove)
+        return save.step
 
     def _write(
         self,
@@ -215,7 +250,7 @@ class Checkpoints:
 
     def get_ready(self) -> None:
         """Imports Orbax in a thread, so that the first save does not wait for the import."""
-        self._background.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
+        self._owner.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
 
     def wait(self) -> None:
         """Waits for the pending save.
@@ -224,18 +259,14 @@ class Checkpoints:
           StorageError: If it has failed; only once.
           ReplicaError: If processes held different copies of the state; nothing is written then.
         """
-        if self._saving is None:
+        if self._pending is None:
             return
-        if self._pending is None:  # an interrupt came before it had begun
-            self._records.pop(self._saving.step, None)
-            self._saving = None
-            return
-        with self._failing():
-            self._pending.result()
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-        self.saved_step, self._saving = self._saving.step, None
-        self._remove()
+        try:
+            self.saved_step = self._pending.result()
+        except Exception:  # an interrupt only ends the wait
+            self._pending = None
+            raise
+        self._pending = None
 
     def close(self) -> None:
         """Waits for the pending save and releases the folder."""
@@ -244,24 +275,26 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            # After a failure, Orbax raises the same error again.
-            with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
-                if self._manager is not None:
-                    self._manager.close()
-            self._remover.shutdown()
-            self._background.shutdown()
-            if self._failed and self._folder_identity() == self._opened:
-                time.sleep(0.5)  # Orbax does not wait for threads that are still writing
-                self._remove_unfinished()
-            if not is_url(self.folder):
-                with contextlib.suppress(OSError):  # absent, or not empty: left to the next start
-                    os.rmdir(self.folder / _REMOVED)
+            self._owned(self._release)
+            self._owner.shutdown()
+
+    def _release(self) -> None:
+        """Closes Orbax' manager, and removes what a failed save and the removal have left."""
+        # After a failure, Orbax raises the same error again.
+        with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
+            if self._manager is not None:
+                self._manager.close()
+        if self._failed and self._folder_identity() == self._opened:
+            time.sleep(0.5)  # Orbax does not wait for threads that are still writing
+            self._remove_unfinished()
+        if not is_url(self.folder):
+            with contextlib.suppress(OSError):  # absent, or not empty: left to the next start
+                os.rmdir(self.folder / _REMOVED)
 
     def abandon(self) -> None:
         """Releases the folder without waiting, because other processes of the job may be lost."""
-        self._saving = None
-        self._remover.shutdown(wait=False)
-        self._background.shutdown(wait=False)
+        self._pending = None
+        self._owner.shutdown(wait=False)
         self._abandoned = True
 
     def holds(self, step: int) -> bool:
@@ -283,14 +316,18 @@ class Checkpoints:
         names: list[str] = []
         with self._storage_errors(f"a {kind} checkpoint could not be renamed"):
             if steps and process_group.is_chief():
-                intent = json.dumps(_Quarantine(steps=list(steps), kind=kind)).encode()
-                no_follow.write(self.folder, _QUARANTINE, lambda file: file.write(intent))
-                names = self._complete_quarantine()
+                names = self._owned(self._quarantine, _Quarantine(steps=list(steps), kind=kind))
             names = process_group.broadcast(names)
             self.saved_step = process_group.broadcast(max(self._records, default=0))
             if self._manager is not None:
-                self._manager.reload()
+                self._owned(self._manager.reload)
         return names
+
+    def _quarantine(self, wanted: "_Quarantine") -> list[str]:
+        """Records which checkpoints are quarantined, and renames them; returns their new names."""
+        intent = json.dumps(wanted).encode()
+        no_follow.write(self.folder, _QUARANTINE, lambda file: file.write(intent))
+        return self._complete_quarantine()
 
     def _complete_quarantine(self) -> list[str]:
         """Renames the checkpoints that are to be quarantined; returns their new names."""
@@ -382,14 +419,12 @@ class Checkpoints:
     # -- failures ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _failing(self, save: "_Save") -> Iterator[None]:
         """Cleans up after a failed save; raises an error of the storage as `StorageError`."""
-        save = self._saving
-        assert save is not None
         try:
             yield
-        except Exception as error:  # an interrupt only ends the wait: `close` waits for the save
-            self._failed, self._saving = True, None
+        except Exception as error:
+            self._failed = True
             reason = why_failed(error, self.folder)
             if self._folder_identity() == self._opened:
                 self._remove_unfinished()
@@ -443,19 +478,13 @@ class Checkpoints:
                 no_follow.remove(self.folder, path.name)
 
     def _remove(self) -> None:
-        """Deletes, in a thread, the checkpoints that Orbax has moved to `_REMOVED`.
-
-        Some may remain from an earlier start.
-        """
+        """Deletes the checkpoints that Orbax has moved to `_REMOVED`, also in an earlier start."""
         if is_url(self.folder) or not process_group.is_chief():
             return
         with contextlib.suppress(FileNotFoundError):
             for name in no_follow.names_in(self.folder, _REMOVED):
-                self._remover.submit(self._remove_one, f"{_REMOVED}/{name}")
-
-    def _remove_one(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # the next start tries again
-            no_follow.remove(self.folder, name)
+                with contextlib.suppress(OSError):  # the next start tries again
+                    no_follow.remove(self.folder, f"{_REMOVED}/{name}")
 
 
 class _Quarantine(TypedDict):
@@ -486,3 +515,5 @@ class _Save:
     wait_for_files: Callable[[], None]
     sums: dict[str, int] = field(default_factory=dict)
     """In process 0, the checksum of each array by its path, once it is known."""
+    is_read: threading.Event = field(default_factory=threading.Event)
+    """Set once the arrays may be donated, or the save has failed."""
