@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypedDict
+from typing import IO, Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,8 @@ class Manifest:
     """Metrics of the current epoch up to this step (`Epochs.to_json`); empty if not recorded."""
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """States of the callbacks by name (`CallbackStates.to_json`)."""
+    metrics_added: bool = False
+    """Whether a later start has added the metrics, which the callbacks' states are without."""
     stream: str = ""
     """SHA-256 digest of the positions in a stream (`stream_positions`); empty without a stream."""
 
@@ -100,18 +102,21 @@ class Manifest:
         return sum(self.files.values())
 
     def write(self, folder: epath.Path) -> None:
-        """Writes the manifest with its digest to the folder of a checkpoint.
+        """Writes the manifest with its digest to the folder of a checkpoint, or replaces it.
 
         Args:
-          folder: The folder, which has no manifest yet.
+          folder: The folder.
         """
         content = {"format": _FORMAT} | dataclasses.asdict(self)
         signed = content | {"sha256": digest(content)}
-        with no_follow.create(folder.parent, f"{folder.name}/{NAME}") as file:
+
+        def write(file: IO[bytes]) -> None:
             file.write((json.dumps(signed, indent=1) + "\n").encode())
             if not is_url(folder):  # before the folder is renamed; TensorStore syncs its own files
                 file.flush()
                 os.fsync(file.fileno())
+
+        no_follow.write(folder.parent, f"{folder.name}/{NAME}", write)
 
     @classmethod
     def read(cls, folder: epath.Path) -> "Manifest":

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -179,7 +179,7 @@ class Checkpoints:
             was written.
         """
         if metrics is not None:
-            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            metrics = _finite(metrics)
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         items = {item: raw_keys(fields) for item, fields in items_of(state).items()}
@@ -247,6 +247,27 @@ class Checkpoints:
             ),
             force=True,  # the schedule decides when to save, not Orbax's policies
         )
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the metrics of an evaluation that a signal had interrupted to a checkpoint.
+
+        Without them it would never be the best one.
+
+        Args:
+          step: The step; without a checkpoint of it nothing is changed.
+          metrics: As for `save`.
+
+        Raises:
+          StorageError: If the manifest cannot be replaced.
+        """
+        if process_group.is_chief() and step in self._records:
+            with self._storage_errors(f"the metrics of step {step} could not be added"):
+                self._owned(self._add_metrics, step, _finite(metrics))
+
+    def _add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        folder = self.folder / str(step)
+        replace(Manifest.read(folder), metrics=metrics, metrics_added=True).write(folder)
+        self._records[step] = replace(self._records[step], metrics=metrics)
 
     def get_ready(self) -> None:
         """Imports Orbax in a thread, so that the first save does not wait for the import."""
@@ -492,6 +513,11 @@ class _Quarantine(TypedDict):
 
     steps: list[int]
     kind: Literal["corrupted", "suspect"]
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics that are finite."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _by_field(items: Mapping[str, Mapping[str, PyTree]]) -> dict[str, PyTree]:

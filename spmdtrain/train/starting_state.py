@@ -271,7 +271,7 @@ def _continued(
     run.stream_progress.record(saved.step, positions)
     run.epochs.restore(saved.epoch)
     run.callback_states.restore(saved.callbacks, log)
-    run.start_is_evaluated = saved.metrics is not None
+    run.start_is_evaluated = saved.metrics is not None and not saved.metrics_added
     run.continue_from(saved.identity)
     run.earlier = saved.identity
     for change in changes(saved.identity, run.identity):

@@ -324,7 +324,9 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             evaluates = run.config.eval_at_checkpoints
             self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
         if run.missed_evaluation(first):  # a signal interrupted it before this start
-            self._run_validation(run, first)
+            metrics = self._run_validation(run, first)
+            if metrics is not None and run.checkpoints is not None:
+                run.checkpoints.add_metrics(first, metrics)
         if self._callbacks.stop_requested:
             run.schedule.total = first
         if first > (total := run.schedule.total):

@@ -13,12 +13,14 @@ from etils import epath
 from spmdtrain.checkpoints.items import steps_in
 from spmdtrain.checkpoints.manifest import NAME as MANIFEST
 from spmdtrain.distributed import process_group
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import UserError
 from spmdtrain.files.storage import absolute, folder_of, is_url, one_line
 from spmdtrain.files.validation import check
 from spmdtrain.train.callbacks import CallbackContext
 
 _CHECK_INTERVAL = 0.5  # seconds between two checks whether a save is complete
+_SIGNAL_INTERVAL = 0.1  # seconds between two checks whether a signal has arrived
 _REMEMBERED = 1000  # uploaded checkpoints in the state; most older ones are removed by then
 _COMMITTED = "commit_success.txt"  # makes a checkpoint in a bucket complete, for Orbax
 
@@ -108,16 +110,24 @@ class UploadCheckpoints:
         self._steps.put(event.step)
 
     def fit_end(self, event: CallbackContext) -> None:
-        """Waits for the uploads.
+        """Waits for the uploads, until a signal asks this process to stop.
 
         Args:
           event: The event.
         """
-        if self._thread is not None:
-            self._steps.put(None)
-            with event.trainer.terminal.waiting("uploading checkpoints"):
-                self._thread.join()
-            self._thread = None
+        if self._thread is None:
+            return
+        self._steps.put(None)
+        terminal = event.trainer.terminal
+        with terminal.waiting("uploading checkpoints"):
+            while self._thread.is_alive() and CONTEXT.stop_request.signal is None:
+                self._thread.join(_SIGNAL_INTERVAL)
+        if self._thread.is_alive():
+            terminal.warning(
+                f"uploads to {self._where} are not complete, because this process was asked to "
+                "stop: the same command, run again, continues them"
+            )
+        self._thread = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the steps of the uploaded checkpoints."""

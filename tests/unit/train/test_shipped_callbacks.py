@@ -1,6 +1,8 @@
 """Callbacks that are objects: early stopping, plateaus, thresholds, samples and uploads."""
 
 import json
+import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from etils import epath
-from helpers import saved_steps, status
+from helpers import metrics, saved_steps, status
 from jax import Array
 
 from spmdtrain import (
@@ -146,6 +148,9 @@ def test_an_interrupted_evaluation_is_counted_after_the_restart(
 
     with pytest.raises(RuntimeError):
         fit(tmp_path, 20, [{"evaluation": with_score, "step": fail}, *callbacks[1:]])
+    saved = read_manifest(tmp_path)  # or it would never be the best
+    (line,) = (x for x in metrics(tmp_path, "eval") if x["step"] == 4)
+    assert saved.metrics == {name: line[name] for name in ("loss", "score")}
     assert fit(tmp_path, 20).step == 8
     assert_same_run(tmp_path, whole)
     assert (tmp_path / "metrics.jsonl").read_text().count('"step": 4, "split": "eval"') == 1
@@ -270,6 +275,29 @@ def test_complete_checkpoints_are_uploaded_and_repeated_after_a_failure(
     lines = capsys.readouterr().out.splitlines()
     assert "checkpoint 3 was not uploaded to unreliable: no route at 3" in lines, lines
     assert uploads.state_dict()["uploaded"][-1] == 2
+
+
+def test_a_signal_ends_the_wait_for_uploads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reachable, uploaded = threading.Event(), list[int]()
+
+    def upload(path: epath.Path, step: int) -> None:
+        assert reachable.wait(60)
+        uploaded.append(step)
+
+    def ask(event: CallbackContext) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    callbacks = [{"fit_end": ask}, UploadCheckpoints(upload)]
+    options: dict[str, Any] = {"checkpoint_every_steps": 1, "terminal": Terminal()}
+    assert fit(tmp_path, 2, callbacks, **options).step == 2 and not uploaded
+    assert "uploads to upload are not complete" in capsys.readouterr().out
+    with pytest.raises(PreemptedExit):  # the request has not stopped anything yet
+        fit(tmp_path / "next", 2, [])
+    reachable.set()
+    fit(tmp_path, 2, [UploadCheckpoints(upload)], **options)
+    assert sorted(set(uploaded)) == [1, 2]
 
 
 # -- loops -----------------------------------------------------------------------------------------
