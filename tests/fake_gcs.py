@@ -7,7 +7,7 @@ in `unknown`.
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +36,7 @@ class FakeGcs:
     uploads: dict[str, tuple[str, bytearray]] = field(default_factory=dict)  # resumable ones
     unknown: list[str] = field(default_factory=list)
     down: bool = False  # refuses every write
+    before_write: Callable[[str], None] = lambda request: None
     lock: threading.Lock = field(default_factory=threading.Lock)
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -62,6 +63,8 @@ class FakeGcs:
     def answer(
         self, method: str, path: str, query: dict[str, str], range_: str | None, body: bytes
     ) -> Answer:
+        if method != "GET":
+            self.before_write(f"{method} {path} {query.get('name', '')}")
         name, moves, to = map(unquote, path.partition(f"{OBJECTS}/")[2].partition("/moveTo/o/"))
         if self.down and method != "GET":
             return _json(401, {"error": {"message": "no more writes"}})

@@ -11,6 +11,7 @@ TensorStore writes is not seen: it is in the folder of an unfinished checkpoint,
 a whole.
 """
 
+import atexit
 import contextlib
 import errno
 import faulthandler
@@ -34,6 +35,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
 
 import numpy as np
 import optax
+from fake_gcs import BUCKET, FakeGcs, fake_gcs
 from flax import nnx
 from gradient_faults import examples, fault, with_fault
 from gradient_faults import model as model_with_faults
@@ -133,6 +135,36 @@ class Disturbance:
             threading.Timer(pause, os.kill, (pid, signal.SIGINT)).start()
 
 
+@dataclass
+class Bucket:
+    """The bucket of a job, and what happens to the process that writes to it.
+
+    The write at which it happens reaches the bucket.
+    """
+
+    storage: FakeGcs
+    process: int = 0
+
+    def disturb(self, log: Path, cell: Cell, at: int) -> None:
+        """Forgets the last process, and begins to count the writes of the next one."""
+        self._log, self._count, self.process = log, 0, 0
+        self._how, self._at = cell.how, at
+        self.storage.before_write = self._before_write
+
+    def _before_write(self, request: str) -> None:
+        self._count += 1
+        with self._log.open("a") as log:
+            print(self._count, request, file=log)
+        if self._count == self._at:
+            os.kill(self.process, signal.SIGKILL if self._how == "kill" else signal.SIGTERM)
+
+    def copy(self, folder: Path) -> None:
+        """Writes all objects of a job to its folder."""
+        for name, content in self.storage.under(f"{folder.name}/").items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
 # -- the jobs --------------------------------------------------------------------------------------
 
 
@@ -209,6 +241,10 @@ def _with_evaluator(folder: Path) -> None:
     _fit(folder, evaluated_by="evaluator", eval_every_steps=None, keep_latest=99)
 
 
+def _in_bucket(folder: Path) -> None:
+    _fit(folder, workdir=f"gs://{BUCKET}/{folder.name}/run")
+
+
 @dataclass(frozen=True)
 class Job:
     """The tasks of a training."""
@@ -217,7 +253,9 @@ class Job:
     tasks: Sequence[str] = ("",)
     """The type of each task for TF_CONFIG; empty for a process that is alone."""
     apart: bool = False
-    """Whether the others go on when one fails."""
+    """Whether the others continue when one fails."""
+    in_bucket: bool = False
+    """Whether the workdir is in a bucket."""
 
 
 JOBS: Mapping[str, Job] = {
@@ -225,14 +263,15 @@ JOBS: Mapping[str, Job] = {
     "fork": Job(_fork),
     "rollback": Job(_rollback),
     "two processes": Job(_two, ("chief", "worker")),
+    "bucket": Job(_in_bucket, in_bucket=True),
     "evaluator": Job(_with_evaluator, ("chief", "evaluator"), apart=True),
 }
 
 
-def _start(job: Job, folder: Path, cell: Cell, at: int, start: int) -> list[int]:
+def _start(job: Job, folder: Path, cell: Cell, at: int, start: int, bucket: Bucket) -> list[int]:
     """Runs all tasks of a job; returns their exit codes, -N after signal N.
 
-    Tasks that work apart go on when another one has failed, which is started again meanwhile.
+    Tasks that work apart continue when another one has failed, which is started again meanwhile.
     """
     cluster = {name: [f"localhost:{_free_port()}"] for name in job.tasks if name}
 
@@ -242,9 +281,12 @@ def _start(job: Job, folder: Path, cell: Cell, at: int, start: int) -> list[int]
             if name := job.tasks[number]:
                 task = {"type": name, "index": 0}
                 os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-            sys.exit(_child(job, folder, cell, at, folder / log))
+            _exit(_child(job, folder, cell, at, folder / log))
+        bucket.process = pid
         return pid
 
+    if job.in_bucket:
+        bucket.disturb(folder / f"{start}.0", cell, at)
     children = {
         fork(number, at if number == cell.task else 0, f"{start}.{number}"): number
         for number in range(len(job.tasks))
@@ -274,7 +316,8 @@ def _child(job: Job, folder: Path, cell: Cell, at: int, log: Path) -> int:
     os.dup2(output, 2)
     os.chdir("/")
     faulthandler.dump_traceback_later(0.9 * BOUND)  # of a start that does not end
-    Disturbance(folder / "run", cell, at, log)
+    if not job.in_bucket:
+        Disturbance(folder / "run", cell, at, log)
     try:
         job.fit(folder)
     except SystemExit as end:
@@ -285,6 +328,13 @@ def _child(job: Job, folder: Path, cell: Cell, at: int, log: Path) -> int:
         traceback.print_exc()
         return 2 if isinstance(error, UserError) else 4 if "fault" in str(error) else 1
     return 0
+
+
+def _exit(code: int) -> None:
+    """Ends a child as the end of a script does, but for the `with` blocks of its parent."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def _free_port() -> int:
@@ -352,48 +402,58 @@ def _first_difference(expected: Any, found: Any) -> str:
     return f"{expected} -> {found}"[:500]
 
 
-def run(cell: Cell, folder: Path, changes: int = 1) -> tuple[list[list[int]], int]:
+def run(cell: Cell, folder: Path, bucket: Bucket, changes: int = 1) -> tuple[list[list[int]], int]:
     """Runs a job until it has finished.
 
     Args:
       cell: The job, and what happens to it.
       folder: A new folder for it.
+      bucket: Where jobs in a bucket write.
       changes: Number of changes that its disturbed task makes otherwise.
 
     Returns:
       The exit codes of all starts, and the number of changes that the first one made.
     """
     folder.mkdir()
+    job = JOBS[cell.job]
     codes: list[list[int]] = []
     for start in range(8):
         chosen = (cell.at, cell.again)[start] if start < 2 else None
         at = 0 if chosen is None else 1 + chosen % changes
-        codes.append(_start(JOBS[cell.job], folder, cell, at, start))
+        codes.append(_start(job, folder, cell, at, start, bucket))
         if not any(codes[-1]):
             break
         if 4 in codes[-1]:
             (folder / "repaired").touch()
+    if job.in_bucket:
+        bucket.copy(folder)
     changes = len((folder / f"0.{cell.task}").read_text().splitlines())
     return codes, changes
 
 
 def main() -> None:
     """Runs the cells of standard input."""
-    root = Path(sys.argv[1]).resolve()
+    with fake_gcs() as storage:
+        os.environ |= storage.environment()
+        _run_cells(Path(sys.argv[1]).resolve(), Bucket(storage))
+
+
+def _run_cells(root: Path, bucket: Bucket) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "cache")
-    run(Cell(job="plain", how="nothing"), root / "of source")
+    run(Cell(job="plain", how="nothing"), root / "of source", bucket)
     shutil.copytree(root / "of source" / "run", root / "source")
     undisturbed: dict[tuple[str, int], tuple[Path, int]] = {}
     for number, line in enumerate(sys.stdin):
         cell = Cell(**json.loads(line))
         key = cell.job, cell.task
         if key not in undisturbed:
-            alone = root / f"{cell.job} {cell.task}"
-            changes = run(Cell(job=cell.job, how="nothing", task=cell.task), alone)[1]
+            alone = root / f"alone-{len(undisturbed)}"
+            nothing = Cell(job=cell.job, how="nothing", task=cell.task)
+            changes = run(nothing, alone, bucket)[1]
             undisturbed[key] = alone / "run", changes
         other, changes = undisturbed[key]
         folder = root / f"{number}"
-        codes, _ = run(cell, folder, changes)
+        codes, _ = run(cell, folder, bucket, changes)
         newest = cell.how.startswith("SIG")
         expected = outcome(other, newest=newest)
         differing = differences(expected, outcome(folder / "run", newest=newest))

@@ -1,4 +1,4 @@
-"""A run that ends at any change of its workdir goes on as if nothing had happened."""
+"""A run that ends at any change of its workdir continues as if nothing had happened."""
 
 import json
 import random
@@ -54,6 +54,7 @@ def test_changes_drawn_at_random(tmp_path: Path) -> None:
     cells += [{"job": "rollback", "at": draw.randrange(10**6)} for _ in range(3)]
     for job in ("two processes", "evaluator"):
         cells += [{"job": job, "at": draw.randrange(10**6), "task": task} for task in (0, 1)]
+    cells += [{"job": "bucket", "how": how, "at": draw.randrange(10**6)} for how in HOW[1:3]]
     cells += [
         {"job": "plain", "at": draw.randrange(10**6), "again": draw.randrange(10**6)},
         {"job": "plain", "how": "SIGINT twice", "at": draw.randrange(10**6), "latency": 0.02},
@@ -63,10 +64,20 @@ def test_changes_drawn_at_random(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("job", ["plain", "fork", "rollback"])
-@pytest.mark.parametrize("how", ["kill", "SIGTERM", "SIGINT twice", "EIO", "ENOSPC"])
-def test_each_change(job: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"job": "plain", "how": how} for how in sorted(set(HOW))),
+        {"job": "plain", "again": 40},
+        {"job": "plain", "how": "SIGINT twice", "latency": 0.02},
+        {"job": "fork"},
+        {"job": "rollback"},
+        {"job": "bucket"},
+        {"job": "evaluator", "task": 1},
+    ],
+    ids=str,
+)
+def test_each_change(given: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
-    (alone,) = disturbed(tmp_path, [{"job": job, "how": "nothing"}])
-    cells = [{"job": job, "how": how, "at": at} for at in range(alone["changes"])]
-    check(tmp_path / "all", cells)
+    (alone,) = disturbed(tmp_path, [given | {"how": "nothing"}])
+    check(tmp_path / "all", [given | {"at": at} for at in range(alone["changes"])])
