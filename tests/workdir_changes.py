@@ -43,6 +43,7 @@ from gradient_faults import objective as objective_of_faults
 from helpers import saved_steps, status
 
 from spmdtrain import Text, Trainer, UserError, read_manifest
+from spmdtrain.files.state_hashes import read_hashes
 from spmdtrain.terminal import Terminal
 
 importlib.import_module("spmdtrain.checkpoints.orbax")  # takes long, so here once
@@ -63,9 +64,11 @@ class Cell:
     how: str = "kill"
     """kill, SIGTERM, SIGINT twice, EIO, ENOSPC, or nothing."""
     at: int = 0
-    """The change before which it happens, modulo their number; errors last from there on."""
+    """The number of the change before which it happens, modulo the number of changes.
+
+    An error is raised at every change from there on."""
     again: int | None = None
-    """The same for the next start; None if that is not disturbed."""
+    """The same for the second start; None leaves that undisturbed."""
     task: int = 0
     """The task of the job that is disturbed."""
     latency: float = 0.0
@@ -93,9 +96,9 @@ class Disturbance:
             self._change(event, given[0])
 
     def _is_inside(self, path: Any) -> bool:
-        """Whether a path is in the folder; the process is in /, so a relative one is of a folder.
+        """Whether a path is in the folder.
 
-        The package opens files of a run relative to the folder's descriptor.
+        The process runs in /, so a relative path belongs to an open descriptor of a folder.
         """
         if isinstance(path, int):
             with contextlib.suppress(OSError):
@@ -139,14 +142,14 @@ class Disturbance:
 class Bucket:
     """The bucket of a job, and what happens to the process that writes to it.
 
-    The write at which it happens reaches the bucket.
+    The bucket still receives the write at which it happens.
     """
 
     storage: FakeGcs
     process: int = 0
 
     def disturb(self, log: Path, cell: Cell, at: int) -> None:
-        """Forgets the last process, and begins to count the writes of the next one."""
+        """Starts to count the writes of the next process."""
         self._log, self._count, self.process = log, 0, 0
         self._how, self._at = cell.how, at
         self.storage.before_write = self._before_write
@@ -190,6 +193,7 @@ def _fit(folder: Path, **options: Any) -> None:
         "eval_every_steps": 2,
         "keep_latest": 2,
         "log_every": 1,
+        "log_hash_every": 1,
         "callbacks": {"step": _log_text},
         "terminal": Terminal(quiet=True),
     }
@@ -281,7 +285,10 @@ def _start(job: Job, folder: Path, cell: Cell, at: int, start: int, bucket: Buck
             if name := job.tasks[number]:
                 task = {"type": name, "index": 0}
                 os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-            _exit(_child(job, folder, cell, at, folder / log))
+            code = 130
+            with contextlib.suppress(KeyboardInterrupt):  # that comes late
+                code = _child(job, folder, cell, at, folder / log)
+            _exit(code)
         bucket.process = pid
         return pid
 
@@ -332,8 +339,10 @@ def _child(job: Job, folder: Path, cell: Cell, at: int, log: Path) -> int:
 
 def _exit(code: int) -> None:
     """Ends a child as the end of a script does, but for the `with` blocks of its parent."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
-    atexit._run_exitfuncs()
+    # The first waits for threads. Python's own end, too, continues after an interrupt.
+    for end in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        with contextlib.suppress(KeyboardInterrupt):
+            end()
     os._exit(code)
 
 
@@ -373,6 +382,7 @@ def outcome(workdir: Path, *, newest: bool) -> dict[str, Any]:
         }
     return {
         **lines,
+        "hashes": {step: each.hash for step, each in read_hashes(str(workdir)).items()},
         "status": {k: v for k, v in status(workdir).items() if k in ("status", "step")},
         "sums": {step: dict(of.sums) for step, of in manifests.items()},
         "metrics of checkpoints": {step: of.metrics for step, of in manifests.items()},

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,14 +76,18 @@ class Checkpoints:
     all call the same methods in the same order; only process 0 writes the manifest, renames and
     removes.
 
-    One thread, the owner, makes all changes of the folder, one request after the other. An
-    interrupt of the main thread ends a wait for the owner and never a change.
+    One thread, the owner, requests all changes of the checkpoints, one after the other. An
+    interrupt of the main thread ends its wait; the change continues. Another thread deletes what
+    the owner has moved to the folder of removed checkpoints: a deletion may take long, and the next
+    save must not wait for it.
 
     Args:
       folder: The `checkpoints` folder of the workdir.
       retention: Selects the checkpoints to keep.
       evaluated: Reads the metrics of the evaluator task by step and trajectory; None if the run
         evaluates its own checkpoints.
+      check_lock: Raises if the lock of the workdir is lost. Called before a checkpoint is
+        published, changed or renamed.
 
     Raises:
       UserError: If the folder is a file or a symbolic link, or is not shared by all processes.
@@ -94,6 +99,7 @@ class Checkpoints:
         folder: epath.Path,
         retention: Retention,
         evaluated: Callable[[], Mapping[tuple[int, str], Mapping[str, float]]] | None = None,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         # Orbax requires an absolute path. A link in the last component is kept for the check below.
         self.folder = folder = absolute(folder.parent) / folder.name
@@ -105,8 +111,9 @@ class Checkpoints:
                 "folder, or use the workdir that it points to"
             )
         silence_tensorstore_shutdown()
-        self._retention, self._evaluated = retention, evaluated
+        self._retention, self._evaluated, self._check_lock = retention, evaluated, check_lock
         self._owner = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
         self._manager: Any = None  # opened by the first save
         self._saving: _Save | None = None  # what the owner saves
         self._pending: Future[int] | None = None  # the last save that was requested
@@ -117,17 +124,17 @@ class Checkpoints:
         """New names of checkpoints whose quarantine an earlier start has not completed."""
         with self._storage_errors("the folder of the checkpoints cannot be used"):
             if process_group.is_chief():
-                self._owned(self._prepare_folder)
+                self._by_owner(self._prepare_folder)
             if process_group.count() > 1 and not is_url(folder):
                 check_shared(Path(folder))
             self._opened = self._folder_identity()
             if process_group.is_chief():
-                self._owned(self._read_folder)
+                self._by_owner(self._read_folder)
         self.saved_step = process_group.broadcast(max(self._records, default=0))
         """Step of the newest checkpoint that is known to be complete; 0 without one."""
-        self._owner.submit(self._remove)
+        self._remover.submit(self._remove)
 
-    def _owned(self, change: Callable[..., T], *args: Any) -> T:
+    def _by_owner(self, change: Callable[..., T], *args: Any) -> T:
         """Returns the result of a change that the owner makes."""
         return self._owner.submit(change, *args).result()
 
@@ -138,6 +145,7 @@ class Checkpoints:
         removed = self.folder / _REMOVED
         if not is_url(self.folder) and removed.exists() and not removed.is_dir():
             raise UserError(f"{removed} is not a folder: remove it")
+        self._removed()  # raises an error that the thread which deletes would meet
 
     def _read_folder(self) -> None:
         """Completes the quarantine of an earlier start, and reads the manifests."""
@@ -218,7 +226,7 @@ class Checkpoints:
                 self._manager.check_for_errors()
         finally:
             save.is_read.set()
-        self._owner.submit(self._remove)
+        self._remover.submit(self._remove)
         return save.step
 
     def _write(
@@ -254,17 +262,19 @@ class Checkpoints:
         Without them it would never be the best one.
 
         Args:
-          step: The step; without a checkpoint of it nothing is changed.
+          step: The step. Nothing is changed if its checkpoint does not exist, or has metrics.
           metrics: As for `save`.
 
         Raises:
           StorageError: If the manifest cannot be replaced.
         """
-        if process_group.is_chief() and step in self._records:
+        record = self._records.get(step)  # in process 0
+        if record is not None and record.metrics is None:
             with self._storage_errors(f"the metrics of step {step} could not be added"):
-                self._owned(self._add_metrics, step, _finite(metrics))
+                self._by_owner(self._add_metrics, step, _finite(metrics))
 
     def _add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._check_lock()
         folder = self.folder / str(step)
         replace(Manifest.read(folder), metrics=metrics, metrics_added=True).write(folder)
         self._records[step] = replace(self._records[step], metrics=metrics)
@@ -296,8 +306,19 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._owned(self._release)
+            self._remover.shutdown()
+            # No interrupt ends this wait: once the lock is released, a second owner may open the
+            # folder.
+            released, interrupt = self._owner.submit(self._release), None
+            while not released.done():
+                try:
+                    futures.wait([released])
+                except KeyboardInterrupt as error:
+                    interrupt = error
             self._owner.shutdown()
+            released.result()
+            if interrupt is not None:
+                raise interrupt
 
     def _release(self) -> None:
         """Closes Orbax' manager, and removes what a failed save and the removal have left."""
@@ -316,6 +337,7 @@ class Checkpoints:
         """Releases the folder without waiting, because other processes of the job may be lost."""
         self._pending = None
         self._owner.shutdown(wait=False)
+        self._remover.shutdown(wait=False)
         self._abandoned = True
 
     def holds(self, step: int) -> bool:
@@ -337,15 +359,16 @@ class Checkpoints:
         names: list[str] = []
         with self._storage_errors(f"a {kind} checkpoint could not be renamed"):
             if steps and process_group.is_chief():
-                names = self._owned(self._quarantine, _Quarantine(steps=list(steps), kind=kind))
+                names = self._by_owner(self._quarantine, _Quarantine(steps=list(steps), kind=kind))
             names = process_group.broadcast(names)
             self.saved_step = process_group.broadcast(max(self._records, default=0))
             if self._manager is not None:
-                self._owned(self._manager.reload)
+                self._by_owner(self._manager.reload)
         return names
 
     def _quarantine(self, wanted: "_Quarantine") -> list[str]:
         """Records which checkpoints are quarantined, and renames them; returns their new names."""
+        self._check_lock()
         intent = json.dumps(wanted).encode()
         no_follow.write(self.folder, _QUARANTINE, lambda file: file.write(intent))
         return self._complete_quarantine()
@@ -393,6 +416,7 @@ class Checkpoints:
 
     def _write_manifest(self, save: "_Save") -> None:
         save.wait_for_files()
+        self._check_lock()
         unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
         folders = (
             path
@@ -500,12 +524,18 @@ class Checkpoints:
 
     def _remove(self) -> None:
         """Deletes the checkpoints that Orbax has moved to `_REMOVED`, also in an earlier start."""
-        if is_url(self.folder) or not process_group.is_chief():
-            return
-        with contextlib.suppress(FileNotFoundError):
-            for name in no_follow.names_in(self.folder, _REMOVED):
-                with contextlib.suppress(OSError):  # the next start tries again
-                    no_follow.remove(self.folder, f"{_REMOVED}/{name}")
+        for name in self._removed() if process_group.is_chief() else ():
+            with contextlib.suppress(OSError):  # the next start tries again
+                no_follow.remove(self.folder, f"{_REMOVED}/{name}")
+
+    def _removed(self) -> list[str]:
+        """Returns the names of the checkpoints that Orbax has moved to `_REMOVED`."""
+        if is_url(self.folder):
+            return []
+        try:
+            return list(no_follow.names_in(self.folder, _REMOVED))
+        except FileNotFoundError:
+            return []
 
 
 class _Quarantine(TypedDict):

@@ -1,6 +1,5 @@
 """Initialization of JAX's distributed system from the description of a cluster."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -173,17 +172,25 @@ def _keep_gloo_from_preempting() -> None:
     backend = xla_bridge._backend_factories["cpu"]
 
     def create() -> Any:
-        policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            if policy == os.SCHED_OTHER:  # the new threads inherit the policy
-                os.sched_setscheduler(0, os.SCHED_BATCH, parameters)
+        is_set = _set_policy(os.SCHED_OTHER, os.SCHED_BATCH)  # the new threads inherit it
         try:
             return backend.factory()
         finally:
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, policy, parameters)
+            if is_set:
+                _set_policy(os.SCHED_BATCH, os.SCHED_OTHER)
 
     xla_bridge._backend_factories["cpu"] = dataclasses.replace(backend, factory=create)
+
+
+def _set_policy(before: int, after: int) -> bool:
+    """Replaces a scheduling policy of this thread; returns False if that is not possible."""
+    try:
+        if os.sched_getscheduler(0) != before:
+            return False
+        os.sched_setscheduler(0, after, os.sched_getparam(0))
+    except OSError:  # a sandbox may forbid it
+        return False
+    return True
 
 
 def _first_call(spec: ClusterSpec) -> str:

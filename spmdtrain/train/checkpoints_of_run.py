@@ -1,6 +1,7 @@
 """The checkpoints of a run, by its configuration."""
 
 import functools
+from collections.abc import Callable
 
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.save import Checkpoints
@@ -9,7 +10,9 @@ from spmdtrain.files.run_files import evaluator_metrics
 from spmdtrain.files.storage import folder_of
 
 
-def open_checkpoints(config: RunConfig, workdir: str) -> Checkpoints:
+def open_checkpoints(
+    config: RunConfig, workdir: str, check_lock: Callable[[], None]
+) -> Checkpoints:
     """Returns the checkpoints of a run's workdir, opened."""
     retention = Retention(
         latest=config.keep_latest,
@@ -22,4 +25,4 @@ def open_checkpoints(config: RunConfig, workdir: str) -> Checkpoints:
     metrics = functools.partial(evaluator_metrics, workdir)
     by_evaluator = config.evaluated_by == "evaluator"
     folder = folder_of(workdir) / "checkpoints"
-    return Checkpoints(folder, retention, metrics if by_evaluator else None)
+    return Checkpoints(folder, retention, metrics if by_evaluator else None, check_lock)

@@ -135,7 +135,9 @@ class RunSession:
                 files = RunFiles(workdir, report=terminal.line)
                 stack.enter_context(contextlib.closing(files))
             process_group.barrier()  # the folder exists, and this run has locked it
-            checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config, workdir)))
+            check_lock = files.check_lock if files else lambda: None
+            checkpoints = open_checkpoints(config, workdir, check_lock)
+            stack.callback(checkpoints.close)
         kept = open_trackers(config, trackers, files, terminal.warning)
         stack.callback(kept.close)
         logger = RunLogger(terminal, files, config, count_skipped({"train": train, **data}), kept)
@@ -406,7 +408,7 @@ class RunSession:
         try:
             if not all_wait and self.checkpoints is not None:
                 self.checkpoints.abandon()
-            elif isinstance(error, Exception):
+            elif isinstance(error, (Exception, KeyboardInterrupt)):
                 self.wait_for_save()
         except (StorageError, ReplicaError) as failed_save:
             if not isinstance(error, StateError):

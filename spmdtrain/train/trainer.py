@@ -327,6 +327,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             metrics = self._run_validation(run, first)
             if metrics is not None and run.checkpoints is not None:
                 run.checkpoints.add_metrics(first, metrics)
+                self._callbacks(CallbackEvent.CHECKPOINT, first, FrozenMetrics(metrics))
         if self._callbacks.stop_requested:
             run.schedule.total = first
         if first > (total := run.schedule.total):

@@ -110,7 +110,7 @@ class UploadCheckpoints:
         self._steps.put(event.step)
 
     def fit_end(self, event: CallbackContext) -> None:
-        """Waits for the uploads, until a signal asks this process to stop.
+        """Waits for the uploads, until a signal asks to stop if a single process trains.
 
         Args:
           event: The event.

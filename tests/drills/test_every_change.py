@@ -1,6 +1,7 @@
 """A run that ends at any change of its workdir continues as if nothing had happened."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -44,8 +45,8 @@ def check(folder: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_changes_drawn_at_random(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
+    seed = int(os.environ.get("CHANGES_SEED", random.randrange(2**32)))
+    print(f"CHANGES_SEED={seed}")
     draw = random.Random(seed)
     cells: list[dict[str, Any]] = [
         {"job": job, "how": how, "at": draw.randrange(10**6)}
@@ -60,12 +61,13 @@ def test_changes_drawn_at_random(tmp_path: Path) -> None:
         {"job": "plain", "how": "SIGINT twice", "at": draw.randrange(10**6), "latency": 0.02},
     ]
     ends = check(tmp_path, cells)
+    assert any(75 in end["codes"][0] for end in ends)
     assert all(end["codes"][0][end["task"]] == KILLED for end in ends if end["how"] == "kill")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "given",
+    "case",
     [
         *({"job": "plain", "how": how} for how in sorted(set(HOW))),
         {"job": "plain", "again": 40},
@@ -73,11 +75,12 @@ def test_changes_drawn_at_random(tmp_path: Path) -> None:
         {"job": "fork"},
         {"job": "rollback"},
         {"job": "bucket"},
-        {"job": "evaluator", "task": 1},
+        {"job": "two processes"},
+        *({"job": "evaluator", "task": task} for task in (0, 1)),
     ],
     ids=str,
 )
-def test_each_change(given: dict[str, Any], tmp_path: Path) -> None:
+def test_each_change(case: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
-    (alone,) = disturbed(tmp_path, [given | {"how": "nothing"}])
-    check(tmp_path / "all", [given | {"at": at} for at in range(alone["changes"])])
+    (alone,) = disturbed(tmp_path, [case | {"how": "nothing"}])
+    check(tmp_path / "all", [case | {"at": at} for at in range(alone["changes"])])

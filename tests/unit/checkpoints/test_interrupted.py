@@ -46,7 +46,7 @@ def test_a_run_whose_lock_was_removed_ends_at_the_next_save(another: bool, tmp_p
         what = "replaced" if another else "removed"
         with pytest.raises(StorageError, match=f"\\.lock, .*{what}"):
             fit(tmp_path, 9, callbacks=at_step(3, take), log_every=1)
-    assert saved_steps(tmp_path)[-1] in (2, 3)
+    assert saved_steps(tmp_path)[-1] in (1, 2, 3)  # the save in progress is not published
     assert status(tmp_path)["status"] == "running"  # that file may be another run's by now
 
 
