@@ -306,7 +306,6 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._remover.shutdown()
             # No interrupt ends this wait: once the lock is released, a second owner may open the
             # folder.
             released, interrupt = self._owner.submit(self._release), None
@@ -329,6 +328,7 @@ class Checkpoints:
         if self._failed and self._folder_identity() == self._opened:
             time.sleep(0.5)  # Orbax does not wait for threads that are still writing
             self._remove_unfinished()
+        self._remover.shutdown()
         if not is_url(self.folder):
             with contextlib.suppress(OSError):  # absent, or not empty: left to the next start
                 os.rmdir(self.folder / _REMOVED)

@@ -19,6 +19,7 @@ from spmdtrain import StorageError, Text, load_params
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import PreemptedExit
+from spmdtrain.files import no_follow
 from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.trackers.media_files import MediaFiles
 from spmdtrain.train.session import RunSession
@@ -100,9 +101,11 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_a_second_signal_while_a_checkpoint_is_published_leaves_it_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("signals", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_further_signals_while_a_checkpoint_is_published_leave_it_whole(
+    signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The fit ends after the save, or the next one would write to the same folder beside it."""
     write, wait, waits = Manifest.write, RunSession.wait_for_save, threading.Event()
 
     def waited(self: RunSession) -> None:
@@ -112,7 +115,7 @@ def test_a_second_signal_while_a_checkpoint_is_published_leaves_it_whole(
     def interrupted(self: Manifest, folder: epath.Path) -> None:
         write(self, folder)
         assert waits.wait(60)
-        for _ in range(2):  # the second one ends the wait for this save
+        for _ in range(signals):  # the second one ends the wait for this save
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)  # far above the time within which two are one request
 
@@ -126,6 +129,28 @@ def test_a_second_signal_while_a_checkpoint_is_published_leaves_it_whole(
     assert status(tmp_path)["status"] == "failed"
     fit(tmp_path, 2)
     assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_a_save_does_not_wait_for_the_deletion_of_older_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, remove = Manifest.write, no_follow.remove
+    last_is_written, in_time = threading.Event(), list[bool]()
+
+    def written(self: Manifest, folder: epath.Path) -> None:
+        write(self, folder)
+        if self.step == 5:
+            last_is_written.set()
+
+    def slow(root: Any, name: str) -> None:
+        if name.startswith(".removed/"):
+            in_time.append(last_is_written.wait(60))
+        remove(root, name)
+
+    monkeypatch.setattr(Manifest, "write", written)
+    monkeypatch.setattr(no_follow, "remove", slow)
+    fit(tmp_path, 5, keep_latest=1)
+    assert in_time == [True] * 4 and saved_steps(tmp_path) == [5]
 
 
 def test_what_was_logged_before_a_checkpoint_is_on_disk_when_it_is_published(
