@@ -11,12 +11,12 @@ TensorStore writes is not seen: it is in the folder of an unfinished checkpoint,
 a whole.
 """
 
-import atexit
 import contextlib
 import errno
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -42,13 +42,14 @@ from gradient_faults import model as model_with_faults
 from gradient_faults import objective as objective_of_faults
 from helpers import saved_steps, status
 
-from spmdtrain import Text, Trainer, UserError, read_manifest
+from spmdtrain import DeviceFaultError, Text, Trainer, UserError, read_manifest
 from spmdtrain.files.state_hashes import read_hashes
 from spmdtrain.terminal import Terminal
 
 importlib.import_module("spmdtrain.checkpoints.orbax")  # takes long, so here once
 assert threading.active_count() == 1  # a fork would lose others
 
+FORK = multiprocessing.get_context("fork")
 BOUND = 240  # seconds of a start that takes two
 SECOND_SIGNAL = (0.01, 0.1, 0.5)  # seconds between two signals
 _ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
@@ -279,45 +280,44 @@ def _start(job: Job, folder: Path, cell: Cell, at: int, start: int, bucket: Buck
     """
     cluster = {name: [f"localhost:{_free_port()}"] for name in job.tasks if name}
 
-    def fork(number: int, at: int, log: str) -> int:
-        pid = os.fork()
-        if pid == 0:
-            if name := job.tasks[number]:
-                task = {"type": name, "index": 0}
-                os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-            code = 130
-            with contextlib.suppress(KeyboardInterrupt):  # that comes late
-                code = _child(job, folder, cell, at, folder / log)
-            _exit(code)
-        bucket.process = pid
-        return pid
+    def fork(number: int, at: int, log: str) -> Any:
+        variables = {}
+        if name := job.tasks[number]:
+            task = {"type": name, "index": 0}
+            variables = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+        process = FORK.Process(target=_child, args=(job, folder, cell, at, folder / log, variables))
+        process.start()
+        bucket.process = process.pid
+        return process
 
     if job.in_bucket:
         bucket.disturb(folder / f"{start}.0", cell, at)
     children = {
-        fork(number, at if number == cell.task else 0, f"{start}.{number}"): number
+        number: fork(number, at if number == cell.task else 0, f"{start}.{number}")
         for number in range(len(job.tasks))
     }
     codes, end = [0] * len(children), time.monotonic() + BOUND
     while children:
-        pid, ended = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            number = children.pop(pid)
-            code = os.waitstatus_to_exitcode(ended)
-            codes[number] = codes[number] or code
-            if code and job.apart:
-                children[fork(number, 0, f"{start}.{number} again")] = number
-        elif time.monotonic() > end:
-            for each in children:
-                os.kill(each, signal.SIGKILL)
+        for number, child in list(children.items()):
+            if child.exitcode is None:
+                continue
+            codes[number] = codes[number] or child.exitcode
+            del children[number]
+            if child.exitcode and job.apart:
+                children[number] = fork(number, 0, f"{start}.{number} again")
+        if time.monotonic() > end:
+            for child in children.values():
+                child.kill()
             raise TimeoutError(f"{cell}: a start did not end within {BOUND} s; see {folder}")
-        else:
-            time.sleep(0.02)
+        time.sleep(0.02)
     return codes
 
 
-def _child(job: Job, folder: Path, cell: Cell, at: int, log: Path) -> int:
-    """Fits in this process; returns the exit code that a script has."""
+def _child(
+    job: Job, folder: Path, cell: Cell, at: int, log: Path, variables: Mapping[str, str]
+) -> None:
+    """Fits in this process, and ends it with the exit code that a script has."""
+    os.environ |= variables
     output = os.open(log.with_suffix(log.suffix + ".out"), os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -327,23 +327,12 @@ def _child(job: Job, folder: Path, cell: Cell, at: int, log: Path) -> int:
         Disturbance(folder / "run", cell, at, log)
     try:
         job.fit(folder)
-    except SystemExit as end:
-        return int(end.code or 0)
     except KeyboardInterrupt:
-        return 130
-    except BaseException as error:
+        sys.exit(130)
+    except Exception as error:
         traceback.print_exc()
-        return 2 if isinstance(error, UserError) else 4 if "fault" in str(error) else 1
-    return 0
-
-
-def _exit(code: int) -> None:
-    """Ends a child as the end of a script does, but for the `with` blocks of its parent."""
-    # The first waits for threads. Python's own end, too, continues after an interrupt.
-    for end in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-        with contextlib.suppress(KeyboardInterrupt):
-            end()
-    os._exit(code)
+        is_fault = isinstance(error, DeviceFaultError)
+        sys.exit(2 if isinstance(error, UserError) else 4 if is_fault else 1)
 
 
 def _free_port() -> int:
