@@ -287,6 +287,7 @@ def _start(job: Job, folder: Path, cell: Cell, at: int, start: int, bucket: Buck
             variables = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
         process = FORK.Process(target=_child, args=(job, folder, cell, at, folder / log, variables))
         process.start()
+        assert process.pid is not None
         bucket.process = process.pid
         return process
 
