@@ -386,7 +386,7 @@ def _is_drawn(name: str) -> bool:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str]:
-    """What differs, by its name."""
+    """Returns a description of each difference by its name."""
     return {
         name: f"{_first_difference(expected.get(name), found.get(name))}"
         for name in sorted({*expected, *found})

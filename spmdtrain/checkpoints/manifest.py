@@ -92,7 +92,7 @@ class Manifest:
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """States of the callbacks by name (`CallbackStates.to_json`)."""
     metrics_added: bool = False
-    """Whether a later start added the metrics. The callbacks' states are older than them."""
+    """Whether a later start added the metrics, of which the callbacks' states know nothing."""
     stream: str = ""
     """SHA-256 digest of the positions in a stream (`stream_positions`); empty without a stream."""
 

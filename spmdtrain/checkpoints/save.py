@@ -256,7 +256,7 @@ class Checkpoints:
             force=True,  # the schedule decides when to save, not Orbax's policies
         )
 
-    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Adds the metrics of an evaluation that a signal had interrupted to a checkpoint.
 
         Without them it would never be the best one.
@@ -265,13 +265,18 @@ class Checkpoints:
           step: The step. Nothing is changed if its checkpoint does not exist, or has metrics.
           metrics: As for `save`.
 
+        Returns:
+          Whether they were added, the same in all processes.
+
         Raises:
           StorageError: If the manifest cannot be replaced.
         """
         record = self._records.get(step)  # in process 0
-        if record is not None and record.metrics is None:
+        is_missing = record is not None and record.metrics is None
+        if is_missing:
             with self._storage_errors(f"the metrics of step {step} could not be added"):
                 self._by_owner(self._add_metrics, step, _finite(metrics))
+        return process_group.broadcast(is_missing)
 
     def _add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._check_lock()

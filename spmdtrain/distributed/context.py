@@ -90,7 +90,7 @@ class ProcessContext:
     clock: "PhaseClock | None" = None
     """The seconds of this process in each phase; None before `progress.begin` or a run."""
     stop_request: StopRequest = field(default_factory=StopRequest)
-    """What signals have asked of this process, and no run has acted on (`preemption`)."""
+    """The request of signals to stop, until a run has acted on it (`preemption`)."""
     exits: ExitState = field(default_factory=ExitState)
     """State of the exit after a failure in this or another process (`failures`)."""
     reserve: mmap.mmap | None = None

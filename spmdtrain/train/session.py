@@ -72,7 +72,7 @@ class RunSession:
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
     is_new: bool = True
-    """Whether this start continues no run: lines that the workdir has are of other runs."""
+    """Whether this start continues no run. Lines in the workdir then belong to other runs."""
     earlier: Identity | None = None
     """The identity of the run that saved the checkpoint of this start; None without one."""
     start_is_evaluated: bool = True

@@ -325,8 +325,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
         if run.missed_evaluation(first):  # a signal interrupted it before this start
             metrics = self._run_validation(run, first)
-            if metrics is not None and run.checkpoints is not None:
-                run.checkpoints.add_metrics(first, metrics)
+            if metrics and run.checkpoints and run.checkpoints.add_metrics(first, metrics):
                 self._callbacks(CallbackEvent.CHECKPOINT, first, FrozenMetrics(metrics))
         if self._callbacks.stop_requested:
             run.schedule.total = first
