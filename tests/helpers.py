@@ -104,17 +104,21 @@ def status(workdir: Path) -> dict[str, Any]:
     return content
 
 
-def events(workdir: Path) -> Iterator[Any]:
-    """What TensorBoard's event files hold, oldest first."""
+def events(
+    workdir: Path, folder: str = "tensorboard", *, may_be_cut: bool = False
+) -> Iterator[Any]:
+    """What TensorBoard's event files hold, oldest first; a kill may have cut a file's last event."""
     from tensorboardX.proto.event_pb2 import Event
 
-    for path in sorted((workdir / "tensorboard").iterdir()):
+    for path in sorted((workdir / folder).iterdir()):
         content, at = path.read_bytes(), 0
         while at < len(content):  # a record: length (8), its checksum (4), data, its checksum (4)
-            (length,) = struct.unpack_from("<Q", content, at)
+            (length,) = struct.unpack_from("<Q", content.ljust(at + 8), at)
+            if may_be_cut and at + length + 16 > len(content):
+                break
             yield Event.FromString(content[at + 12 : at + 12 + length])
             at += length + 16
-        assert at == len(content)
+        assert may_be_cut or at == len(content)
 
 
 def saved_steps(workdir: Path) -> list[int]:

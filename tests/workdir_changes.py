@@ -40,7 +40,7 @@ from flax import nnx
 from gradient_faults import examples, fault, with_fault
 from gradient_faults import model as model_with_faults
 from gradient_faults import objective as objective_of_faults
-from helpers import saved_steps, status
+from helpers import events, saved_steps, status
 
 from spmdtrain import DeviceFaultError, Text, Trainer, UserError, read_manifest
 from spmdtrain.files.state_hashes import read_hashes
@@ -344,7 +344,7 @@ def _free_port() -> int:
 
 # -- the end ---------------------------------------------------------------------------------------
 
-_TIMES = {"seconds", "examples_per_second", "steps_per_second", "input_wait", "mfu"}
+_TIMES = {"goodput", "seconds", "examples_per_second", "steps_per_second", "input_wait", "mfu"}
 
 
 def outcome(workdir: Path, *, newest: bool) -> dict[str, Any]:
@@ -377,7 +377,20 @@ def outcome(workdir: Path, *, newest: bool) -> dict[str, Any]:
         "sums": {step: dict(of.sums) for step, of in manifests.items()},
         "metrics of checkpoints": {step: of.metrics for step, of in manifests.items()},
         "names": sorted(name for name in names if not _is_drawn(name)),
+        **{each.name: _points(workdir, each.name) for each in workdir.glob("tensorboard*")},
     }
+
+
+def _points(workdir: Path, folder: str) -> dict[str, str]:
+    """Returns what TensorBoard shows; a start makes it discard the later points of those before."""
+    found: dict[tuple[int, str], str] = {}
+    for event in events(workdir, folder, may_be_cut=True):
+        if event.HasField("session_log"):
+            found = {key: value for key, value in found.items() if key[0] < event.step}
+        for value in event.summary.value:
+            if value.tag.rpartition("/")[2] not in _TIMES:
+                found[event.step, value.tag] = str(value)
+    return {f"{tag} at {step}": value for (step, tag), value in sorted(found.items())}
 
 
 def _is_drawn(name: str) -> bool:
@@ -395,6 +408,10 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[s
 
 
 def _first_difference(expected: Any, found: Any) -> str:
+    if isinstance(expected, dict) and isinstance(found, dict):
+        names = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
+        pairs = [f"{name}: {expected.get(name)} -> {found.get(name)}" for name in names]
+        return f"{len(pairs)} differ, first {'; '.join(pairs[:3])}"[:500]
     if isinstance(expected, list) and isinstance(found, list):
         lost = [x for x in expected if x not in found]
         more = [x for x in found if x not in expected]

@@ -244,9 +244,18 @@ class RunLogger:
         metrics: Metrics,
         *,
         is_written: bool = False,
-        trajectory: str = "",
+        trajectory: str | None = None,
     ) -> None:
-        """Logs the metrics of an evaluation of the state after `step`, unless they are written."""
+        """Logs the metrics of an evaluation of the state after `step`, unless they are written.
+
+        Args:
+          split: The split.
+          step: The step.
+          metrics: Metric name to value.
+          is_written: Whether an earlier start has written them.
+          trajectory: The trajectory of the state, if an evaluator calls. Its line of metrics says
+            that a checkpoint is evaluated, so the line follows what else it writes.
+        """
         self.latest[split] = metrics
         if not is_written:
             self._write(step, split, metrics, trajectory=trajectory)
@@ -284,7 +293,7 @@ class RunLogger:
         metrics: Metrics,
         curves: Mapping[str, float] = _NO_CURVES,
         counts: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
-        trajectory: str = "",
+        trajectory: str | None = None,
     ) -> None:
         """Writes a line of metrics, and passes it to the trackers.
 
@@ -294,13 +303,15 @@ class RunLogger:
           metrics: Metric name to value.
           curves: Further values, only for the trackers: tag to value.
           counts: Name to the count of each integer.
-          trajectory: The trajectory of the state, for the line of an evaluator.
+          trajectory: As for `log_evaluation`.
         """
-        if self.files:
-            self.files.write_metrics(step, split, metrics, counts, trajectory)
         values = {f"{split}/{name}": value for name, value in metrics.items()}
         tagged = {f"{split}/{name}{COUNTS_SUFFIX}": count for name, count in counts.items()}
         self.trackers.scalars(step, values | dict(curves), tagged)
+        if trajectory is not None:
+            self.trackers.flush()()
+        if self.files:
+            self.files.write_metrics(step, split, metrics, counts, trajectory or "")
 
     def read_metrics(self, split: Split, step: int) -> Metrics:
         """Returns the metrics that this or an earlier start wrote of a split at a step."""

@@ -199,13 +199,26 @@ def test_it_finds_what_the_training_found(
     assert "best: step 4" in output and "last: step 4" in output
 
 
+def test_a_kill_after_a_line_of_metrics_loses_no_point_of_the_curves(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = shutil.copytree(whole, tmp_path / "run")
+    steps: list[list[int]] = []
+    write = RunFiles.write_metrics
+
+    def write_metrics(files: RunFiles, *args: Any) -> None:
+        steps.append(sorted(curve(workdir)))
+        write(files, *args)
+
+    monkeypatch.setattr(RunFiles, "write_metrics", write_metrics)
+    assert watch(one_device(workdir), DATA, total_steps=4) == 0
+    assert steps == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+
+
 def curve(workdir: Path) -> dict[int, float]:
     """The evaluator's loss as TensorBoard shows it: points after a restart replace earlier ones."""
-    view = workdir.with_name(f"{workdir.name}.view")
-    view.mkdir()
-    (view / "tensorboard").symlink_to(workdir / "tensorboard.evaluator")
     points: dict[int, float] = {}
-    for event in events(view):
+    for event in events(workdir, "tensorboard.evaluator"):
         if event.HasField("session_log"):
             points = {step: value for step, value in points.items() if step < event.step}
         for value in event.summary.value:
@@ -873,6 +886,7 @@ def test_a_workdir_in_a_bucket(tmp_path: Path) -> None:
         for name in ("metrics.evaluator.jsonl", "metrics.jsonl")
     )
     assert [line["step"] for line in lines] == [2, 4]
+    assert all(line.pop("trajectory") for line in lines)
     assert lines == [
         line | {"loss": pytest.approx(line["loss"], rel=1e-6)}
         for line in own
