@@ -107,7 +107,7 @@ def status(workdir: Path) -> dict[str, Any]:
 def events(
     workdir: Path, folder: str = "tensorboard", *, may_be_cut: bool = False
 ) -> Iterator[Any]:
-    """What TensorBoard's event files hold, oldest first; a kill may have cut a file's last event."""
+    """What TensorBoard's event files hold, oldest first. A kill may have cut a last event."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted((workdir / folder).iterdir()):

@@ -77,7 +77,7 @@ class ExitState:
 
 @dataclass
 class ProcessContext:
-    """State of this process. Only the module in parentheses sets a field."""
+    """State of this process. Only the module in parentheses, if there is one, sets a field."""
 
     job: "Job | None" = None
     """The job that this process has joined (`process_group`)."""
@@ -90,7 +90,7 @@ class ProcessContext:
     clock: "PhaseClock | None" = None
     """The seconds of this process in each phase; None before `progress.begin` or a run."""
     stop_request: StopRequest = field(default_factory=StopRequest)
-    """The request of signals to stop, until a run has acted on it (`preemption`)."""
+    """The request of signals to stop, until a part has acted on it."""
     exits: ExitState = field(default_factory=ExitState)
     """State of the exit after a failure in this or another process (`failures`)."""
     reserve: mmap.mmap | None = None
@@ -102,3 +102,10 @@ class ProcessContext:
 
 
 CONTEXT = ProcessContext()
+
+
+def stop_request() -> StopRequest:
+    """Returns the request to stop this process: a new one if a part has acted on the last."""
+    if CONTEXT.stop_request.acted:
+        CONTEXT.stop_request = StopRequest()
+    return CONTEXT.stop_request

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from spmdtrain.distributed import process_group
-from spmdtrain.distributed.context import CONTEXT, StopRequest
+from spmdtrain.distributed.context import CONTEXT, stop_request
 from spmdtrain.errors import PreemptedExit
 
 
@@ -32,7 +32,7 @@ class StopSignals:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
-        _forget_old_request()
+        stop_request()  # without one that a part has acted on
         if threading.current_thread() is threading.main_thread():
             if process_group.count() > 1:
                 self._set(self._pass_on, signal.SIGINT, signal.SIGUSR1)
@@ -91,9 +91,4 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         self._restore()
-        _forget_old_request()
-
-
-def _forget_old_request() -> None:
-    if CONTEXT.stop_request.acted:
-        CONTEXT.stop_request = StopRequest()
+        stop_request()  # without one that a part has acted on

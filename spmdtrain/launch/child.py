@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from spmdtrain.distributed import out_of_memory
-from spmdtrain.distributed.context import StopRequest
+from spmdtrain.distributed.context import stop_request
 
 _LONGEST_LINE = 1 << 16
 _KEPT_LINES = 300  # lines of standard error in which the reason of a failure is searched
@@ -406,10 +406,10 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self._request = StopRequest()
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Signals":
+        self._request = stop_request()
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
@@ -422,7 +422,7 @@ class Signals:
 
     @property
     def received(self) -> signal.Signals | None:
-        """The first stop signal that was received while entered; None before."""
+        """The first stop signal that this process has received; None before."""
         return self._request.signal
 
     @property
@@ -446,6 +446,7 @@ class Signals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._request.acted = self._request.signal is not None  # the children were stopped
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.files import no_follow
 from spmdtrain.files.run_files import RunFiles, Split
+from spmdtrain.launch.child import Signals
 from spmdtrain.trackers.media_files import MediaFiles
 from spmdtrain.train.session import RunSession
 
@@ -88,6 +89,15 @@ def test_signals_at_the_same_time_are_one_request(numbers: tuple[signal.Signals,
             assert stop.value.signal == numbers[0].name
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_too_late_for_a_fit_stops_the_sweep_after_it_and_nothing_else() -> None:
+    with StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+    with Signals() as children:
+        assert children.received is signal.SIGTERM and not children.repeated
+    with StopSignals() as signals, Signals() as children:
+        assert not signals.stop_requested() and children.received is None
 
 
 def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
