@@ -209,7 +209,7 @@ def exit_if_output_is_closed() -> Iterator[None]:
     Raises:
       SystemExit: With `FAILED`.
       StorageError: If its disk is full.
-    """  # noqa: DOC501 (an OSError of another file propagates)
+    """
     try:
         try:
             yield

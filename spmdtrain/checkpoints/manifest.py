@@ -128,7 +128,7 @@ class Manifest:
         Raises:
           CheckpointCorruptedError: If it is missing, malformed or of another step.
           UserError: If another version of spmdtrain has written it.
-        """  # noqa: DOC501 (OtherFields is caught here)
+        """
         try:
             content = parse_object(read_bytes(folder / NAME))
         except (FileNotFoundError, NotADirectoryError):

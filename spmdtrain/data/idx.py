@@ -38,7 +38,7 @@ def read_idx(path: str | epath.Path) -> np.ndarray:
     Raises:
       UserError: If the file is missing, is not an IDX file, has a length that contradicts its
         header, or does not fit into memory.
-    """  # noqa: DOC501 (OSError is caught here)
+    """
     path = epath.Path(path)
     try:
         if not is_url(path) and not stat.S_ISREG(os.stat(path).st_mode):

@@ -97,7 +97,7 @@ def read_examples(source: Any, indices: Sequence[int]) -> Sequence[Any]:
         if it failed there.
       UserError: If the source raises one, or returns another number of examples.
       StorageError: If an example cannot be read because its storage fails.
-    """  # noqa: DOC501 (some are raised by _fail)
+    """
     # Grain's own sources have `_getitems` instead (SupportsBatchedReadRandomAccessDataSource).
     several = getattr(source, "__getitems__", None) or getattr(source, "_getitems", None)
     if several is not None:

@@ -267,7 +267,7 @@ def answers(ray: Any, calls: Sequence[Any]) -> list[Any]:
 
     Raises:
       ClusterError: If a server is lost.
-    """  # noqa: DOC501 (`_server_lost` is a function)
+    """
     try:
         results: list[Any] = ray.get(list(calls))
     except ray.exceptions.RayActorError as error:

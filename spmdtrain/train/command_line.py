@@ -106,7 +106,7 @@ def parse_command_line(
     Raises:
       UserError: If an option or the experiment is wrong.
       SystemExit: After `--help` or `--help-all`, or if the parser finds an error.
-    """  # noqa: DOC501 (the AssertionError is never reached)
+    """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
     first.add_argument("--preset")

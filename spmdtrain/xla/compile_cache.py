@@ -42,7 +42,7 @@ def keep_programs(folder: str | None) -> None:
 
     Args:
         folder: Folder of the cache; None for the user's own cache, "off" for no cache.
-    """  # noqa: DOC501 (NotADirectoryError is caught here)
+    """
     current = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if folder == OFF or (folder is None and current is not None):
         return

@@ -76,7 +76,7 @@ class ArrayRecordSource:
           UserError: If a file has changed.
           StorageError: If a file cannot be read.
           IndexError: If an index is out of range.
-        """  # noqa: DOC501 (MemoryError of the user's function)
+        """
         if len(indices) and not (min(indices) >= 0 and max(indices) < len(self)):
             raise IndexError(f"records {min(indices)} to {max(indices)} of {len(self)}")
         contents = self._read(indices)
