@@ -34,7 +34,7 @@ BRITISH = re.compile(
     r"offence|programme|towards|travelled)s?\b",
     re.IGNORECASE,
 )
-# One word for one thing (see the glossary): checksum, corrupted, quarantined, hangs.
+# One word for one thing: checksum, corrupted, quarantined, hangs.
 SYNONYMS = re.compile(
     r"\b(?:check[ -]sums?|damaged?|sets? aside|stall(?:s|ed|ing)?|"
     r"stuck(?! timeout))\b",  # an option of XLA
