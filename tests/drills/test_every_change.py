@@ -66,6 +66,7 @@ def test_changes_drawn_at_random(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(5400)  # up to 600 cells of 3 s, more on a busy machine
 @pytest.mark.parametrize(
     "case",
     [
