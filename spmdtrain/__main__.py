@@ -56,8 +56,7 @@ def main() -> int:
     Ctrl-C is handled identically from the start (`spmdtrain.run` sets its handler before its
     imports), and the processes of a job compare the same source files, however each was started.
 
-    Returns:
-      The exit code, unless the subcommand itself ends the process.
+    Returns the exit code, unless the subcommand itself ends the process.
     """
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
@@ -87,13 +86,8 @@ def main() -> int:
 def write_completion(arguments: Sequence[str]) -> int:
     """Writes a completion file for the command `spmdtrain`, its subcommands and their options.
 
-    The options of an experiment of its own are included if `--config FILE` follows.
-
-    Args:
-      arguments: The shell, and the file to write.
-
-    Returns:
-      The exit code.
+    `arguments` are the shell and the file to write; `--config FILE` adds the options of an
+    experiment. Returns the exit code.
 
     Raises:
       SystemExit: If an argument is wrong.

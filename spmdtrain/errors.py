@@ -130,7 +130,7 @@ class PreemptedExit(OwnExit):
 
 
 def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
-    """Returns the exit code and the line to print of an error for users; None for any other."""
+    """Returns the exit code and the line to print of an error for users; None for other errors."""
     if _is_limit_of_processes(error):
         return ExitCode.FAILED, (
             "failed: no further thread or process can be started: raise the limit of processes of "
@@ -173,15 +173,10 @@ def print_error(code: int, line: str, error: Exception) -> int:
 def exit_code_of(
     command: Callable[[], int], failed: Callable[[int, str, Exception], int] = print_error
 ) -> int:
-    """Runs a command, and reports an error for users without a traceback.
+    """Runs a command, and reports an error for users without a traceback; returns the exit code.
 
-    Args:
-      command: Returns the exit code.
-      failed: Reports an error for users: takes its exit code, its line and the exception, and
-        returns the exit code. Any other exception propagates.
-
-    Returns:
-      The exit code.
+    `failed` reports the error: it takes the exit code, the line and the exception, and returns the
+    exit code. Any other exception propagates.
     """
     from spmdtrain.user_errors import install_hook
 
@@ -206,9 +201,7 @@ def exit_code_of(
 def exit_if_output_is_closed() -> Iterator[None]:
     """Ends the process without a traceback if nothing reads its standard output, as after `head`.
 
-    Raises:
-      SystemExit: With `FAILED`.
-      StorageError: If its disk is full.
+    Raises `SystemExit` with `FAILED`, or `StorageError` if the disk of the output is full.
     """
     try:
         try:
@@ -227,19 +220,15 @@ def exit_if_output_is_closed() -> Iterator[None]:
 
 
 def discard_output(stream: IO[str]) -> None:
-    """Discards what is written to a standard stream from now on, and what Python still buffers.
-
-    Args:
-      stream: `sys.stdout` or `sys.stderr`.
-    """
+    """Discards what is written to a standard stream from now on, and what Python still buffers."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def open_closed_output() -> None:
     """Opens the standard streams that the caller has closed, as `>&-` does.
 
-    The next file that is opened, such as one of a checkpoint, would otherwise get their number, and
-    what libraries print.
+    Otherwise the next file that is opened, such as one of a checkpoint, would get the number of the
+    stream, and everything that libraries print.
     """
     for number in range(3):
         try:
@@ -272,9 +261,7 @@ _COMMANDS: list[Callable[[], int]] = []  # that run in this process
 def option(name: str, value: object = _NO_VALUE) -> str:
     """Returns how the user sets a field: `--log-every 3` in a command, else `log_every=3`.
 
-    Args:
-      name: The field; a nested one has a dot.
-      value: Its value; without one the name alone is returned.
+    The name of a nested field has a dot. Without a value, the name alone is returned.
     """
     if not _COMMANDS:
         shown = tuple(value) if isinstance(value, list) else value
@@ -293,7 +280,7 @@ def printable(name: object) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Returns whether a name can be written as UTF-8: one of a file may have any bytes."""
+    """Returns whether a name can be written as UTF-8; the name of a file may have any bytes."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -11,12 +11,9 @@ NOT_INSTALLED = "not installed"
 
 
 def version_of(package: str) -> str:
-    """Returns the installed version of a package, or `NOT_INSTALLED`.
+    """Returns the installed version of a package such as "orbax-checkpoint", or `NOT_INSTALLED`.
 
     spmdtrain has a version without an installation, too: if its folder is on the path.
-
-    Args:
-      package: The name of the package, such as "orbax-checkpoint".
     """
     try:
         return importlib.metadata.version(package)
@@ -25,7 +22,7 @@ def version_of(package: str) -> str:
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
-    """Returns a module of an optional library.
+    """Imports a module of an optional library.
 
     Args:
       module: The module's full name, such as `pyarrow.parquet`.

@@ -14,11 +14,7 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Returns whether a source file belongs to Python, a library or this package except its models.
-
-    Args:
-        file: Path of the file.
-    """
+    """Returns whether a source file is of Python, a library or this package except its models."""
     if "-packages" in file or file.startswith(("<frozen", _STANDARD_LIBRARY)):
         return True
     path = Path(file)
@@ -26,20 +22,12 @@ def is_library(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Returns whether a source file belongs to neither a library nor this package.
-
-    Args:
-        file: Path of the file.
-    """
+    """Returns whether a source file belongs to neither a library nor this package."""
     return not is_library(file) and not _is_package(file)
 
 
 def place_of(error: BaseException) -> str:
-    """Returns `in FUNCTION (FILE:LINE)`: where an exception was raised, if possible a user's line.
-
-    Args:
-        error: A raised exception.
-    """
+    """Returns `in FUNCTION (FILE:LINE)`: where an error was raised, if possible in user code."""
     found = list(traceback.extract_tb(error.__traceback__))
     frames = [f for f in found if not is_library(f.filename)] or found
     return f"in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -48,9 +36,7 @@ def place_of(error: BaseException) -> str:
 def describe_sys_exit(stop: SystemExit, where: str = "") -> str:
     """Returns `sys.exit(CODE) WHERE, in FUNCTION (FILE:LINE)`.
 
-    Args:
-        stop: A raised `SystemExit`.
-        where: What the process did, or which process it is.
+    `where` is what the process did, or which process it is.
     """
     call = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
     said = f"{call} {where}," if where else call
@@ -60,12 +46,7 @@ def describe_sys_exit(stop: SystemExit, where: str = "") -> str:
 def call_by_user(frame: FrameType | None, called: str = "") -> str:
     """Returns `CALLED, called in FUNCTION (FILE:LINE)` for the innermost user's code of a stack.
 
-    Args:
-        frame: The innermost frame of the stack.
-        called: What this frame calls.
-
-    Returns:
-        The text; empty if there is no user's code.
+    It begins with the innermost frame, which calls `called`. "" if there is no user's code.
     """
     while frame is not None:
         code = frame.f_code
@@ -83,14 +64,9 @@ def users_traceback(
 ) -> TracebackType | None:
     """Returns the frames of the user's code alone, if it was the user's code that failed.
 
-    Args:
-        trace: The traceback of an error.
-        all_others: Whether the frames of others are left out as well if this package itself has
-            raised the error, so that the last frame is the user's call.
-
-    Returns:
-        The traceback as it is if this package takes no part in it, or if no code of the user was
-        called by this package: then the error may be a fault of the package.
+    The traceback stays as it is if this package is not in it, or if this package called no code of
+    the user: then the error may be a fault of the package. `all_others` leaves out other frames
+    also if this package itself has raised the error, so that the last frame is the user's call.
     """
     frames = list(traceback.walk_tb(trace))
     files = [frame.f_code.co_filename for frame, _ in frames]

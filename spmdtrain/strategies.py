@@ -46,8 +46,8 @@ _ALL = (
     # The same, with the optimizer state sharded over data (ZeRO-1).
     Strategy(name="zero", shards_optimizer=True),
     # Parameters, gradients and optimizer state sharded over fsdp (ZeRO-3).
-    # By the TPU's compiler, 512 shards leave slices of a few rows, which it gathers by all-reduces,
-    # and 64 on two of the three dims of a torus are gathered and scattered as such.
+    # With 512 shards, the TPU's compiler gathers slices of a few rows by all-reduces;
+    # 64 shards, on two of the three dims of a torus, are gathered and scattered as such.
     Strategy(
         name="fully_sharded",
         sizes=(("data", 1), ("fsdp", -1)),
@@ -74,11 +74,7 @@ DEFAULT = STRATEGIES["default"]
 def strategy(name: str) -> Strategy:
     """Returns the strategy of a name, or the combination of several joined by `+`.
 
-    Args:
-      name: Such as `mirrored` or `fully_sharded+tensor_parallel`.
-
-    Raises:
-      UserError: If a name is unknown, or if the strategies cannot be combined.
+    Raises `UserError` if a name is unknown, or if the strategies cannot be combined.
     """
     parts = name.split("+")
     for part in parts:
@@ -107,15 +103,11 @@ def strategy(name: str) -> Strategy:
 
 
 def mesh_sizes(of: Strategy, given: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns axis name to size, in mesh order: the given size, or the strategy's default.
+    """Returns the size of each axis, in mesh order: the given size, or the strategy's default.
 
-    At most one of data, fsdp, expert, context and tensor is -1 (the remaining devices), unless the
-    user gives -1 twice. A replica of -1 means one group for each host or slice (see
-    `mesh.build_mesh`).
-
-    Args:
-      of: The strategy.
-      given: Axis name to the size from the user, or None for the default.
+    `given` has None for the default. At most one of data, fsdp, expert, context and tensor is -1
+    (the remaining devices), unless the user gives -1 twice. A replica of -1 means one group for
+    each host or slice (see `mesh.build_mesh`).
     """
     own = dict(of.sizes)
     sizes = {axis: own.get(axis, 1) if given.get(axis) is None else given[axis] for axis in AXES}

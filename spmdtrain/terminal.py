@@ -102,9 +102,8 @@ class Rate:
     def read(self, step: int) -> float | None:
         """Returns the steps per second since the last reading, and starts a new measurement.
 
-        Args:
-          step: Number of steps so far; if it has not changed since the last reading, the result is
-            that reading (None at first).
+        If `step`, the number of steps so far, has not changed, the result is the last reading (None
+        at first).
         """
         now, steps = time.perf_counter(), step - self._step
         if steps > 0 and now > self._time:
@@ -221,11 +220,7 @@ class Terminal:
         self._print(self._results if self.results_only else self.console, text, color)
 
     def piece(self, text: str) -> None:
-        """Prints a part of a line at once; a quiet run prints it, too.
-
-        Args:
-          text: The text, which may contain line ends.
-        """
+        """Prints a part of a line, or several lines, at once; a quiet run prints it, too."""
         console = self._results if self.results_only else self.console
         self._print(console, text, LineColor.PLAIN, end="")
 
@@ -256,13 +251,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, description: str, *, done: int, total: int) -> Iterator[None]:
-        """Shows a progress bar on a terminal, which `advance` moves.
-
-        Args:
-          description: The text before the bar.
-          done: Initial number of steps.
-          total: Number of steps of the full bar.
-        """
+        """Shows a progress bar of `total` steps on a terminal; `advance` moves it, from `done`."""
         if not self.console.is_terminal or self.console.quiet:
             yield
             return
@@ -291,11 +280,9 @@ class Terminal:
             self._progress, self._task, self._done = outer, outer_task, outer_done
 
     def advance(self, done: int, texts: Sequence[str] | None = None) -> None:
-        """Moves the bar to `done`.
+        """Moves the bar to `done` steps.
 
-        Args:
-          done: Number of steps that are done.
-          texts: Replace the texts after the bar, the most important one first, unless None.
+        `texts` replace the texts after the bar, the most important one first, unless None.
         """
         if self._progress is None or self._task is None:
             return
@@ -316,11 +303,7 @@ class Terminal:
         """Prints a table with a row for each split and a column for each metric.
 
         If the terminal is too narrow for that, it has a row for each metric. With `results_only`,
-        prints only the last row, as a line.
-
-        Args:
-          rows: Split name to metric name to value.
-          step: The step, for that line.
+        prints only the last row, as a line with `step`.
         """
         if self.results_only:
             for split in list(rows)[-1:]:

@@ -13,13 +13,13 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns leaf path to leaf, in the order of `jax.tree.leaves`."""
+    """Returns the leaves by path, in the order of `jax.tree.leaves`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): leaf for path, leaf in leaves}
 
 
 def with_own_containers(tree: Any) -> Any:
-    """Returns the leaves in new containers: a function of the user may change those it is given."""
+    """Returns the leaves in new containers: a user's function may change those it is given."""
     return jax.tree.map(lambda leaf: leaf, tree)
 
 
@@ -34,7 +34,7 @@ def in_dtype_of(leaf: Any, like: Any) -> Any:
 
 
 def promoted(first: Any, second: Any) -> np.dtype[Any]:
-    """Returns the dtype that holds the values of two, for any `jax_numpy_dtype_promotion`."""
+    """Returns the dtype that holds values of both dtypes, for any `jax_numpy_dtype_promotion`."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(first, second))
 

@@ -25,18 +25,13 @@ _NOTE_OF_JAX = "JAX has removed its internal frames"  # in a note that JAX adds 
 class Located(str):
     """A message that begins with the place of an error, which a traceback shows as well.
 
-    A KeyError shows it as it is, not quoted.
-
-    Args:
-      place: File, line and code.
-      message: The rest.
+    A KeyError shows it as it is, not quoted. `place` has the file, line and code.
     """
 
     place: str
     message: str
 
     def __new__(cls, place: str, message: str) -> "Located":
-        """Returns the text of both."""
         located = super().__new__(cls, f"{place}\n{message}" if message else place)
         located.place, located.message = place, message
         return located
@@ -76,7 +71,7 @@ _STATE = _State()
 
 
 def install_hook() -> None:
-    """Reports uncaught errors from now on; later calls do nothing, so a script may replace it."""
+    """Reports uncaught errors from now on; later calls do nothing: scripts may replace the hook."""
     if _STATE.installed:
         return
     _STATE.installed = True
@@ -88,18 +83,16 @@ def install_hook() -> None:
 def end_by(end: Callable[[int, BaseException, Callable[[], None]], None] | None) -> None:
     """Sets how uncaught errors end this process; None for a process without a job.
 
-    Args:
-      end: Takes the exit code, the error and a function that shows it.
+    `end` takes the exit code, the error and a function that shows it.
     """
     install_hook()
     _STATE.end = end or _show_only
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook`: shows an error, and exits with the code that the commands have for it.
+    """Shows an error, and exits with the code that the commands have for it: `sys.excepthook`.
 
-    Raises:
-      SystemExit: For errors of users, if Python is not interactive.
+    Raises `SystemExit` for errors of users, if Python is not interactive.
     """
     is_on = os.environ.get(SWITCH) != "off"
     reported = for_users(error) if is_on else None
@@ -123,7 +116,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _simplify(error: BaseException) -> bool:
-    """Leaves frames of libraries out of an error and of its causes; returns whether there were."""
+    """Removes frames of libraries from an error and its causes; returns whether there were any."""
     if _shows_all_frames():
         return False
     found, seen = False, set[int]()
@@ -140,7 +133,7 @@ def _simplify(error: BaseException) -> bool:
 
 
 def _remove_place(error: BaseException) -> None:
-    """Leaves out what the traceback shows, and the note of JAX that some of it is missing."""
+    """Removes what the traceback shows, and JAX's note that some of the traceback is missing."""
     if error.args and isinstance(first := error.args[0], Located):
         error.args = (_Plain(first.message), *error.args[1:])
     notes = getattr(error, "__notes__", [])
@@ -155,7 +148,7 @@ def _shows_all_frames() -> bool:
 
 
 def _install_in_notebook() -> None:
-    """Simplifies errors of IPython's cells, unless the user has an own way to show errors."""
+    """Simplifies errors of IPython's cells, unless the user has set another way to show errors."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None or shell.custom_exceptions:
@@ -194,9 +187,6 @@ def locate_errors(
       what: Its name as an argument, for messages: `objective`.
       takes: Its arguments, a batch or an example among them.
 
-    Returns:
-      A function of the same arguments.
-
     Raises:
       UserError: If it is not a function.
     """
@@ -230,7 +220,7 @@ def locate_errors(
 
 
 def _own_line(error: Exception) -> str | None:
-    """The innermost frame that is in neither a library nor this package."""
+    """Returns the innermost line in neither a library nor this package; None without one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)]
     if not own:

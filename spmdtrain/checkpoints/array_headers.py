@@ -23,14 +23,12 @@ _LONGEST_KEY = 16  # uint32s; JAX's own keys have 2 or 4
 def check_headers(tree: PyTree, manifest: Manifest, *, in_memory: bool) -> None:
     """Compares the headers of an item's arrays with the manifest of the checkpoint.
 
-    Args:
-      tree: Orbax' metadata of the item's arrays.
-      manifest: The manifest.
-      in_memory: Whether this machine then reads all arrays whole.
+    `tree` is Orbax' metadata of the arrays. `in_memory` means that this machine then reads all of
+    them whole, so they must also fit into its memory together.
 
     Raises:
       CheckpointCorruptedError: If an array is not in the manifest, has another shape or dtype
-        there, or, with `in_memory`, the arrays exceed the memory of this machine.
+        there, or needs more memory than there is.
     """
     total = 0
     for path, header in jax.tree_util.tree_leaves_with_path(tree):

@@ -26,16 +26,15 @@ PyTree = Any
 
 
 def merged_variables(variables: Variables, manifest: Manifest, folder: epath.Path) -> Variables:
-    """Returns the variables of the base model with the low-rank factors added to its kernels.
+    """Returns a checkpoint's variables, with low-rank factors added to the base model's kernels.
 
     Args:
-      variables: The variables of a checkpoint, NumPy arrays.
-      manifest: Its manifest.
-      folder: Its folder, for messages.
+      variables: NumPy arrays.
+      folder: The folder of the checkpoint, for messages.
 
     Raises:
-      UserError: If base weights that the checkpoint leaves out are missing or others.
-      CheckpointCorruptedError: If they are in a checkpoint, which is corrupted.
+      UserError: If base weights that the checkpoint leaves out are missing or have changed.
+      CheckpointCorruptedError: If these weights are in a checkpoint that is corrupted.
     """
     lora = manifest.identity.lora
     if not lora.alpha:
@@ -52,7 +51,7 @@ _FIELDS = ("params", "model_state")
 
 
 def _filled(tree: PyTree, values: Mapping[str, np.ndarray], field: str) -> PyTree:
-    """Returns a tree of dictionaries and lists with the arrays of a field added by their paths."""
+    """Returns a copy of a tree of dictionaries and lists, with a field's arrays added by path."""
     tree = copy.deepcopy(tree)
     for name, value in values.items():
         first, *parts, last = name.split("/")
@@ -96,14 +95,7 @@ def _read_base(manifest: Manifest, folder: epath.Path) -> dict[str, np.ndarray]:
 
 
 def open_source(path: str) -> WeightSource:
-    """Returns the arrays of a file of weights or of a run's checkpoint.
-
-    Args:
-      path: The file, or the folder of the checkpoint.
-
-    Raises:
-      UserError: If there is no such file or checkpoint.
-    """
+    """Opens a file of weights or a checkpoint's folder; raises `UserError` if there is neither."""
     if is_weights_file(path):
         return open_weights(path)
     source = find(path)
@@ -112,13 +104,7 @@ def open_source(path: str) -> WeightSource:
 
 
 def describe_missing(folder: epath.Path, lora: LoraRecord, error: Exception) -> str:
-    """Returns the message for base weights that cannot be read.
-
-    Args:
-      folder: The checkpoint that needs them.
-      lora: Its record.
-      error: The reason.
-    """
+    """Returns the message that the base weights of the checkpoint in `folder` cannot be read."""
     return (
         f"{folder} holds LoRA factors alone, and its base weights cannot be read from "
         f"{foreign(lora.source)}: {error}. Put them back; a run finds them elsewhere by "
@@ -129,10 +115,7 @@ def describe_missing(folder: epath.Path, lora: LoraRecord, error: Exception) -> 
 def base_sums(base: Variables) -> dict[str, str]:
     """Returns the checksums of base weights on devices, by path in the state.
 
-    All processes of a job call it.
-
-    Args:
-      base: The weights, None in place of other variables.
+    All processes of a job call it. `base` has None in place of variables that are not base weights.
     """
     started = start_sums(dict(zip(_FIELDS, base, strict=True)))
     return format_sums(process_group.summed(read_parts(started)))
@@ -141,13 +124,8 @@ def base_sums(base: Variables) -> dict[str, str]:
 def check_unchanged(actual: Mapping[str, str], lora: LoraRecord, folder: epath.Path) -> None:
     """Checks that base weights are those that the factors of a checkpoint were trained for.
 
-    Args:
-      actual: Their checksums by path in the state.
-      lora: The record of the checkpoint.
-      folder: The folder of the checkpoint.
-
-    Raises:
-      UserError: If one differs.
+    `actual` has the weights' checksums by path in the state. Raises `UserError` if one differs from
+    the record.
     """
     for name, expected in lora.sums.items():
         if actual.get(name) != expected:

@@ -1,11 +1,13 @@
 """Checksums of arrays, independent of their sharding.
 
-A checksum is computed before a checkpoint is written, and after a restore has placed the array: on
-the devices that hold it, or from the copy that is written (`host_copy`). It therefore covers
-encoding, storage and decoding. It is the sum modulo 2**32 of a hash of each element and its
-position, so neither sharding nor order matters. A change of one element always changes it; a change
-of several is missed with probability 2**-32. A CRC, as of Orbax's storage formats, depends on the
-order of the bytes, so on the sharding.
+A checksum is computed before a checkpoint is written, on the devices that hold the array or from
+the copy that is written (`host_copy`), and again after a restore has placed the array. It therefore
+covers encoding, storage and decoding.
+
+It is the sum modulo 2**32 of a hash of each element and its position, so neither sharding nor order
+matters. A change of one element always changes the sum; a change of several is missed with
+probability 2**-32. A CRC, which Orbax's storage formats use, depends on the order of the bytes, and
+therefore on the sharding.
 """
 
 import functools
@@ -51,24 +53,17 @@ class PartSum:
 def start_sums(tree: Any) -> dict[str, list[PartSum]]:
     """Starts the computation of the checksums of all leaves, on the devices that hold them.
 
-    Args:
-      tree: A pytree of JAX or NumPy arrays.
-
-    Returns:
-      The parts of each leaf by its path. The leaves may be donated to another computation at once.
+    Returns the parts of each leaf by its path. The leaves, JAX or NumPy arrays, may be donated to
+    another computation at once.
     """
     return {name: _start(leaf) for name, leaf in named_leaves(tree).items()}
 
 
 def read_parts(started: Mapping[str, Sequence[PartSum]]) -> dict[str, int]:
-    """Waits for the checksums of `start_sums`.
+    """Waits for the checksums of `start_sums`, and returns them by the path of the leaf.
 
-    Args:
-      started: The parts of each leaf by its path.
-
-    Returns:
-      The checksum of each leaf by its path; for an array over several processes the addend of this
-      process. A part of which several processes hold copies counts in one of them.
+    For an array over several processes, the result is the addend of this process. A part that
+    several processes hold counts in one of them.
     """
     return {
         name: sum(part.read() for part in parts if part.counts) for name, parts in started.items()
@@ -101,13 +96,10 @@ def _start(leaf: Any) -> list[PartSum]:
 
 
 def sums_on_devices(leaf: jax.Array) -> list[PartSum]:
-    """Returns the checksums of an array's parts, each computed where the part is.
+    """Returns the checksums of the parts that this process holds, each computed where the part is.
 
     Nothing is gathered, because many queued programs with collectives, one for each leaf, can
     deadlock virtual devices.
-
-    Args:
-      leaf: Any array; only the parts that this process holds are summed.
     """
     shards = distinct_shards(leaf)
     device: Any = next(iter(leaf.sharding.device_set))
@@ -126,7 +118,7 @@ def sums_on_devices(leaf: jax.Array) -> list[PartSum]:
 
 
 def distinct_shards(leaf: Any) -> list[Any]:
-    """Returns one shard of each part of an array in this process, the first copy if it has that."""
+    """Returns one shard for each part of an array in this process, the first copy if it is here."""
     shards: dict[tuple[int, ...], Any] = {}
     for shard in leaf.addressable_shards:
         starts = starts_of(shard.index)
@@ -136,11 +128,11 @@ def distinct_shards(leaf: Any) -> list[Any]:
 
 
 def part_sum(leaf: Any, value: Any, shard: Any) -> PartSum:
-    """Returns the checksum of one part of an array.
+    """Returns the record of the checksum of one part of an array.
 
     Args:
       leaf: The array, or its copy.
-      value: The checksum of the part; its computation may be pending.
+      value: The checksum; its computation may be pending.
       shard: The part, one of `distinct_shards(leaf)`.
     """
     starts = starts_of(shard.index)
@@ -169,12 +161,8 @@ def starts_of(index: Any) -> tuple[int, ...]:
 def host_sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -> int:
     """Returns the checksum of an array, or of the part at `starts` of an array of `shape`.
 
-    A large array is processed in chunks of rows, to need little memory.
-
-    Args:
-      x: An array, or a part of one.
-      starts: The index of the part's first element in each dim; () for a whole array.
-      shape: The shape of the array to which the part belongs; () for a whole array.
+    `starts` is the index of the part's first element in each dim; `starts` and `shape` are () for a
+    whole array. A large array is processed in chunks of rows, to need little memory.
     """
     x = np.ascontiguousarray(_whole_bytes(x))
     if not starts or x.shape[1:] == tuple(shape)[1:]:  # whole rows: positions are consecutive

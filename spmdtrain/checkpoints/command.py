@@ -72,14 +72,7 @@ SUBCOMMANDS: Any = Annotated[Verify | Show | Export, tyro.conf.arg(name="")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-      arguments: The command line without the program; by default that of the process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs a command line, by default the arguments of the process; returns the exit code."""
     with exit_if_output_is_closed():
         command: Any = tyro.cli(
             SUBCOMMANDS,
@@ -114,16 +107,8 @@ def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
 def verify(path: str, terminal: Terminal) -> int:
     """Reads all arrays of checkpoints, and prints a table of them, the newest first.
 
-    Args:
-      path: A workdir, or one of its `checkpoints/STEP`.
-      terminal: Receives the table.
-
-    Returns:
-      Exit code 0 if all checkpoints are valid, 1 otherwise.
-
-    Raises:
-      UserError: If there is no checkpoint.
-      StorageError: If one cannot be read.
+    `path` is a workdir, or one of its `checkpoints/STEP`. Returns exit code 0 if all checkpoints
+    are valid, 1 otherwise.
     """
     source = find(path)
     table = Table("step", "saved", "size", "metric", "verdict", title=foreign(str(source.folder)))
@@ -170,10 +155,7 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
 def show_checkpoints(path: str, step: int | None, terminal: Terminal) -> None:
     """Prints a table of the checkpoints of a workdir, or the manifest of one checkpoint.
 
-    Args:
-      path: A workdir, or one of its `checkpoints/STEP`.
-      step: The checkpoint of the workdir to show; None for the table.
-      terminal: Receives the output.
+    `path` is a workdir, or one of its `checkpoints/STEP`; a workdir without `step` gets the table.
     """
     source = find(path)
     if step is None and source.whole_workdir:

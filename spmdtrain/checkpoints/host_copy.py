@@ -67,19 +67,14 @@ class HostCopy:
 
 
 def can_copy(tree: PyTree) -> bool:
-    """Returns whether `copy_to_host` applies: not without CPU devices (JAX_PLATFORMS=cuda).
-
-    Args:
-      tree: A pytree of JAX arrays.
-    """
+    """Returns whether `copy_to_host` works: not if JAX has no CPU device (JAX_PLATFORMS=cuda)."""
     return is_on_cpu(tree) or _cpu() is not None
 
 
 def copy_to_host(tree: PyTree) -> PyTree:
     """Returns copies of the arrays of a pytree, as `HostCopy`. The arrays may then be donated.
 
-    Args:
-      tree: A pytree of arrays that `can_copy`, without random keys.
+    The arrays must pass `can_copy` and include no random keys.
     """
     leaves, structure = jax.tree.flatten(tree)
     distinct = [distinct_shards(leaf) for leaf in leaves]
@@ -106,7 +101,7 @@ def copy_to_host(tree: PyTree) -> PyTree:
 
 
 def _copies_from_accelerators(leaves: Any, distinct: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Returns copies of the distinct parts of each array, all of which are complete.
+    """Returns complete copies of the distinct parts of each array.
 
     All transfers are started before the first is awaited.
     """
@@ -121,8 +116,8 @@ def _copies_on_cpu(
 ) -> list[list[Any]]:
     """Returns copies of the distinct parts of each array.
 
-    XLA copies large arrays while this returns already: it lets a later computation write to the
-    memory of a donated array only after the copy.
+    XLA may still be copying large arrays when this returns: it lets a later computation write to
+    the memory of a donated array only after the copy.
     """
     units: list[list[jax.Array]] = [  # an array without replicas as a whole
         [leaf]
@@ -147,11 +142,7 @@ def _copies_on_cpu(
 
 
 def as_jax_arrays(tree: PyTree) -> PyTree:
-    """Returns copies whose parts are all JAX arrays, as Orbax requires.
-
-    Args:
-      tree: A pytree of copies; other leaves are returned as they are.
-    """
+    """Returns copies whose parts are all JAX arrays, as Orbax requires; keeps other leaves."""
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, HostCopy):
@@ -168,7 +159,7 @@ def as_jax_arrays(tree: PyTree) -> PyTree:
 
 
 def is_on_cpu(tree: PyTree) -> bool:
-    """Returns whether arrays are in the host's memory: on CPU devices, or of NumPy."""
+    """Returns whether all arrays are in host memory: on CPU devices, or NumPy arrays."""
     arrays = (leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, np.ndarray))
     devices = (next(iter(array.sharding.device_set)) for array in arrays)
     return all(device.platform == "cpu" for device in devices)

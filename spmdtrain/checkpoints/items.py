@@ -35,9 +35,7 @@ _NOT_STORED = (
 def steps_in(folder: epath.Path) -> list[int]:
     """Returns the steps of the complete checkpoints in a folder, ascending.
 
-    Args:
-      folder: The folder; without it there are no steps, because in a bucket an empty folder does
-        not exist.
+    A folder that does not exist has none, because in a bucket an empty folder does not exist.
     """
 
     def is_step(path: epath.Path) -> bool:
@@ -57,11 +55,7 @@ def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
 
 
 def raw_keys(tree: PyTree) -> PyTree:
-    """Returns a tree with its random keys replaced by their data: Orbax cannot store keys.
-
-    Args:
-      tree: A pytree of arrays or `jax.ShapeDtypeStruct`.
-    """
+    """Replaces keys, or their `jax.ShapeDtypeStruct`, by their data: Orbax cannot store keys."""
 
     def raw(leaf: Any) -> Any:
         if not is_key(leaf):
@@ -75,10 +69,7 @@ def raw_keys(tree: PyTree) -> PyTree:
 
 
 def check_can_be_saved(state: PyTree) -> None:
-    """Checks that Orbax can store a state.
-
-    Args:
-      state: A pytree of arrays or `jax.ShapeDtypeStruct`.
+    """Checks that Orbax can store a state of arrays or `jax.ShapeDtypeStruct`.
 
     Raises:
       UserError: If an array is empty, if its dtype cannot be stored, or if Orbax would write two

@@ -19,8 +19,8 @@ LATEST, BEST = "latest", "best"
 class Listing:
     """Checkpoints with their manifests and metrics, and the best of them.
 
-    The metrics are those of the run's own evaluation, or of a separate evaluator task. The best
-    checkpoint is ranked first by `best_metric` and `best_direction` of the newest one.
+    The metrics come from the run's own evaluation, or from a separate evaluator task. The newest
+    checkpoint's `best_metric` and `best_direction` define which one is the best.
     """
 
     manifests: Mapping[int, Manifest]
@@ -35,14 +35,9 @@ class Listing:
 
     @classmethod
     def of(cls, folder: epath.Path, steps: Sequence[int]) -> "Listing":
-        """Returns the listing of some checkpoints, from their manifests.
+        """Reads the manifests of checkpoints in the `checkpoints` folder of a workdir.
 
-        Args:
-          folder: The `checkpoints` folder of a workdir.
-          steps: The steps of its checkpoints.
-
-        Raises:
-          StorageError: If the evaluator's metrics cannot be read.
+        Raises `StorageError` if the evaluator's metrics cannot be read.
         """
         manifests: dict[int, Manifest] = {}
         faults: dict[int, str] = {}
@@ -72,14 +67,7 @@ class Listing:
 
 
 def parse_choice(which: str | int) -> str | int:
-    """Returns "latest", "best" or a step number.
-
-    Args:
-      which: One of these; a step may also be a string of digits.
-
-    Raises:
-      UserError: If `which` is none of these.
-    """
+    """Parses "latest", "best" or a step (an int or digits); raises `UserError` for others."""
     text = str(which)
     if text.isdecimal():
         return int(text)
@@ -93,14 +81,11 @@ def parse_choice(which: str | int) -> str | int:
 def choose(folder: epath.Path, steps: Sequence[int], which: str | int) -> int:
     """Returns the step of the best checkpoint, or `which` itself if it is a step.
 
-    Args:
-      folder: The `checkpoints` folder of a workdir.
-      steps: The steps of its checkpoints.
-      which: "best" or a step.
+    `steps` are those of the checkpoints in `folder`, the `checkpoints` folder of a workdir.
 
     Raises:
-      UserError: If there is no such checkpoint, no checkpoint has the metric, or a manifest
-        cannot be read, whose checkpoint could be the best.
+      UserError: If there is no such checkpoint, no checkpoint has the metric, or a manifest cannot
+        be read, because its checkpoint could be the best.
     """
     if which != BEST:
         step = int(which)

@@ -23,18 +23,18 @@ class LoraRecord:
     alpha: float = 0.0
     """The scale of the factors; 0 in a run without factors."""
     source: str = ""
-    """File of weights, or checkpoint of a run, from which the frozen weights come that checkpoints
-    leave out; empty if they contain them."""
+    """The file of weights, or the checkpoint of a run, with the frozen weights that checkpoints
+    leave out; empty if checkpoints contain them."""
     rules: Sequence[RuleRecord] = ()
     """The rules by which arrays of the file become those of the model."""
     leaves: Mapping[str, str] = field(default_factory=dict)
     """Shape and dtype of the weights that are left out, by path in the state."""
     sums: Mapping[str, str] = field(default_factory=dict)
-    """Their checksums."""
+    """Checksums of the weights that are left out, by path in the state."""
 
     @property
     def weight_map(self) -> WeightMap:
-        """The rules by which arrays of the file become those of the model."""
+        """`rules`, as the rules of a weight map."""
         return [WeightRule(**rule) for rule in self.rules]
 
 

@@ -71,7 +71,7 @@ class CheckpointCorruptedError(UserError):
 class Manifest:
     """The description of a checkpoint, which is read without loading an array.
 
-    Orbax' own metadata (`metrics`, `custom_metadata`) has no digest, and reading it takes the
+    Orbax' own metadata (`metrics`, `custom_metadata`) has no digest, and reading it requires the
     import of Orbax.
     """
 
@@ -80,7 +80,7 @@ class Manifest:
     """Time in UTC, ISO 8601."""
     identity: Identity
     metrics: Mapping[str, float] | None
-    """Metrics of an evaluation of this state that are finite; None without an evaluation."""
+    """Finite metrics of an evaluation of this state; None without an evaluation."""
     stopped: bool
     """Whether a callback ended the run here."""
     sums: Mapping[str, str]
@@ -92,7 +92,7 @@ class Manifest:
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """States of the callbacks by name (`CallbackStates.to_json`)."""
     metrics_added: bool = False
-    """Whether a later start added the metrics, of which the callbacks' states know nothing."""
+    """Whether a later start added the metrics, so the callbacks' states do not include them."""
     stream: str = ""
     """SHA-256 digest of the positions in a stream (`stream_positions`); empty without a stream."""
 
@@ -280,5 +280,5 @@ def _encodes(name: str) -> bool:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 digest of a manifest without its own entry `sha256`, in hex."""
+    """Returns the SHA-256 digest of a manifest without its entry `sha256`, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ _MIN_SLICE = 2**20  # bytes
 
 
 class Manager(ocp.CheckpointManager):  # type: ignore[misc]
-    """Orbax' manager without its own handling of preemption, which would stop at its own steps."""
+    """Orbax' manager without its handling of preemption, which stops at steps of Orbax' choice."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
@@ -33,7 +33,6 @@ def open_manager(
     """Returns the manager of the checkpoints in a folder. All processes of the job call it.
 
     Args:
-      folder: The folder.
       items: Names of the items of a checkpoint.
       seal: Called before each checkpoint is published.
       keep: Returns for each of the existing steps whether its checkpoint is kept.
@@ -64,9 +63,9 @@ def open_manager(
 def _handler(item: str) -> ocp.PyTreeCheckpointHandler:
     """Returns Orbax' handler; a single process copies replicated arrays from one device.
 
-    The item `training` is stored without shardings, because a restore defines them, and writing
-    those of all items takes a quarter of the processor time of a small save. The other items have
-    them, so that Orbax alone can read the model.
+    The item `training` is stored without shardings, because a restore defines them, and writing the
+    shardings of all items takes a quarter of the processor time of a small save. The other items
+    have shardings, so that Orbax alone can read the model.
 
     Nothing is compressed, because compression makes floating-point numbers only about a tenth
     smaller, and takes a third to two thirds of the processor time of a large save.

@@ -21,12 +21,7 @@ def anyway() -> str:
 
 
 def setting_problem(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Returns which setting gives results another meaning than before, and how to set it.
-
-    Args:
-      saved: The settings of the run that saved a checkpoint.
-      now: Those of this process.
-    """
+    """Returns the setting that gives results another meaning, and how to restore its value."""
     for name, (before, here, is_meaning) in numeric_settings.differences(saved, now).items():
         if is_meaning:
             # The key in the state has the shape of its generator.
@@ -39,12 +34,7 @@ def setting_problem(saved: Mapping[str, str], now: Mapping[str, str]) -> str | N
 
 
 def optimizer_problem(saved: "Identity", now: "Identity") -> str | None:
-    """Returns how optimizers with the same arrays differ in their operations; None if not.
-
-    Args:
-      saved: Identity of the run that saved a checkpoint.
-      now: Identity of this run.
-    """
+    """Returns how optimizers with equal arrays differ in their operations; None if they do not."""
     before, here = saved.update, now.update
     if before.kind == here.kind or _why_not_compared(saved, now) is not None:
         return None
@@ -54,12 +44,7 @@ def optimizer_problem(saved: "Identity", now: "Identity") -> str | None:
 
 
 def program_changes(saved: "Identity", now: "Identity") -> list[str]:
-    """Returns the differences of the programs of two runs, each as `name: before -> after`.
-
-    Args:
-      saved: Identity of the run that saved a checkpoint.
-      now: Identity of this run.
-    """
+    """Returns the differences between the programs of two runs, each as `name: before -> after`."""
     found = [f"optimizer: {text}" for text in _optimizer_changes(saved, now)]
     found += changed_functions(saved, now)
     settings = numeric_settings.differences(saved.settings, now.settings)
@@ -72,12 +57,7 @@ def program_changes(saved: "Identity", now: "Identity") -> list[str]:
 
 
 def changed_functions(saved: "Identity", now: "Identity") -> list[str]:
-    """Returns the functions of the user that differ between two runs, as `name: before -> after`.
-
-    Args:
-      saved: Identity of the run that saved a checkpoint.
-      now: Identity of this run.
-    """
+    """Returns the user's functions that differ between two runs, as `name: before -> after`."""
     both = saved.functions.keys() & now.functions.keys()
     names = sorted(name for name in both if saved.functions[name] != now.functions[name])
     for library in _OF_DIGESTS if names else ():
@@ -101,7 +81,7 @@ def _changed_parts(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
             kind = "" if before and here else ("new " if here else "removed ")
             place = new_place or old_place
             changed[name] = f"{kind}{name}" + f" ({place})" * bool(place)
-    # One that is changed says more than those that this adds or removes.
+    # A changed function says more than the functions that the change adds or removes.
     shown = sorted(changed, key=lambda name: name not in saved or name not in now)[:_MOST_NAMED]
     more = f" and {len(changed) - len(shown)} more" * (len(changed) > len(shown))
     return f", {', '.join(changed[name] for name in shown)}{more}" if saved and changed else ""
@@ -125,7 +105,10 @@ def _optimizer_changes(saved: "Identity", now: "Identity") -> list[str]:
 
 
 def _why_not_compared(saved: "Identity", now: "Identity") -> str | None:
-    """Returns why the operations of two optimizers cannot be compared; "" if one is not known."""
+    """Returns why the operations of two optimizers cannot be compared; None if they can.
+
+    "" means that the operations of one of them are not known.
+    """
     before, here = saved.update, now.update
     if not before.kind or not here.kind:
         return ""
@@ -133,5 +116,5 @@ def _why_not_compared(saved: "Identity", now: "Identity") -> str | None:
     for name in ("keras",) if of_keras else ("jax", "optax"):
         if saved.versions.get(name) != now.versions.get(name):
             return f"the version of {name} differs"
-    # Those of the norm of all gradients, for example, depend on what is trained.
+    # Some operations, such as the norm of all gradients, depend on which parameters are trained.
     return "freeze differs" if saved.config.get("freeze") != now.config.get("freeze") else None

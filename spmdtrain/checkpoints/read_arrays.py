@@ -38,21 +38,11 @@ def holds(manifest: Manifest, field: str) -> bool:
 def read_arrays(
     folder: epath.Path, manifest: Manifest, targets: Mapping[str, Mapping[str, PyTree]]
 ) -> dict[str, PyTree]:
-    """Reads arrays to devices, and verifies their checksums.
+    """Reads arrays to devices, verifies their checksums, and returns them by field.
 
-    All processes of a job call it, and each reads its own shards.
-
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest.
-      targets: Trees of `jax.ShapeDtypeStruct` with shardings, by item and field.
-
-    Returns:
-      The arrays by field.
-
-    Raises:
-      CheckpointCorruptedError: If the checkpoint is corrupted.
-      StorageError: If it cannot be read.
+    All processes of a job call it, and each reads its own shards. `targets` has trees of
+    `jax.ShapeDtypeStruct` with shardings, by item and field. Raises `CheckpointCorruptedError` or
+    `StorageError`.
     """
     items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
 
@@ -85,12 +75,7 @@ def _checkpointer() -> contextlib.AbstractContextManager[Any]:
 
 
 def restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
-    """Returns the random key whose data were saved if the target is a key, or the leaf itself.
-
-    Args:
-      target: The shape and dtype of the leaf in the state.
-      leaf: The leaf as it was saved (see `items.raw_keys`).
-    """
+    """Returns a leaf as it was before `items.raw_keys`: a random key if the target is one."""
     if not is_key(target):
         return leaf
     implementation: list[Any] = []
@@ -101,14 +86,8 @@ def restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
 def read_host_arrays(folder: epath.Path, manifest: Manifest, field: str) -> PyTree:
     """Returns a field of any structure as NumPy arrays, whose checksums are verified.
 
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest.
-      field: A field that is an item of its own.
-
-    Raises:
-      CheckpointCorruptedError: If the checkpoint is corrupted.
-      StorageError: If it cannot be read.
+    There must be an item with the name of the field. Raises `CheckpointCorruptedError` or
+    `StorageError`.
     """
     with _reported_faults(folder, manifest, [field], in_memory=True):
         tree = _saved_tree(folder / field)
@@ -123,8 +102,8 @@ def read_host_arrays(folder: epath.Path, manifest: Manifest, field: str) -> PyTr
 def _saved_tree(folder: epath.Path) -> PyTree:
     """Returns the structure of an item with the headers of its arrays, from Orbax' metadata.
 
-    Raises:
-      CheckpointCorruptedError: If the metadata are not valid, or name a path out of the checkpoint.
+    Raises `CheckpointCorruptedError` if the metadata are not valid, or name a path outside the
+    checkpoint.
     """
     try:
         check_array_names(folder)
@@ -171,10 +150,8 @@ def _reported_faults(
 ) -> Iterator[None]:
     """Checks the files and array headers of items that are read in the block.
 
-    Raises:
-      CheckpointCorruptedError: If the checkpoint is corrupted; if reading fails because of that,
-        with the first fault of `examine`.
-      UserError: If the block raises it.
+    Raises `CheckpointCorruptedError`; if the block fails because of corrupted content, with the
+    first fault that `examine` finds.
     """
     silence_tensorstore_shutdown()
     try:
@@ -199,15 +176,8 @@ def _reported_faults(
 def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
     """Reads a checkpoint array by array, with the memory of one array on the host.
 
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest.
-
-    Yields:
-      The name of each array and what is wrong with it; None if it is valid.
-
-    Raises:
-      StorageError: If the checkpoint cannot be read.
+    Yields the name of each array and what is wrong with it; None if it is valid. Raises
+    `StorageError` if the checkpoint cannot be read.
     """
     silence_tensorstore_shutdown()
     seen = set()
@@ -247,7 +217,7 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
 
 
 def _array_fault(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest) -> str | None:
-    """Reads one array of an item; returns what is wrong with it, or None."""
+    """Reads one array of an item; returns what is wrong with it, None if it is valid."""
     try:
         _read_array(folder, tree, path, manifest)
     except CheckpointCorruptedError as error:
@@ -279,14 +249,7 @@ def _read_array(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest)
 def check_saved_items(folder: epath.Path, manifest: Manifest, items: Iterable[str]) -> None:
     """Checks the files and the array headers of some items, before their arrays are read.
 
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest.
-      items: Names of items.
-
-    Raises:
-      CheckpointCorruptedError: If the checkpoint is corrupted.
-      StorageError: If it cannot be read.
+    Raises `CheckpointCorruptedError` or `StorageError`.
     """
     with _reported_faults(folder, manifest, items, in_memory=False):
         pass
@@ -295,15 +258,8 @@ def check_saved_items(folder: epath.Path, manifest: Manifest, items: Iterable[st
 def read_host_array(folder: epath.Path, manifest: Manifest, item: str, name: str) -> np.ndarray:
     """Returns one array of an item as NumPy array, whose checksum is verified.
 
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest.
-      item: The item, of which `check_saved_items` has checked the headers.
-      name: The path of the array in the state, `params/hidden/kernel`.
-
-    Raises:
-      CheckpointCorruptedError: If the array is corrupted.
-      StorageError: If it cannot be read.
+    `check_saved_items` must have checked the item. `name` is the path of the array in the state,
+    `params/hidden/kernel`. Raises `CheckpointCorruptedError` or `StorageError`.
     """
     tree = _saved_tree(folder / item)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

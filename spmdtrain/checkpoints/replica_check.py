@@ -25,8 +25,7 @@ def check_equal(
 
     Args:
       started: The result of `start_sums`.
-      step: The step after which the state is compared.
-      sequence: That of the calling thread; None for the main thread.
+      sequence: The sequence of the calling thread; None for the main thread.
 
     Raises:
       ReplicaError: If copies differ. Names the processes that differ from most others, and the
@@ -83,12 +82,9 @@ def _digest(value: Any) -> str:
 def find_odd(digests: Sequence[Mapping[str, str]]) -> tuple[str, int, list[int], bool] | None:
     """Finds the first group of processes whose digests differ.
 
-    Args:
-      digests: The digests of each process by group.
-
-    Returns:
-      The group, a process of the majority, the processes that differ from it, and True. Without
-      a majority: the group, its first process, the others, and False. None if all are equal.
+    `digests` has the digests of each process by group. Returns the group, a process of the
+    majority, the processes that differ from it, and True. Without a majority: the group, its first
+    process, the others, and False. None if all are equal.
     """
     for group in sorted({group for own in digests for group in own}):
         by_rank = {rank: own[group] for rank, own in enumerate(digests) if group in own}

@@ -31,15 +31,8 @@ def load_state(
 ) -> TrainState:
     """Returns the state of a checkpoint, on the current devices, whatever devices saved it.
 
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest, of the same run (see `run_identity.check_same_run`).
-      abstract: The abstract state.
-      shardings: The sharding of each leaf.
-
-    Raises:
-      CheckpointCorruptedError: If the checkpoint is corrupted.
-      StorageError: If it cannot be read.
+    The checkpoint must be of the same run (see `run_identity.check_same_run`). Raises
+    `CheckpointCorruptedError` or `StorageError`.
     """
     target: TrainState = jax.tree.map(_with_sharding, abstract, shardings)
     fields: dict[str, PyTree] = {"params": {}, "averaged": {}, "model_state": {}} | read_arrays(
@@ -61,19 +54,9 @@ def load_initial_variables(
 ) -> Variables:
     """Returns the parameters and the model state of a checkpoint of any run of the same model.
 
-    The parameters are the averaged ones if that run kept an average.
-
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest.
-      abstract: The abstract state of this run.
-      shardings: The sharding of each leaf of it.
-      config: The configuration of this run, named in the error message.
-
-    Raises:
-      UserError: If the checkpoint is of another model.
-      CheckpointCorruptedError: If the checkpoint is corrupted.
-      StorageError: If it cannot be read.
+    The parameters are the averaged ones if that run kept an average. `abstract`, `shardings` and
+    `config` are of this run. Raises `UserError` if the model differs, `CheckpointCorruptedError` or
+    `StorageError`.
     """
     check_same_model(manifest.identity, config, describe_leaves(abstract), str(folder))
     averaged = holds(manifest, "averaged")
@@ -107,18 +90,9 @@ def read_variables(
 ) -> tuple[Variables, Manifest]:
     """Returns the variables and the manifest of a checkpoint.
 
-    Low-rank factors are merged: the variables are those of the base model.
-
-    Args:
-      path: A workdir, or one of its `checkpoints/STEP`.
-      which: The checkpoint of a workdir, as for `load_params`.
-      sharding: Sharding of the parameters, as for `load_params`.
-      averaged: As for `load_params`.
-      log: Receives a line for each corrupted checkpoint that is skipped; by default warns.
-
-    Raises:
-      UserError: If there is no such checkpoint, or none that is valid.
-      StorageError: If it cannot be read.
+    Arguments and errors are as for `load_params`. Low-rank factors are merged: the variables are
+    those of the base model. `log` receives a line for each corrupted checkpoint that is skipped; by
+    default it warns.
     """
 
     def load(folder: epath.Path, manifest: Manifest) -> Variables:

@@ -12,7 +12,7 @@ _HOUR = 3600
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The properties of a checkpoint that determine whether it is kept."""
+    """The properties of a checkpoint that decide whether it is kept."""
 
     step: int
     saved_at: datetime.datetime
@@ -27,10 +27,10 @@ class Retention:
     The selection is a function of the records, so a restart does not change it.
 
     Orbax receives it as a preservation policy (see `orbax.open_manager`). Its own policies would
-    keep other checkpoints: `BestN` keeps all of at most n checkpoints, even without a metric, and
-    cannot rank NaN. `EveryNSteps` keeps multiples of n only, which the step of a save at the end of
-    an epoch or by the clock need not be; with `exact_interval=False` it counts from the last
-    checkpoint that it keeps, as `EveryNSeconds` does, and always keeps the first.
+    keep other checkpoints. `BestN` keeps all of at most n checkpoints, even without a metric, and
+    cannot rank NaN. `EveryNSteps` keeps multiples of n only, but a save at the end of an epoch or
+    by the clock can have any step; with `exact_interval=False` it counts, like `EveryNSeconds`,
+    from the last checkpoint that it keeps, and always keeps the first.
 
     Attributes:
       latest: Number of newest checkpoints to keep.
@@ -63,11 +63,8 @@ class Retention:
         """Returns the steps to keep if a separate evaluator task computes the metrics.
 
         Checkpoints that it has not evaluated yet are kept too, because they may become the best.
-
-        Args:
-          records: The checkpoints.
-          evaluated: The evaluator's metrics by step and trajectory. Others of the same step are of
-            states that the run has left by going back.
+        `evaluated` has its metrics by step and trajectory: the same step of another trajectory is a
+        state that the run has left by going back.
         """
         records = [
             dataclasses.replace(r, metrics=evaluated.get((r.step, r.trajectory))) for r in records

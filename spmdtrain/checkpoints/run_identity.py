@@ -67,7 +67,7 @@ class Identity:
     functions: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's functions by their use: model, objective, augment, ..."""
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """For each use, the functions within: digest and place, `FILE:LINE`, by name."""
+    """For each use, the digest and place (`FILE:LINE`) of the functions within, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of JAX, XLA and CUDA that change results; empty if they are not recorded."""
     trajectories: Mapping[str, int] = field(default_factory=dict)
@@ -84,12 +84,9 @@ class Identity:
         return names
 
     def trajectory_at(self, step: int) -> str:
-        """Returns the name of the trajectory of the state of a step; "" if it has none.
+        """Returns the name of the trajectory that led to the state of a step; "" if it has none.
 
         What is known of a state, such as its evaluation, is found by this name and the step.
-
-        Args:
-          step: The step.
         """
         began = [(start, name) for name, start in self.trajectories.items() if start < step]
         return max(began, default=(0, ""))[1]
@@ -97,8 +94,7 @@ class Identity:
     def branched(self, after: int) -> dict[str, int]:
         """Returns the trajectories of a run that leaves this one.
 
-        Args:
-          after: The last step that they have in common; -1 if there is none.
+        `after` is the last step that they have in common; -1 if there is none.
         """
         kept = {name: start for name, start in self.trajectories.items() if start < after}
         return {**kept, secrets.token_hex(4): after}
@@ -133,13 +129,11 @@ def check_same_run(
     """Checks that a run can continue from a checkpoint.
 
     Args:
-      saved: Identity of the run that saved it.
-      now: Identity of this run.
       source: Name of the checkpoint in messages.
       step: Step of the checkpoint. The weights of a mixture may differ from there on.
       instead: What to do if the difference is intended, for messages.
-      same_program: Whether the optimizer's update, and settings of JAX that give results another
-        meaning, are checked, too.
+      same_program: Whether to check the optimizer's update too, and settings of JAX that give
+        results another meaning.
 
     Raises:
       UserError: If seed, batch size, data, model or optimizer differ. Names the field or parameter,
@@ -178,7 +172,7 @@ def check_same_run(
 
 
 def _check_same_lora(saved: Identity, now: Identity, source: str, instead: str) -> None:
-    """Checks that low-rank factors have the same scale, and their base model the same place."""
+    """Checks that the scale of low-rank factors and the place of their base model are the same."""
     before, here = saved.lora, now.lora
     if before.alpha and here.alpha and before.alpha != here.alpha:
         _refuse(
@@ -222,9 +216,10 @@ def _check_same_data(
 
 
 def _computed(dataset: Mapping[str, Any]) -> dict[str, str] | None:
-    """Returns the arrays of a fingerprint, which anyone may have written, in the dtypes of a step.
+    """Returns the arrays of a fingerprint with the dtypes that a step computes with.
 
-    Without `jax_enable_x64`, JAX computes with float32 in place of float64.
+    Without `jax_enable_x64`, JAX computes with float32 in place of float64. Anyone may have written
+    the fingerprint: None if its arrays are malformed.
     """
     arrays = dataset.get("arrays")
     if not isinstance(arrays, Mapping):
@@ -268,12 +263,7 @@ def _skipped(config: Mapping[str, Any]) -> SkippedBatches:
 
 
 def all_skipped(saved: Identity, now: Identity) -> tuple[str, ...]:
-    """Returns the option `skip_steps` of a run that continues another one, and keeps its ranges.
-
-    Args:
-      saved: Identity of the run that saved a checkpoint.
-      now: Identity of this run.
-    """
+    """Returns `skip_steps` of a run that continues another one: the ranges of both runs."""
     return SkippedBatches.parse([*_skipped(saved.config).texts, *now.config["skip_steps"]]).texts
 
 
@@ -304,7 +294,7 @@ def _changed_stages(
 
 
 def _stages_of(dataset: Mapping[str, Any]) -> dict[int, dict[str, float]]:
-    """Returns the stages of a mixture's fingerprint, which anyone may have written."""
+    """Returns the stages of a mixture's fingerprint, checked because anyone may have written it."""
     stages = dataset.get("stages") or {}
     try:
         found = {
@@ -320,12 +310,11 @@ def _stages_of(dataset: Mapping[str, Any]) -> dict[int, dict[str, float]]:
 
 
 def _shares(weights: Mapping[str, float] | None) -> list[int] | None:
-    """Returns the shares of weights: those of (2, 1) and (4, 2) are the same."""
+    """Returns the proportions of weights: (2, 1) and (4, 2) have the same."""
     return None if weights is None else examples_per_period(weights).tolist()
 
 
 def _describe_weights(weights: Mapping[str, float] | None) -> str:
-    """Returns the text of the weights of a stage, for a message."""
     if weights is None:
         return "no other weights"
     return f"the weights {', '.join(f'{name} {weight:g}' for name, weight in weights.items())}"
@@ -341,14 +330,8 @@ def check_same_classes(
 ) -> None:
     """Checks that labels mean the same classes; without names on either side nothing is checked.
 
-    Args:
-      trained: Names of the classes that the model was trained on.
-      here: Names of the classes of the data.
-      who: Beginning of the message, such as "the model was".
-      remedy: End of the message.
-
-    Raises:
-      UserError: If the classes differ.
+    `trained` are the classes that the model was trained on, `here` those of the data. `who` begins
+    the message, such as "the model was", and `remedy` ends it. Raises `UserError` if they differ.
     """
     if not trained or not here or list(trained) == list(here):
         return
@@ -370,14 +353,8 @@ def check_same_model(
 ) -> None:
     """Checks that a checkpoint has the parameters and the model state of this run's model.
 
-    Args:
-      saved: Identity of the run that saved it.
-      config: Configuration of this run, as in its `Identity`.
-      leaves: Leaves of the state of this run, as in its `Identity`.
-      source: Name of the checkpoint in messages.
-
-    Raises:
-      UserError: If a parameter or an array of the model state differs.
+    `config` and `leaves` are as in this run's `Identity`; `source` names the checkpoint in
+    messages. Raises `UserError` if an array differs.
     """
     before, here = (
         {n: x for n, x in all_leaves.items() if n.split("/")[0] in ("params", "model_state")}
@@ -422,12 +399,8 @@ def changes(saved: Identity, now: Identity) -> list[str]:
     """Returns the differences between two runs, each as `name: before -> after`.
 
     These are options, the optimizer's arguments and constants, functions of the user, settings of
-    JAX, versions of libraries, and the weights of a mixture by the step from which on they hold.
-
-    Args:
-      saved: Identity of the run that saved a checkpoint. A field that its configuration lacks had
-        the default.
-      now: Identity of this run.
+    JAX, versions of libraries, and the weights of a mixture by the step from which on they hold. A
+    field that the saved configuration lacks had the default.
     """
     found = changed_options(saved.config, now.config)
     found += program_changes(saved, now)
@@ -441,11 +414,8 @@ def changes(saved: Identity, now: Identity) -> list[str]:
 def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns the options that differ between two configurations, as `name: before -> after`.
 
-    Options that change nothing of what is computed are left out.
-
-    Args:
-      saved: A configuration, JSON values. A field that it lacks had the default.
-      now: Another one.
+    Options that change nothing of what is computed are left out. The configurations are JSON
+    values; a field that `saved` lacks had the default.
     """
     before = _fields(config_as_json(RunConfig())) | _fields(saved)
     return [

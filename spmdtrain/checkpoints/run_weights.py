@@ -17,15 +17,8 @@ class RunWeights:
     """The parameters and the model state of a checkpoint, by their paths in the model.
 
     The parameters are the averaged ones if the run kept an average. An array is read as a whole,
-    its checksum is verified, and the last one is kept.
-
-    Args:
-      folder: The folder of the checkpoint.
-      manifest: Its manifest.
-
-    Raises:
-      CheckpointCorruptedError: If the checkpoint is corrupted.
-      StorageError: If it cannot be read.
+    its checksum is verified, and the last one is kept in memory. Raises `CheckpointCorruptedError`
+    or `StorageError`.
     """
 
     def __init__(self, folder: epath.Path, manifest: Manifest) -> None:

@@ -64,26 +64,25 @@ absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 
 
 def is_unfinished(name: str) -> bool:
-    """Returns whether a name is that of an unfinished checkpoint."""
+    """Returns whether a folder with this name is an unfinished checkpoint."""
     return re.fullmatch(rf"\d+{re.escape(_UNFINISHED)}(-\d+)?", name) is not None
 
 
 class Checkpoints:
     """The checkpoints of a run: `STEP/` holds the state after that many updates.
 
-    A checkpoint is published by one rename, after all its arrays and its manifest are written;
-    only then are older ones removed. If several processes train together, all of them write, and
-    all call the same methods in the same order; only process 0 writes the manifest, renames and
+    A checkpoint is published by one rename, after all its arrays and its manifest are written; only
+    then are older ones removed. If several processes train together, all of them write, and all
+    call the same methods in the same order; only process 0 writes the manifest, renames and
     removes.
 
-    One thread, the owner, requests all changes of the checkpoints, one after the other. An
-    interrupt of the main thread ends its wait; the change continues. Another thread deletes what
-    the owner has moved to the folder of removed checkpoints: a deletion may take long, and the next
-    save must not wait for it.
+    One thread, the owner, makes all changes of the checkpoints, one after the other. An interrupt
+    of the main thread ends its wait; the change continues. Another thread deletes what the owner
+    has moved to the folder of removed checkpoints: a deletion may take long, and the next save must
+    not wait for it.
 
     Args:
       folder: The `checkpoints` folder of the workdir.
-      retention: Selects the checkpoints to keep.
       evaluated: Reads the metrics of the evaluator task by step and trajectory; None if the run
         evaluates its own checkpoints.
       check_lock: Raises if the lock of the workdir is lost. Called before a checkpoint is
@@ -135,7 +134,7 @@ class Checkpoints:
         self._remover.submit(self._remove)
 
     def _by_owner(self, change: Callable[..., T], *args: Any) -> T:
-        """Returns the result of a change that the owner makes."""
+        """Makes a change in the owner's thread, and returns its result."""
         return self._owner.submit(change, *args).result()
 
     def _prepare_folder(self) -> None:
@@ -168,23 +167,21 @@ class Checkpoints:
         """Saves a state asynchronously. Returns when it is copied to the host.
 
         Args:
-          state: The state.
-          step: Number of updates in it.
-          identity: The run, for the manifest.
+          step: Number of updates in the state.
           metrics: Metrics of an evaluation of this state; None without one. Those that are not
             finite are left out; without the ranking metric the checkpoint is never the best.
           stopped: Whether a callback ended the run here.
-          epoch: Metrics of the unfinished epoch, for the manifest.
-          callbacks: States of the callbacks, for the manifest.
+          epoch: Metrics of the unfinished epoch.
+          callbacks: States of the callbacks.
           positions: Positions of the shards of a stream that this process reads.
-          wait_for_files: Waits, for a limited time, until other files of the run have what belongs
-            to earlier steps. Called before the checkpoint is published, because a resume does not
-            log these steps again.
+          wait_for_files: Waits, for a limited time, until other files of the run include all
+            earlier steps. Called before the checkpoint is published, because a resume does not log
+            these steps again.
 
         Raises:
           StorageError: If the previous save has failed.
-          ReplicaError: If processes held different copies of the previous state, of which nothing
-            was written.
+          ReplicaError: If processes held different copies of the previous state; nothing of it was
+            written.
         """
         if metrics is not None:
             metrics = _finite(metrics)
@@ -257,19 +254,11 @@ class Checkpoints:
         )
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Adds the metrics of an evaluation that a signal had interrupted to a checkpoint.
+        """Adds metrics to a checkpoint whose evaluation a signal had interrupted.
 
-        Without them it would never be the best one.
-
-        Args:
-          step: The step. Nothing is changed if its checkpoint does not exist, or has metrics.
-          metrics: As for `save`.
-
-        Returns:
-          Whether they were added, the same in all processes.
-
-        Raises:
-          StorageError: If the manifest cannot be replaced.
+        Without them it would never be the best one. Nothing is changed if the checkpoint does not
+        exist, or has metrics. Returns whether they were added, the same in all processes. Raises
+        `StorageError` if the manifest cannot be replaced.
         """
         record = self._records.get(step)  # in process 0
         is_missing = record is not None and record.metrics is None
@@ -352,14 +341,9 @@ class Checkpoints:
     def quarantine(
         self, steps: Sequence[int], kind: Literal["corrupted", "suspect"] = "corrupted"
     ) -> list[str]:
-        """Quarantines checkpoints: renames them, so that they are ignored.
+        """Quarantines checkpoints: renames them, so that they are ignored. Returns the new names.
 
-        Args:
-          steps: The steps of the checkpoints.
-          kind: Follows the step in the name: "corrupted", or "suspect" after a device fault.
-
-        Returns:
-          The new names.
+        `kind` follows the step in the name: "corrupted", or "suspect" after a device fault.
         """
         names: list[str] = []
         with self._storage_errors(f"a {kind} checkpoint could not be renamed"):
@@ -551,7 +535,6 @@ class _Quarantine(TypedDict):
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics that are finite."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -572,7 +555,8 @@ class _Save:
     epoch: Mapping[str, Any]
     callbacks: Mapping[str, Any]
     positions: dict[str, str]
-    """Positions of the shards of a stream; in process 0, later those of all processes."""
+    """Positions of the shards of a stream that this process reads; in process 0, later of all
+    shards."""
     wait_for_files: Callable[[], None]
     sums: dict[str, int] = field(default_factory=dict)
     """In process 0, the checksum of each array by its path, once it is known."""

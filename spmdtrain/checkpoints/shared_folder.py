@@ -13,16 +13,10 @@ _VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file 
 
 
 def check_shared(folder: Path) -> None:
-    """Checks that all processes of the job share a folder.
+    """Checks that all processes of the job share an existing local folder.
 
     Otherwise each would write its part of a checkpoint to its own folder, and no checkpoint would
-    be complete.
-
-    Args:
-      folder: An existing local folder.
-
-    Raises:
-      UserError: If a process has another folder at this path than process 0.
+    be complete. Raises `UserError` if a process has another folder at this path than process 0.
     """
     name = process_group.broadcast(f"{_MARKER}{secrets.token_hex(8)}")
     marker = folder / name

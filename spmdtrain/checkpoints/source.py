@@ -25,11 +25,10 @@ _LISTINGS, _BETWEEN_LISTINGS = 3, 0.02  # seconds
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoints from which one is loaded.
+    """Checkpoints in a folder, from which one is loaded.
 
     Attributes:
-      folder: The folder of the checkpoints.
-      steps: Their steps, oldest first.
+      steps: The steps of the checkpoints, oldest first.
       whole_workdir: Whether these are all checkpoints of a workdir.
     """
 
@@ -54,11 +53,7 @@ class LoadedCheckpoint(Generic[T]):
 def list_checkpoints(workdir: str) -> Source:
     """Returns the checkpoints of a workdir, perhaps none.
 
-    Args:
-      workdir: The folder or `gs://` URL of a run.
-
-    Raises:
-      StorageError: If the folder cannot be read.
+    Raises `StorageError` if it cannot be read.
     """
     return _list(absolute(folder_of(workdir) / "checkpoints"))
 
@@ -66,13 +61,8 @@ def list_checkpoints(workdir: str) -> Source:
 def list_for_all(workdir: str) -> Source:
     """Returns the checkpoints of a workdir, perhaps none, as process 0 lists them.
 
-    All processes of a job call it.
-
-    Args:
-      workdir: The folder or `gs://` URL of a run.
-
-    Raises:
-      StorageError: In all processes, if process 0 cannot read the folder.
+    All processes of a job call it. Raises `StorageError` in all of them if process 0 cannot read
+    the folder.
     """
 
     def steps() -> list[int]:
@@ -99,7 +89,7 @@ def _list(folder: epath.Path) -> Source:
 
 
 def _has_newest(steps: Sequence[int], folder: epath.Path) -> bool:
-    """Returns whether steps that were listed include the newest one that the folder has now."""
+    """Returns whether listed steps include the newest step that the folder has now."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     newest = max((int(name) for name in names if name.isdecimal()), default=None)
     return newest in steps if names else not steps
@@ -110,8 +100,8 @@ def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
 
     Args:
       path: A workdir, its `checkpoints` folder, or one `checkpoints/STEP`.
-      which: The checkpoint of a workdir: "best" or a step. With "latest" all of them are
-        returned, of which `load_latest_valid` loads the newest valid one.
+      which: "best" or a step selects one checkpoint of a workdir. "latest" returns all of them, and
+        `load_latest_valid` loads the newest valid one.
 
     Raises:
       UserError: If there is no such checkpoint.
@@ -153,14 +143,9 @@ def load_latest_valid(
     """Loads the newest valid checkpoint of a source.
 
     Args:
-      source: The checkpoints.
       load: Loads one; its `UserError` other than for a corrupted checkpoint ends the search.
       log: Receives a line for each corrupted checkpoint.
       by_all: Whether all processes of the job load together.
-
-    Returns:
-      The result of `load` with the manifest, and the steps of corrupted checkpoints that were
-      skipped.
 
     Raises:
       CheckpointCorruptedError: If no checkpoint is valid.

@@ -12,9 +12,9 @@ from spmdtrain.tree import named_leaves
 
 
 class StateSums:
-    """The checksums of a state, which begin when a step is dispatched and are read later.
+    """The checksums of a state, started when a step is dispatched and read later.
 
-    The beginning does not wait for the step: the checksums of large arrays are computed on their
+    The start does not wait for the step: the checksums of large arrays are computed on their
     devices, and small arrays are copied there for the host.
 
     Args:

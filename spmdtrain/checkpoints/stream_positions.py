@@ -17,14 +17,13 @@ NAME = "stream.json"
 
 
 def write(folder: epath.Path, positions: Mapping[str, str]) -> str:
-    """Writes the positions of all shards; without any it writes nothing.
+    """Writes the positions of all shards to a checkpoint that is not published yet.
+
+    Returns the SHA-256 digest of the file, in hex. Without positions it writes nothing and returns
+    "".
 
     Args:
-      folder: The folder of the checkpoint, before it is published.
       positions: Positions as text, by the index of the shard.
-
-    Returns:
-      The SHA-256 digest of the file, in hex; "" without positions.
 
     Raises:
       UserError: If the positions are larger than `read` accepts.
@@ -50,12 +49,10 @@ def write(folder: epath.Path, positions: Mapping[str, str]) -> str:
 def read(folder: epath.Path, digest: str) -> dict[str, str]:
     """Returns the positions of all shards; empty if the checkpoint has none.
 
-    Args:
-      folder: The folder of the checkpoint.
-      digest: The digest of the file, as `write` has returned it.
+    `digest` is the result of `write`.
 
     Raises:
-      CheckpointCorruptedError: If the file is missing, or does not match the digest.
+      CheckpointCorruptedError: If the file is missing, malformed, or does not match the digest.
       OSError: If it cannot be read.
     """
     if not digest:

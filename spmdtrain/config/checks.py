@@ -54,8 +54,8 @@ def groups_are_checked() -> bool:
 def unchecked_groups() -> Iterator[None]:
     """Defers the checks of option groups to `RunConfig`.
 
-    For tyro, which constructs the groups first, and would print their `UserError` in a box instead
-    of raising it.
+    tyro constructs the groups first, and would print their `UserError` in a box instead of raising
+    it.
     """
     before = _groups_are_checked.set(False)
     try:
@@ -67,11 +67,8 @@ def unchecked_groups() -> Iterator[None]:
 def check_run(config: "RunConfig") -> None:
     """Checks ranges and combinations of fields that depend neither on the devices nor on the data.
 
-    Args:
-      config: Its types (`check_values`) and its option groups are checked already.
-
-    Raises:
-      UserError: If a field has an invalid value, or if two fields conflict.
+    The types (`check_values`) and the option groups are checked already. Raises `UserError` if a
+    field has an invalid value, or if two fields conflict.
     """
     check_above_zero(config, _ABOVE_ZERO)
     for size in config.learning_rate_table:
@@ -204,8 +201,8 @@ def check_values(values: Any, fields: type, prefix: str = "") -> None:
     The command line converts its options; Python does not.
 
     Args:
-      values: An instance of the dataclass, or of a subclass with fields of its own. Their types are
-        not checked.
+      values: An instance of the dataclass, or of a subclass. The types of fields that the subclass
+        adds are not checked.
       fields: The dataclass.
       prefix: Stands before the names of the fields in messages, such as `mesh.`.
 
@@ -273,15 +270,9 @@ def _check_integers(name: str, value: Any) -> None:
 
 
 def check_above_zero(values: object, names: Sequence[str], prefix: str = "") -> None:
-    """Checks that each of some fields is None or a finite number above 0.
+    """Raises `UserError` unless each of some fields is None or a finite number above 0.
 
-    Args:
-      values: Has the fields.
-      names: The names of the fields.
-      prefix: Stands before them in messages, such as `sharding.`.
-
-    Raises:
-      UserError: If one is not; names it.
+    `prefix` stands before the names of the fields in messages, such as `sharding.`.
     """
     for name in names:
         value = getattr(values, name)
@@ -369,11 +360,7 @@ def _check_exact(config: "RunConfig") -> None:
 
 
 def can_pad(options: Mapping[str, Any]) -> bool:
-    """Returns whether other options of a run allow `uneven_batch` to be `pad`.
-
-    Args:
-      options: Some fields of `RunConfig` by name.
-    """
+    """Returns whether other options of a run, by name, allow `uneven_batch` to be `pad`."""
     name = options.get("strategy")
     by_servers = name is not None and strategy(name).by_servers
     return options.get("exact") is None and not by_servers

@@ -57,7 +57,7 @@ class MeshSpec(OptionGroup):
     """Devices to use, by index (0 3) or by name (gpu:0 gpu:1). Empty means all devices."""
 
     def given(self) -> dict[str, int | None]:
-        """Returns axis name to size, in mesh order; None if the strategy chooses the size."""
+        """Returns the size of each axis, in mesh order; None if the strategy chooses it."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def check(self) -> None:

@@ -40,10 +40,6 @@ def derive_seed(seed: int, purpose: Purpose) -> int:
     """Returns the 32-bit seed of one purpose.
 
     It is a hash, so that the seeds of neighboring values of `seed` are independent.
-
-    Args:
-      seed: The seed of the run.
-      purpose: The use of the random key.
     """
     digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
@@ -419,13 +415,9 @@ class RunConfig:
 
 
 def file_of_config(config: RunConfig) -> str | None:
-    """Returns the file that defines the class of a configuration, for an experiment its own file.
+    """Returns the file that defines the class of a configuration, such as an experiment's file.
 
-    Args:
-      config: The configuration.
-
-    Returns:
-      The path; None for `RunConfig` itself, and for a class that is defined in no file.
+    None for `RunConfig` itself, and for a class that is defined in no file.
     """
     if type(config) is RunConfig:
         return None
@@ -433,11 +425,7 @@ def file_of_config(config: RunConfig) -> str | None:
 
 
 def own_code(config: RunConfig) -> dict[str, Any]:
-    """Returns the fields that are functions, classes or objects of an experiment, by name.
-
-    Args:
-      config: The configuration.
-    """
+    """Returns the fields that are functions, classes or objects of an experiment, by name."""
     inherited = {each.name for each in dataclasses.fields(RunConfig)}
     names = [each.name for each in dataclasses.fields(config) if each.name not in inherited]
     found = {name: getattr(config, name) for name in names}
@@ -447,9 +435,8 @@ def own_code(config: RunConfig) -> dict[str, Any]:
 def config_as_json(config: RunConfig) -> dict[str, Any]:
     """Returns the configuration as JSON values: nested dicts, lists for tuples, string keys.
 
-    Args:
-      config: The configuration. A value without a JSON type is replaced by its `str`, without the
-        addresses of functions and objects, which differ in every process.
+    A value without a JSON type is replaced by its `str`, without the addresses of functions and
+    objects, which differ in every process.
     """
 
     def plain(value: Any) -> Any:

@@ -26,13 +26,10 @@ class SkippedBatches:
 
     @classmethod
     def parse(cls, given: Sequence[str | int]) -> "SkippedBatches":
-        """Returns the batches of numbers, and of texts `A:B`, which mean the batches A to B - 1.
+        """Parses numbers of batches, and texts `A:B`, which mean the batches A to B - 1.
 
-        Args:
-          given: The option `skip_steps`. Ranges may overlap.
-
-        Raises:
-          UserError: If one is neither a number of a batch nor `A:B` with A < B.
+        `given` is the option `skip_steps`; ranges may overlap. Raises `UserError` for a value that
+        is neither a number of a batch nor `A:B` with A < B.
         """
         merged: list[range] = []
         for each in sorted(map(_parse_range, given), key=lambda x: x.start):
@@ -51,11 +48,7 @@ class SkippedBatches:
         return tuple(f"{each.start}:{each.stop}" for each in self.ranges)
 
     def batch_of(self, steps: int) -> int:
-        """Returns the number of the batch that the next step uses.
-
-        Args:
-          steps: Number of steps made before it.
-        """
+        """Returns the number of the batch that is used after `steps` steps."""
         batch = steps
         for each in self.ranges:
             if each.start > batch:
@@ -64,19 +57,11 @@ class SkippedBatches:
         return batch
 
     def position(self, steps: int) -> int:
-        """Returns the number of the batch after the last one that was used.
-
-        Args:
-          steps: Number of steps made.
-        """
+        """Returns the number of the batch after the last one that was used in `steps` steps."""
         return self.batch_of(steps - 1) + 1 if steps else 0
 
     def first_not_in(self, other: "SkippedBatches") -> int | None:
-        """Returns the first batch that is left out here, and not by `other`; None if there is none.
-
-        Args:
-          other: Other batches.
-        """
+        """Returns the first batch that is left out here and not by `other`, or None."""
         for each in self.ranges:
             batch = each.start
             for known in other.ranges:

@@ -27,9 +27,6 @@ def replaced(path: Path, modified: int | None = None, mode: int = 0o666) -> Iter
       path: The file; its folder exists.
       modified: The time of modification that the file is given, in ns.
       mode: The permissions of the file, before the umask.
-
-    Yields:
-      The new file, for writing.
     """
     # A name unique to this call, in the folder of the final name, where a rename is atomic.
     temporary = path.with_name(f".new-{uuid.uuid4().hex}")
@@ -46,11 +43,9 @@ def replaced(path: Path, modified: int | None = None, mode: int = 0o666) -> Iter
 
 
 def keep_file(path: Path, content: bytes) -> None:
-    """Writes a file for this user alone; errors are ignored because a missing file is made again.
+    """Writes a file, and missing folders, for this user alone.
 
-    Args:
-      path: The file; missing folders are created.
-      content: Its content.
+    Errors are ignored, because a missing file is made again.
     """
     with contextlib.suppress(OSError):
         make_folder(path.parent)

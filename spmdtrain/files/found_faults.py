@@ -18,7 +18,7 @@ class SentinelStatus(TypedDict):
     """Findings of the sentinel, in `status.json`.
 
     Attributes:
-      passed: The last step whose check has passed; 0 before one has.
+      passed: The last step whose check has passed; 0 before the first one.
       faults: The newest faults.
     """
 

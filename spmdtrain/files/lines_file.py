@@ -20,24 +20,13 @@ _KEPT_OPEN = 1.0  # seconds
 
 
 def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns metrics for JSON, which has no NaN and no infinity: None instead.
-
-    Args:
-      metrics: Metric name to value.
-    """
+    """Returns metrics for JSON, which has no NaN and no infinity: None instead."""
     return {name: x if math.isfinite(x) else None for name, x in metrics.items()}
 
 
 @contextlib.contextmanager
 def errors_of_writing(path: epath.Path) -> Iterator[None]:
-    """Raises errors of writing a file as `StorageError`.
-
-    Args:
-      path: The file.
-
-    Raises:
-      StorageError: If it cannot be written, or the lock of the workdir is lost.
-    """
+    """Raises errors of writing a file as `StorageError`."""
     try:
         yield
     except StorageError:
@@ -55,10 +44,9 @@ class LineAppender:
     would take most of the time of a line.
 
     Args:
-      folder: The folder of the file.
       name: The name of the file, which may not exist yet.
       complete: Number of bytes of its complete lines.
-      check_lock: Raises if another run may be writing to the folder, whose file would be truncated.
+      check_lock: Raises if another run may be writing to the folder: its file would be truncated.
     """
 
     def __init__(
@@ -71,10 +59,7 @@ class LineAppender:
         self._appended_at = -_KEPT_OPEN
 
     def append(self, line: bytes) -> None:
-        """Writes a line.
-
-        Args:
-          line: The line with its line feed.
+        """Writes a line, which includes its line feed.
 
         Raises:
           OSError: If it cannot be written. The next call removes the part that was written.
@@ -124,11 +109,8 @@ class LineAppender:
 class LinesFile:
     """A file to which complete lines are appended, also over several starts of a run.
 
-    Args:
-      local: The local folder of the file.
-      name: The name of the file.
-      workdir: The workdir. If it is a URL, an earlier content is copied from there first.
-      check_lock: As for `LineAppender`.
+    `local` is the local folder of the file. If the workdir is a URL, an earlier content is copied
+    from there first. `check_lock` is as for `LineAppender`.
     """
 
     def __init__(
@@ -146,14 +128,7 @@ class LinesFile:
         self._lines = LineAppender(local, name, before.rfind(b"\n") + 1, check_lock)
 
     def append(self, content: Mapping[str, Any]) -> None:
-        """Appends a line.
-
-        Args:
-          content: The content of the line, JSON values.
-
-        Raises:
-          StorageError: If the file cannot be written.
-        """
+        """Appends a line with JSON values; raises `StorageError` if the file cannot be written."""
         with errors_of_writing(self._path):
             self._lines.append(json.dumps(content).encode() + b"\n")
 

@@ -1,9 +1,11 @@
 """File operations inside a folder that never follow a symbolic link.
 
 The folder of a run, and links in it, may come from another user. Each function takes the folder,
-`root`, whose path may contain links, and a name below it, of which no component may be a link: each
-component is opened relative to its parent. Some functions also accept a URL as `root`, because
+`root`, whose path may contain links, and a name below it. No component of the name may be a link:
+each component is opened relative to its parent. Some functions also accept a URL as `root`, because
 object stores have no links; their docstrings say so.
+
+The functions raise `OSError` if a component is a link, or if access fails.
 """
 
 import contextlib
@@ -37,13 +39,7 @@ def is_link(path: Root) -> bool:
 def make_subfolder(root: Root, name: str) -> None:
     """Creates a folder below `root` unless it exists.
 
-    Args:
-      root: The folder.
-      name: The new folder's path below it.
-
-    Raises:
-      NotADirectoryError: If a link or a file has this name.
-      OSError: If the folder cannot be created.
+    Raises `NotADirectoryError` if a link or a file has this name.
     """
     with _parent(root, name) as (parent, last):
         with contextlib.suppress(FileExistsError):
@@ -53,19 +49,7 @@ def make_subfolder(root: Root, name: str) -> None:
 
 
 def open_file(root: Root, name: str, flags: int) -> int:
-    """Opens a regular file below `root`.
-
-    Args:
-      root: The folder.
-      name: The file's path below it.
-      flags: Those of `os.open`.
-
-    Returns:
-      The descriptor.
-
-    Raises:
-      OSError: If the file is a link or not a regular file, or cannot be opened.
-    """
+    """Opens a regular file below `root`; `flags` are as for `os.open`. Returns the descriptor."""
     with _parent(root, name) as (parent, last):
         file = os.open(last, flags | _FILE, 0o666, dir_fd=parent)
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -77,13 +61,7 @@ def open_file(root: Root, name: str, flags: int) -> int:
 def read_file(root: Root, name: str, most: int) -> bytes:
     """Returns the content of a regular file below `root`.
 
-    Args:
-      root: The folder.
-      name: The file's path below it.
-      most: The largest size in bytes.
-
-    Raises:
-      OSError: If the file is a link, is not a regular file, is larger, or cannot be read.
+    Raises `OSError` also if it has more than `most` bytes.
     """
     with os.fdopen(open_file(root, name, os.O_RDONLY), "rb") as file:
         content = read_at_most(file, most + 1, expected=os.fstat(file.fileno()).st_size)
@@ -93,14 +71,9 @@ def read_file(root: Root, name: str, most: int) -> bytes:
 
 
 def create(root: Root, name: str) -> IO[bytes]:
-    """Returns a new file below `root`, open for writing.
+    """Returns a new file below `root`, which may be a URL, open for writing.
 
-    Args:
-      root: The folder, or a URL.
-      name: The file's path below it.
-
-    Raises:
-      FileExistsError: If the name exists (not checked for a URL).
+    Raises `FileExistsError` if the name exists (not checked for a URL).
     """
     if is_url(root):
         file: IO[bytes] = (epath.Path(root) / name).open("wb")
@@ -111,15 +84,8 @@ def create(root: Root, name: str) -> IO[bytes]:
 def write(root: Root, name: str, save: Callable[[IO[bytes]], Any]) -> None:
     """Writes or replaces a file below `root`, which may be a URL, atomically.
 
-    A link with this name is replaced, and its target is not changed.
-
-    Args:
-      root: The folder.
-      name: The file's path below it.
-      save: Writes the content to the given file.
-
-    Raises:
-      OSError: If it cannot be written.
+    A link with this name is replaced, and its target is not changed. `save` writes the content to
+    the file that it is given.
     """
     if is_url(root):  # an object becomes visible only when it is complete
         with create(root, name) as file:
@@ -142,15 +108,7 @@ def write(root: Root, name: str, save: Callable[[IO[bytes]], Any]) -> None:
 
 
 def remove(root: Root, name: str) -> None:
-    """Removes a file, a link, or a folder with its content below `root`.
-
-    Args:
-      root: The folder.
-      name: The path below it.
-
-    Raises:
-      OSError: If it cannot be removed.
-    """
+    """Removes a file, a link, or a folder with its content below `root`."""
     with _parent(root, name) as (parent, last):
         mode = os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):
@@ -164,15 +122,7 @@ def remove(root: Root, name: str) -> None:
 
 
 def names_in(root: Root, name: str) -> list[str]:
-    """Returns the sorted names in a folder below `root`.
-
-    Args:
-      root: The folder.
-      name: The path below it.
-
-    Raises:
-      OSError: If it is a link, or cannot be read.
-    """
+    """Returns the sorted names in a folder below `root`."""
     with _parent(root, name) as (parent, last):
         if parent is None:
             return sorted(os.listdir(last))

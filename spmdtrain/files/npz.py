@@ -14,12 +14,7 @@ _LONGEST_NPY_HEADER = 10_000  # bytes, which is NumPy's limit too
 
 
 def write_npz(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays as `numpy.savez`, which has arguments of its own: `file`, `allow_pickle`.
-
-    Args:
-      file: A binary file.
-      arrays: Name to array.
-    """
+    """Writes arrays like `numpy.savez`, which cannot name an array `file` or `allow_pickle`."""
     with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
@@ -29,15 +24,8 @@ def write_npz(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
 def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Reads the header of an array in NumPy's format; anyone may have written the file.
 
-    Args:
-      file: The file, at its beginning.
-
-    Returns:
-      The shape, whether the array is in Fortran's order, its dtype, and where its values begin.
-
-    Raises:
-      ValueError: If the header is not valid.
-      OSError: If the file cannot be read.
+    Returns the shape, whether the array is in Fortran order, its dtype, and the position of its
+    first value. Raises `ValueError` if the header is not valid.
     """
     start = file.read(_NPY_START)
     version = np.lib.format.read_magic(io.BytesIO(start))

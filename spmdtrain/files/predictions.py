@@ -12,17 +12,10 @@ from spmdtrain.tree import as_numpy, named_leaves
 
 
 def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
-    """Writes `predictions.npz` with an array for each leaf, by its path.
+    """Writes `predictions.npz`, with an array for each leaf by its path, and returns its path.
 
-    Args:
-      workdir: Folder or URL, which is created.
-      predictions: A pytree of arrays; a single array is named `predictions`.
-
-    Returns:
-      The path of the file.
-
-    Raises:
-      UserError: If the file cannot be written.
+    `workdir` is created. A single array is named `predictions`. Raises `UserError` if the file
+    cannot be written.
     """
     assert workdir is not None
     path = folder_of(workdir) / "predictions.npz"

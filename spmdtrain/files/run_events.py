@@ -39,9 +39,6 @@ def read_events(workdir: str) -> list[RunEvent]:
 
     Lines that are not valid are left out, because a kill may have cut off any start's last line.
 
-    Args:
-      workdir: The folder or URL of the run.
-
     Raises:
       StorageError: If the file cannot be read.
       UserError: If it is not a regular file.
@@ -75,9 +72,9 @@ class _Start:
     """One start of a run.
 
     Attributes:
-      began: When it began, seconds since the epoch.
+      began: When it began, in seconds since the epoch.
       first: The step at which it began.
-      last: When it wrote its last line.
+      last: When it wrote its last line, in seconds since the epoch.
       points: Steps and the seconds of phase "step" up to each, in order.
       seconds: Seconds by phase.
     """
@@ -106,8 +103,8 @@ class RunTimes:
     Attributes:
       wall: Seconds since the first start.
       productive: Seconds of steps that count: each step once.
-      lost: Seconds of everything else by kind: the phases, "repeated" for steps that were run
-        again after a restart, "down" for the time between two starts.
+      lost: Seconds of everything else by kind: the phases, "repeated" for steps that were run again
+        after a restart, "down" for the time between two starts.
     """
 
     wall: float
@@ -129,12 +126,12 @@ def last_step(events: list[RunEvent]) -> int:
 def run_times(events: list[RunEvent], now: float | None = None, done: int = 0) -> RunTimes:
     """Returns the seconds of a run by use.
 
-    A start that was killed has no line "end": it counts up to its last line, and the time from
-    then to the next start is "down".
+    A start that was killed has no line "end": it counts up to its last line, and the time from then
+    to the next start is "down".
 
     Args:
       events: The events of all starts.
-      now: The end of the time that counts; by default that of the last event.
+      now: The end of the time that counts, in seconds since the epoch; by default the last event.
       done: The last step that was run before these events.
     """
     starts: list[_Start] = []

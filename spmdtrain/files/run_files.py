@@ -49,7 +49,7 @@ logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)
 
 
 class Split(enum.StrEnum):
-    """The part of the data to which a metrics line belongs."""
+    """The part of the data that a metrics line is about."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -100,7 +100,7 @@ class Writer(enum.StrEnum):
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
 TRAJECTORY = "trajectory"
 NOT_METRICS = ("step", "split", TRAJECTORY)
-"""Names in a line of metrics that are none."""
+"""Names in a line of metrics that are not metrics."""
 COUNTS_SUFFIX = "_counts"
 """End of the names of counts in a metrics line."""
 
@@ -115,7 +115,6 @@ class RunFiles:
 
     Args:
       workdir: Folder or URL, which is created.
-      writer: The task that writes.
       clock: Returns the time in seconds.
       report: Receives a line if the end of another writer has to be waited for.
 
@@ -181,7 +180,7 @@ class RunFiles:
         return folder
 
     def _new_appender(self) -> LineAppender:
-        """Returns an appender to the complete lines of the metrics."""
+        """Returns an appender that follows the complete lines of the metrics."""
         complete = self._read_metrics().rfind(b"\n") + 1
         return LineAppender(self.local, self._lines_name, complete, self.check_lock)
 
@@ -205,7 +204,6 @@ class RunFiles:
         Args:
           config: The resolved configuration, as JSON.
           mesh: A description of the mesh.
-          devices: The devices of the run.
           skipped_records: Numbers of bad records that are left out of the data, by split.
           experiment: The experiment's file, if there is one. Its SHA-256 is recorded, too.
         """
@@ -228,7 +226,7 @@ class RunFiles:
             self._lock.check()
 
     def lines_file(self, name: str) -> LinesFile:
-        """Returns a further file of JSON lines, which `sync` copies as it copies the metrics."""
+        """Returns a further file of JSON lines, which `sync` copies like the metrics."""
         lines = LinesFile(self.local, name, self.folder, self.check_lock)
         self._closing.callback(lines.close)
         return lines
@@ -240,10 +238,7 @@ class RunFiles:
     def write_status(self, status: Status, step: int, reason: str | None = None) -> None:
         """Writes `status.json`, after the other files. A failed status is never replaced.
 
-        Args:
-          status: The status.
-          step: The step of the newest checkpoint.
-          reason: The reason of a failure, in one line.
+        `step` is the step of the newest checkpoint, `reason` the reason of a failure, in one line.
         """
         with self._status_lock:  # the thread that watches other processes also writes the status
             if self._failed:
@@ -269,8 +264,6 @@ class RunFiles:
         """Appends a line to the metrics.
 
         Args:
-          step: The step.
-          split: The split.
           metrics: Metric name to value. A non-finite value is null in the line.
           counts: Name to the count of each integer. In the line they are objects with the integers
             as keys.
@@ -327,11 +320,11 @@ class RunFiles:
         return self.history(split).get(step, {})
 
     def history(self, split: Split) -> dict[int, dict[str, float]]:
-        """Returns step to the written metrics of a split."""
+        """Returns the written metrics of a split by step."""
         return _by_step(self.lines(), split)
 
     def trajectories(self, split: Split) -> dict[int, str]:
-        """Returns step to the trajectory of the state, of each line of a split."""
+        """Returns the trajectories of the states in the lines of a split, by step."""
         lines = [line for line in self.lines() if line["split"] == split]
         return {line["step"]: line.get(TRAJECTORY, "") for line in lines}
 
@@ -365,13 +358,9 @@ class RunFiles:
 
 
 def status_of(workdir: str) -> dict[str, Any] | None:
-    """Returns the `status.json` of a run: `status`, `step`, and maybe `reason` and `sentinel`.
+    """Returns the `status.json` of a run; None if there is no such file.
 
-    Args:
-      workdir: The folder or `gs://` URL of the run.
-
-    Returns:
-      The content; None if there is no such file.
+    It has `status`, `step`, and maybe `reason` and `sentinel`.
 
     Raises:
       StorageError: If the file cannot be read.
@@ -393,11 +382,7 @@ def status_of(workdir: str) -> dict[str, Any] | None:
 
 
 def evaluator_metrics(workdir: str) -> dict[tuple[int, str], dict[str, float]]:
-    """Returns the metrics that an evaluator task has written so far, by step and trajectory.
-
-    Args:
-      workdir: As for `written_metrics`.
-    """
+    """Returns the metrics that an evaluator task has written so far, by step and trajectory."""
     lines = _lines_so_far(workdir, Writer.EVALUATOR)
     return {
         (line["step"], line.get(TRAJECTORY, "")): _metrics_of(line)
@@ -407,17 +392,10 @@ def evaluator_metrics(workdir: str) -> dict[tuple[int, str], dict[str, float]]:
 
 
 def written_metrics(workdir: str, writer: Writer, split: Split) -> dict[int, dict[str, float]]:
-    """Returns step to the metrics of a split that have been written so far in a workdir.
+    """Returns the metrics of a split that have been written so far in a workdir, by step.
 
-    A line that is not valid is skipped, because it may be being written.
-
-    Args:
-      workdir: The folder or `gs://` URL of the run.
-      writer: The task that writes.
-      split: The split.
-
-    Raises:
-      StorageError: If the file cannot be read.
+    A line that is not valid is skipped, because it may be incomplete. Raises `StorageError` if the
+    file cannot be read.
     """
     return _by_step(_lines_so_far(workdir, writer), split)
 
@@ -457,11 +435,7 @@ _SPLITS = tuple(Split)
 
 
 def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the content of a line of metrics; None if the line is not valid.
-
-    Args:
-      line: A line of `metrics.jsonl`, UTF-8 without the line feed.
-    """
+    """Returns the content of a line of metrics without its line feed; None if it is not valid."""
     try:
         content = parse_object(line)
     except Malformed:
@@ -473,9 +447,6 @@ def is_metrics(content: Mapping[str, Any]) -> bool:
     """Returns whether a JSON object is a line of metrics.
 
     It is not checked by a schema, because that takes 60 us per line, and a file can have millions.
-
-    Args:
-      content: The object.
     """
     step, split = content.get("step"), content.get("split")
     if type(step) is not int or step < 0 or split not in _SPLITS:
@@ -493,7 +464,7 @@ def is_metrics(content: Mapping[str, Any]) -> bool:
 
 
 def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict[str, float]]:
-    """Returns step to metrics of a split; the later of two lines with the same step counts."""
+    """Returns the metrics of a split by step; the later of two lines with the same step counts."""
     return {line["step"]: _metrics_of(line) for line in lines if line["split"] == split}
 
 

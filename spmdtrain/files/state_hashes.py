@@ -27,7 +27,6 @@ class StateHash:
     """A hash of the state after a step.
 
     Attributes:
-      step: The step.
       sums: The checksum of each array by its path, in the order of the state.
       loss: The loss before the step's update; None if it is not known.
     """
@@ -38,7 +37,6 @@ class StateHash:
 
     @property
     def hash(self) -> str:
-        """The hash of the state."""
         return hash_of_sums(self.sums)
 
     def to_json(self) -> dict[str, Any]:
@@ -64,10 +62,7 @@ class ResumedAt:
 def hash_of_sums(sums: Mapping[str, str]) -> str:
     """Returns the hash of a state as 16 hexadecimal digits, which does not depend on its sharding.
 
-    It is the beginning of the SHA-256 of the paths and the checksums of all arrays.
-
-    Args:
-      sums: The checksum of each array by its path, in any order.
+    It is the beginning of the SHA-256 of the paths and the checksums of all arrays, in any order.
     """
     return hashlib.sha256(json.dumps(dict(sums), sort_keys=True).encode()).hexdigest()[:16]
 
@@ -90,12 +85,9 @@ class _ResumedLine(TypedDict):
 def read_hashes(workdir: str) -> dict[int, StateHash]:
     """Returns the hashes of a run by step; none if there is no file.
 
-    The file has the lines of all starts. The line of a resume voids those of later steps that stand
-    before it, which another trajectory has replaced. Lines that
-    are not valid are left out, because a kill may have cut off any start's last line.
-
-    Args:
-      workdir: The folder or URL of the run.
+    The file has the lines of all starts. The line of a resume voids earlier lines with later steps,
+    because another trajectory has replaced these states. Lines that are not valid are left out,
+    because a kill may have cut off any start's last line.
 
     Raises:
       StorageError: If the file cannot be read.

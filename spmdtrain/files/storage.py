@@ -43,25 +43,20 @@ def source_digest(path: str) -> str:
 
 
 def is_url(path: str | epath.Path) -> bool:
-    """Returns whether a path is in an object store, without folders, renames and appends."""
+    """Returns whether a path is in an object store, which has no folders, renames and appends."""
     return "://" in str(path)
 
 
 class FixedFolder(str):
-    """A folder as the user has given it, and its place at that time.
+    """A folder or URL as the user has given it, and its absolute path at that time.
 
     It reads and prints as given. `folder_of` finds it also after the process has changed its
-    working directory.
-
-    Args:
-      path: The folder or URL.
-      place: Its absolute path; by default that of the current working directory.
+    working directory. `place` is the absolute path, by default in the current working directory.
     """
 
     place: str
 
     def __new__(cls, path: str, place: str | None = None) -> "FixedFolder":
-        """Returns the folder."""
         fixed = super().__new__(cls, path)
         if place is None and isinstance(path, FixedFolder):
             place = path.place
@@ -75,10 +70,7 @@ class FixedFolder(str):
 
 
 def folder_of(path: str) -> epath.Path:
-    """Returns the path of a local folder or `gs://` URL, which need not exist.
-
-    Args:
-      path: The folder; `~` is expanded.
+    """Returns the path of a local folder or `gs://` URL, which need not exist; `~` is expanded.
 
     Raises:
       UserError: If the home folder is unknown, or the URL is not supported or not readable.
@@ -106,9 +98,6 @@ def folder_of(path: str) -> epath.Path:
 
 def file_system(url: str) -> Any:
     """Returns fsspec's file system of a `gs://` URL, which does not cache listings.
-
-    Args:
-      url: The URL.
 
     Raises:
       UserError: If the scheme is another one, the library is missing, or access fails.
@@ -139,9 +128,6 @@ def size_and_time(path: epath.Path) -> tuple[int, int]:
 
     For local files it does not use epath's `stat`, which fails if the owner of the file has no
     entry in /etc/passwd.
-
-    Args:
-      path: A local file, or an object at a URL.
     """
     if is_url(path):
         status = path.stat()
@@ -156,9 +142,8 @@ def size_and_time(path: epath.Path) -> tuple[int, int]:
 def failures(path: str | epath.Path) -> type[Exception]:
     """Returns the base class of the errors of accessing a path.
 
-    Args:
-      path: A local path: `OSError`; or a URL: `Exception`, because the libraries of URLs raise
-        errors of their own classes.
+    It is `OSError` for a local path, and `Exception` for a URL, because the libraries of URLs raise
+    errors of their own classes.
     """
     return Exception if is_url(path) else OSError
 
@@ -184,10 +169,7 @@ def storage_reason(error: BaseException) -> str | None:
 def why_failed(error: Exception, path: str | epath.Path) -> str | None:
     """Returns a short reason why storage failed at a path; None if the error has another cause.
 
-    Args:
-      error: The error.
-      path: A local path, or a URL, for which the result is never None, because the libraries of
-        URLs raise errors of their own classes.
+    It is never None for a URL, because the libraries of URLs raise errors of their own classes.
     """
     return storage_reason(error) or (in_short(error) if is_url(path) else None)
 
@@ -233,8 +215,7 @@ def _status(error: BaseException) -> tuple[str, str] | None:
 def in_short(error: BaseException) -> str:
     """Returns an error in one line of at most 200 characters.
 
-    Args:
-      error: The error; one of TensorStore is reduced to the name of the file and the problem.
+    An error of TensorStore is reduced to the name of the file and the problem.
     """
     if not (status := _status(error)):
         kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
@@ -246,7 +227,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _innermost(text: str) -> str:
-    """`Error writing "a" in "b": Failed: No space left [os_error_code='28']` -> `No space left`."""
+    """Returns `No space left` of `Error writing "a" in "b": Failed: No space left [...='28']`."""
     return _DETAILS.split(text)[0].rpartition(": ")[2].strip()
 
 

@@ -22,9 +22,6 @@ def cache_folder() -> Path:
 
     It is below XDG_CACHE_HOME or the home folder, or in `private_folder()` without a home folder: a
     container whose user has no entry in /etc/passwd may leave HOME unset.
-
-    Raises:
-      UserError: If `private_folder()` raises it.
     """
     if cache := os.environ.get("XDG_CACHE_HOME"):
         return Path(cache) / "spmdtrain"
@@ -33,14 +30,7 @@ def cache_folder() -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder for this user alone (mode 0700).
-
-    Args:
-      path: The folder; those above it that are missing are created too.
-
-    Raises:
-      OSError: If it cannot be created.
-    """
+    """Creates a folder, and missing ones above it, for this user alone (mode 0700)."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         with suppress(FileExistsError):
@@ -50,11 +40,7 @@ def make_folder(path: Path) -> None:
 def check_own(path: Path) -> None:
     """Checks that only this user can write into a folder, and into those above it.
 
-    Args:
-      path: A folder in `cache_folder()`.
-
-    Raises:
-      PermissionError: If one of them up to `cache_folder()` belongs to or is writable by others.
+    Raises `PermissionError` if a folder up to `cache_folder()` belongs to or is writable by others.
     """
     for each in (path, *path.parents[: len(path.relative_to(cache_folder()).parts)]):
         found = each.stat()
@@ -90,11 +76,7 @@ def private_folder() -> Path:
 def exclusive_file(name: str) -> Iterator[IO[str]]:
     """Opens a file of `private_folder()` for this process alone, after the others that use it.
 
-    Args:
-      name: The name of the file, which is created if there is none.
-
-    Yields:
-      The file, open for reading and writing.
+    The file is created if it does not exist, and is open for reading and writing.
 
     Raises:
       UserError: If it is not a regular file, or another process keeps it for minutes.

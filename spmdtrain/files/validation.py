@@ -44,11 +44,7 @@ class OtherFields(Malformed):
     """Content with missing or unknown fields, perhaps written by another version."""
 
     def of_file(self, path: epath.Path) -> UserError:
-        """Returns the error for a user, with the file.
-
-        Args:
-          path: The file with these fields.
-        """
+        """Returns the error for a user, with the file that has these fields."""
         return UserError(f"{path}: {self} Another version of spmdtrain may have written it")
 
 
@@ -60,10 +56,9 @@ def read_bytes(
     Symbolic links are followed. A FIFO, a device or a socket is refused without blocking.
 
     Args:
-      path: The file.
       most: The largest size in bytes.
       start: The first byte to return; the ones before it are not read.
-      count: Bytes to return; default: the rest of the file.
+      count: Bytes to return; by default the rest of the file.
 
     Raises:
       Malformed: If it is not a regular file, is larger, or is a symbolic link to itself.
@@ -99,12 +94,10 @@ def read_bytes(
 
 
 def read_at_most(file: IO[bytes], most: int, *, expected: int) -> bytes:
-    """Returns the rest of a file, up to `most` bytes, which `file.read(most)` allocates at once.
+    """Returns the rest of a file, up to `most` bytes.
 
-    Args:
-      file: The file, open for reading.
-      most: The largest number of bytes to return.
-      expected: Its number of bytes when it was opened; it may have changed since.
+    `file.read(most)` would allocate all of them at once. `expected` is the number of bytes of the
+    rest when the file was opened; it may have changed since.
     """
     pieces, left = [], most
     while left and (piece := file.read(min(left, max(expected + 1, _PIECE)))):
@@ -114,13 +107,9 @@ def read_at_most(file: IO[bytes], most: int, *, expected: int) -> bytes:
 
 
 def check_regular_file(path: epath.Path) -> None:
-    """Checks that a local path, or what its links lead to, is a regular file.
+    """Checks that a local path, or what its links lead to, is a regular file, without opening it.
 
-    Args:
-      path: The path. A FIFO, a device or a socket is refused without opening it.
-
-    Raises:
-      Malformed: If it is missing, not a regular file, or cannot be accessed.
+    Raises `Malformed` if it is missing, not a regular file, or cannot be accessed.
     """
     try:
         mode = os.stat(path).st_mode
@@ -136,13 +125,9 @@ def _check_size(path: epath.Path, size: int, most: int) -> None:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Returns a JSON object with integers of at most 64 bits and bounded nesting.
+    """Returns a JSON object with integers of at most 64 bits and bounded nesting; bytes are UTF-8.
 
-    Args:
-      text: JSON; bytes are UTF-8.
-
-    Raises:
-      Malformed: If the text is not such an object.
+    Raises `Malformed` if the text is not such an object.
     """
     found = sum(text.count(b) if isinstance(text, str) else text.count(b.encode()) for b in "[{")
     if found > _MOST_CONTAINERS:
@@ -171,10 +156,8 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 def parse_objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """Returns the JSON objects of lines; `{}` for a line that `parse_object` refuses.
 
-    Objects without nested ones are decoded together, which takes a third of the time.
-
-    Args:
-      lines: JSON in UTF-8, without line feeds.
+    Objects without nested ones are decoded together, which takes a third of the time. `lines` are
+    UTF-8, without line feeds.
     """
     text = b",\n".join(lines)
     # Each line begins with its only brace, so a list of as many values has one for each line.
@@ -208,9 +191,6 @@ def check_array_names(item: epath.Path) -> None:
 
     Orbax joins each name to the folder's path, and an absolute path or `..` would lead elsewhere.
 
-    Args:
-      item: The folder of an Orbax item, with a file `_METADATA`.
-
     Raises:
       Malformed: If the metadata are not valid, or a name leads out of the folder.
       OSError: If they cannot be read.
@@ -227,15 +207,9 @@ def check_array_names(item: epath.Path) -> None:
 
 
 def check(value: Any, schema: Any, name: str) -> None:
-    """Checks a JSON value against a type, including all elements of collections.
+    """Checks a JSON value against a type, such as a TypedDict, with all elements of collections.
 
-    Args:
-      value: The value.
-      schema: The type, such as a TypedDict.
-      name: The name of the value in messages.
-
-    Raises:
-      Malformed: If the value has another type; names the element.
+    Raises `Malformed`, with `name` and the element, if the value has another type.
     """
     # Imported here, because a start without earlier files does not need it.
     from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
@@ -249,13 +223,7 @@ def check(value: Any, schema: Any, name: str) -> None:
 def check_fields(content: Mapping[str, Any], known: Collection[str], prefix: str = "") -> None:
     """Checks that a JSON object has no unknown fields.
 
-    Args:
-      content: The object.
-      known: The names of its fields.
-      prefix: Stands before the name of a field in the message.
-
-    Raises:
-      OtherFields: If it has one; names the nearest known field.
+    Raises `OtherFields` with `prefix`, the unknown field, and the nearest known one.
     """
     for name in content:
         if name not in known:
@@ -270,12 +238,7 @@ def without_other_fields(content: Mapping[str, Any], schema: Any) -> dict[str, A
 def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
     """Returns a dataclass of a JSON object, after a check of each field by its annotation.
 
-    Fields that are dataclasses are built recursively.
-
-    Args:
-      schema: The dataclass.
-      content: The JSON object.
-      name: The name of the object in messages.
+    Fields that are dataclasses are built recursively. `name` is the name of the object in messages.
 
     Raises:
       OtherFields: If a field is missing or unknown.

@@ -43,8 +43,8 @@ if fcntl is not None:
 class WorkdirLock:
     """A locked file, which the kernel unlocks in whatever way the process ends.
 
-    The file has the process and the host of its holder, for messages. A lock that is held is
-    waited for, because a process that was killed may need a while to end.
+    The file contains the process and the host that hold it, for messages. If the lock is held, the
+    start waits, because a process that was killed may need a while to end.
 
     Args:
       folder: The workdir.
@@ -101,10 +101,8 @@ class WorkdirLock:
     def check(self) -> None:
         """Checks that the locked file still exists, because otherwise another run can lock it.
 
-        Does nothing after `close`.
-
-        Raises:
-          StorageError: If the file was removed or replaced, or cannot be read.
+        Does nothing after `close`. Raises `StorageError` if the file was removed or replaced, or
+        cannot be read.
         """
         if self._file.closed:
             return

@@ -21,7 +21,7 @@ class RunInfo:
     """A local folder whose content is copied to the workdir: the workdir itself unless that is a
     URL. None without a workdir."""
     step: int
-    """The step from which the run starts: 0, or that of the checkpoint from which it resumes."""
+    """The step from which the run starts: 0, or the step of the checkpoint that it resumes."""
     earlier: str | None
     """What `Tracker.start` returned at an earlier start of this run; None at the first one."""
     config: Mapping[str, Any]

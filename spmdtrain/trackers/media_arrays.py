@@ -12,12 +12,8 @@ from spmdtrain.errors import UserError
 def shape_and_dtype(array: Any, expected: str) -> tuple[tuple[int, ...], Any]:
     """Returns shape and dtype of an array, which may be a list, or abstract.
 
-    Args:
-      array: The array.
-      expected: The beginning of the message if it is none.
-
-    Raises:
-      UserError: If it is no array, or this process does not have all of it.
+    Raises `UserError` if it is not an array (the message begins with `expected`), or if this
+    process does not have all of it.
     """
     if isinstance(array, (list, tuple)):
         array = np.asarray(array)
@@ -36,14 +32,14 @@ def shape_and_dtype(array: Any, expected: str) -> tuple[tuple[int, ...], Any]:
 
 
 def check_numbers(dtype: Any, what: str) -> None:
-    """Raises `UserError` unless a dtype is that of real numbers; `what` begins the message."""
+    """Raises `UserError` unless a dtype holds real numbers; `what` begins the message."""
     kinds = (jnp.integer, jnp.floating, jnp.bool_)
     if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise UserError(f"{what} of dtype {dtype}: it takes real numbers")
 
 
 def detached_array(array: Any) -> Any:
-    """Returns a copy of an array. That of a JAX array begins to be copied to the host."""
+    """Returns a copy of an array; the copy of a JAX array begins to be copied to the host."""
     if array is None:
         return None
     if not isinstance(array, jax.Array):
@@ -56,7 +52,7 @@ def detached_array(array: Any) -> Any:
 
 
 def plain_cell(value: Any) -> str | float | None:
-    """Returns a cell of a table as JSON has it; dates and very large integers become text."""
+    """Returns a cell of a table as a JSON value; dates and very large integers become text."""
     # Readers of JSON refuse or round integers of more than 64 bits.
     plain = value.item() if isinstance(value, np.generic) else value
     is_time = isinstance(value, np.datetime64 | np.timedelta64)  # with ns, an integer

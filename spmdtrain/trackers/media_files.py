@@ -70,11 +70,9 @@ class MediaFiles(Tracker):
         self._append(step, tag, image.kind, content | sizes | captions)
 
     def text(self, step: int, tag: str, text: Text) -> None:
-        """Writes the text."""
         self._append(step, tag, text.kind, {"text": text.joined()})
 
     def histogram(self, step: int, tag: str, histogram: Histogram) -> None:
-        """Writes edges and counts."""
         edges, counts = histogram.edges.tolist(), histogram.counts.tolist()
         self._append(step, tag, histogram.kind, {"edges": edges, "counts": counts})
 
@@ -107,7 +105,7 @@ class MediaFiles(Tracker):
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Returns a line with its step; None if it is not valid."""
+    """Parses a line with a step; None if it is not valid."""
     try:
         content = parse_object(line)
     except Malformed:

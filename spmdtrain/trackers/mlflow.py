@@ -38,7 +38,7 @@ class MlflowTracker(Tracker):
         self._run = ""
 
     def start(self, run: RunInfo) -> str:
-        """Begins the run, or continues that of an earlier start."""
+        """Begins the run, or continues the run of an earlier start."""
         import mlflow
         from mlflow.entities import Param
 
@@ -76,7 +76,6 @@ class MlflowTracker(Tracker):
         return set(found.data.params)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the values."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -118,7 +117,6 @@ class MlflowTracker(Tracker):
         self._client.log_artifact(self._run, path, name)
 
     def close(self, status: Status) -> None:
-        """Ends the run."""
         if self._run:
             self._client.set_terminated(self._run, _ENDS.get(status, "FAILED"))
 

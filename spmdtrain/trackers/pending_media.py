@@ -10,10 +10,7 @@ from spmdtrain.trackers.media import Media
 class PendingMedia:
     """Media whose arrays are fetched once, in the thread that needs them first.
 
-    Args:
-      media: The media, which have been checked.
-      what: Names them in messages.
-      log: Prints a line.
+    The media have been checked; `what` names them in messages.
     """
 
     def __init__(self, media: Media, what: str, log: Callable[[str], None]) -> None:
@@ -24,7 +21,8 @@ class PendingMedia:
     def on_host(self) -> Media | None:
         """Returns the media as trackers receive them; None if they could not be made.
 
-        A failure, for example of the user's `decode`, is printed once. It is not the tracker's.
+        A failure, for example of the user's `decode`, is printed once; it is not a failure of the
+        tracker.
         """
         with self._lock:
             if not self._is_done and self._media is not None:

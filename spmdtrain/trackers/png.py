@@ -14,11 +14,7 @@ def check_pillow() -> None:
 
 
 def encode_png(array: np.ndarray) -> bytes:
-    """Returns an image as the content of a PNG file.
-
-    Args:
-      array: uint8 (H, W, C), with C = 1, 3 or 4.
-    """
+    """Returns an image, uint8 (H, W, C) with C = 1, 3 or 4, as the content of a PNG file."""
     pillow = import_extra("PIL.Image", "images", "logged images")
     file = io.BytesIO()
     pillow.fromarray(array[..., 0] if array.shape[-1] == 1 else array).save(file, "PNG")
@@ -26,10 +22,6 @@ def encode_png(array: np.ndarray) -> bytes:
 
 
 def png_size(content: bytes) -> tuple[int, int]:
-    """Returns the width and the height of an image.
-
-    Args:
-      content: The content of a PNG file.
-    """
+    """Returns the width and the height of an image from the content of a PNG file."""
     width, height = struct.unpack(">II", content[16:24])
     return width, height

@@ -53,14 +53,10 @@ IMPORTED_FIRST: Mapping[type[Tracker], str] = {
 
 
 def choose_trackers(names: Sequence[str], own: Sequence[Tracker]) -> list[Tracker]:
-    """Returns the trackers of a run, without that of TensorBoard.
+    """Returns the trackers of a run, except TensorBoard's.
 
-    Args:
-      names: The option `trackers`.
-      own: The user's trackers. One with the name of a shipped one replaces it.
-
-    Raises:
-      UserError: If a library is missing, or a tracker is no `Tracker`.
+    `names` is the option `trackers`. A user's tracker with the name of a shipped one replaces it.
+    Raises `UserError` if a library is missing, or a tracker is not a `Tracker`.
     """
     check_trackers(own)
     replaced = {tracker.name for tracker in own}
@@ -101,16 +97,10 @@ def check_trackers(own: Sequence[Tracker]) -> None:
 def open_trackers(
     config: RunConfig, own: Sequence[Tracker], files: RunFiles | None, log: Callable[[str], None]
 ) -> "RunTrackers":
-    """Returns the trackers of a training run; those of process 0 alone record anything.
+    """Returns the trackers of a training run; only those of process 0 record anything.
 
-    Args:
-      config: The configuration.
-      own: The user's trackers.
-      files: The files of the workdir; None without one.
-      log: Prints a line.
-
-    Raises:
-      UserError: If a library is missing, or a tracker is no `Tracker`.
+    `own` are the user's trackers; `files` is None without a workdir. Raises `UserError` if a
+    library is missing, or a tracker is not a `Tracker`.
     """
     if not process_group.is_chief():
         check_trackers(own)
@@ -133,11 +123,6 @@ def evaluator_trackers(
 
     TensorBoard follows only one file in each folder. Other trackers take one writer for each run,
     which is the training.
-
-    Args:
-      config: The configuration.
-      files: The files of the evaluator.
-      log: Prints a line.
     """
     if others := [name for name in config.trackers if name != "tensorboard"]:
         log(f"evaluator: writes to TensorBoard alone, not to {', '.join(others)}")
@@ -152,7 +137,6 @@ class RunTrackers:
     Args:
       trackers: The trackers, besides TensorBoard's and the files of media.
       files: The files of the workdir; None without one.
-      log: Prints a line.
       event_files: Name of TensorBoard's folder in the workdir; None to write none.
       writes_media: Whether media are written to the workdir.
     """
@@ -170,7 +154,7 @@ class RunTrackers:
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}
         self.status = Status.FAILED
-        """The status at the end; before it is known, that of an unexpected end."""
+        """The status at the end; until it is known, the status of an unexpected end."""
         given = list(trackers)
         self._writes_events = files is not None and event_files is not None
         if files is not None and event_files is not None:
@@ -186,11 +170,9 @@ class RunTrackers:
         return cls((), None, lambda line: None)
 
     def start(self, step: int, config: Mapping[str, Any]) -> None:
-        """Starts the trackers of a run.
+        """Starts the trackers of a run that starts from `step`.
 
-        Args:
-          step: The step from which it starts.
-          config: The resolved configuration, as JSON values.
+        `config` is the resolved configuration, as JSON values.
         """
         files = self._files
         if self._writes_events:
@@ -247,12 +229,9 @@ class RunTrackers:
         values: Mapping[str, float],
         counts: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
-        """Records the metrics of a step.
+        """Records the metrics of a step by tag.
 
-        Args:
-          step: The step.
-          values: Tag to value.
-          counts: Tag to the count of each integer, recorded as histograms.
+        `counts` has the count of each integer by tag, recorded as histograms.
         """
         given = dict(values)
 
@@ -265,15 +244,10 @@ class RunTrackers:
             worker.add(TrackerCall(f"metrics of step {step}", record))
 
     def media(self, step: int, split: Split, items: Mapping[str, Media]) -> None:
-        """Records media, which have been checked.
+        """Records media by name, which have been checked.
 
-        Args:
-          step: The step.
-          split: The split to which they belong.
-          items: Name to media. Their arrays are fetched in the threads of the trackers.
-
-        Raises:
-          UserError: If Pillow is missing, which writes images.
+        Their arrays are fetched in the threads of the trackers. Raises `UserError` if Pillow is
+        missing, which writes images.
         """
         if not self._workers:
             return
@@ -299,7 +273,7 @@ class RunTrackers:
         self._add(TrackerCall(f"rewind to step {step}", lambda tracker: tracker.rewind(step)))
 
     def flush(self) -> Callable[[], None]:
-        """Queues a flush of the workdir's own files; returns what waits for it, at most 10 s."""
+        """Queues a flush of the workdir's own files; the result waits for it, at most 10 s."""
         own = (MediaFiles, TensorBoardTracker)
         waits = [worker.flush() for worker in self._workers if isinstance(worker.tracker, own)]
 
@@ -314,11 +288,7 @@ class RunTrackers:
             worker.add(call)
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the trackers; waits for them, but not longer than their `close_timeout`.
-
-        Args:
-          timeout: The largest number of seconds to wait; None for that of each tracker.
-        """
+        """Ends the trackers; waits up to the `close_timeout` of each, and at most `timeout` s."""
         if timeout is None and self.status is Status.PREEMPTED:
             timeout = _PREEMPTED_TIMEOUT
         for worker in self._workers:
@@ -327,14 +297,9 @@ class RunTrackers:
 
 
 def check_items(items: Any, what: str) -> None:
-    """Checks the names and the content of media.
+    """Checks the names and the content of media by name; raises `UserError` if one is not valid.
 
-    Args:
-      items: Name to media.
-      what: The function that received them, for messages.
-
-    Raises:
-      UserError: If a name or a media object is not valid.
+    `what` is the function that received them, for messages.
     """
     if not isinstance(items, Mapping):
         raise UserError(

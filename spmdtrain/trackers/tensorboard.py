@@ -21,11 +21,7 @@ _MAX_TABLE_ROWS = 100  # TensorBoard shows tables as text
 
 
 class TensorBoardTracker(Tracker):
-    """Writes TensorBoard event files in a folder of the workdir.
-
-    Args:
-      folder: The name of the folder.
-    """
+    """Writes TensorBoard event files in a folder of the workdir."""
 
     name = "tensorboard"
     _root: Path
@@ -36,7 +32,7 @@ class TensorBoardTracker(Tracker):
         self._purge_from: int | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Checks for events of an earlier start, whose later steps are stale."""
+        """Checks for events of an earlier start, because events of later steps are stale."""
         assert run.folder is not None and run.workdir is not None
         self._root = run.folder
         if (epath.Path(run.workdir) / self._name).exists():
@@ -74,16 +70,13 @@ class TensorBoardTracker(Tracker):
         self._open().add_markdown(step, tag, "\n".join(lines))
 
     def histogram(self, step: int, tag: str, histogram: Histogram) -> None:
-        """Writes the histogram."""
         self._open().add_histogram(step, tag, histogram)
 
     def flush(self) -> None:
-        """Writes buffered events to the file."""
         if self._file is not None:
             self._file.flush()
 
     def close(self, status: Status) -> None:
-        """Closes the file."""
         if self._file is not None:
             try:
                 self._file.flush()
@@ -91,14 +84,14 @@ class TensorBoardTracker(Tracker):
                 self._file.close()
 
     def _open(self) -> "EventFile":
-        """Returns the event file; creates it, so that a start that writes nothing has none."""
+        """Returns the event file; creates it late, so that a start that writes nothing has none."""
         if self._file is None:
             self._file = EventFile(self._root / self._name, self._purge_from)
         return self._file
 
 
 def _cell(value: Any) -> str:
-    """Returns a cell of a table in Markdown, which is one line and has no bars."""
+    """Returns a cell of a table in Markdown: one line, with bars escaped."""
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
@@ -161,25 +154,14 @@ class EventFile:
         self._write(step, session_log=SessionLog(status=SessionLog.START))
 
     def add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes the values of a step.
-
-        Args:
-          step: The step.
-          scalars: Tag to value.
-        """
+        """Writes the values of a step, by tag."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         # A single record, because most of its time goes into its checksums, computed in Python.
         self._add(step, [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()])
 
     def add_histogram(self, step: int, tag: str, histogram: Histogram) -> None:
-        """Writes a histogram; its statistics are those of the centers of its bins.
-
-        Args:
-          step: The step.
-          tag: The tag.
-          histogram: Edges and counts.
-        """
+        """Writes a histogram, with the statistics of the centers of its bins."""
         from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
         edges, counts = histogram.edges, histogram.counts
@@ -191,20 +173,14 @@ class EventFile:
             num=counts.sum(),
             sum=(centers * counts).sum(),
             sum_squares=(centers**2 * counts).sum(),
-            # The first bucket is that of smaller values.
+            # The first bucket counts smaller values.
             bucket_limit=edges.tolist(),
             bucket=[0, *counts.tolist()],
         )
         self._add(step, [Summary.Value(tag=tag, histo=content)])
 
     def add_png(self, step: int, tag: str, content: bytes) -> None:
-        """Writes an image.
-
-        Args:
-          step: The step.
-          tag: The tag.
-          content: The content of a PNG file.
-        """
+        """Writes an image, given as the content of a PNG file."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         width, height = png_size(content)
@@ -214,13 +190,7 @@ class EventFile:
         self._add(step, [Summary.Value(tag=tag, image=image)])
 
     def add_markdown(self, step: int, tag: str, text: str) -> None:
-        """Writes a text.
-
-        Args:
-          step: The step.
-          tag: The tag.
-          text: Markdown.
-        """
+        """Writes a text in Markdown."""
         from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboardX.proto.tensor_pb2 import TensorProto
         from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
@@ -258,10 +228,8 @@ class EventFile:
 class EpochEvents:
     """The means of epochs in event files, as the callback `TensorBoard` of Keras writes them.
 
-    The files are in the folders `train` and `validation`; steps are epochs, counted from 0.
-
-    Args:
-      folder: The path of the folder, which is created.
+    The files are in the subfolders `train` and `validation` of a folder, which is created; steps
+    are epochs, counted from 0.
     """
 
     def __init__(self, folder: str) -> None:
@@ -269,11 +237,9 @@ class EpochEvents:
         self._files: dict[str, EventFile] = {}
 
     def add(self, epoch: int, means: Mapping[str, float]) -> None:
-        """Writes the means of an epoch, and discards those of an earlier run.
+        """Writes the means of an epoch by name; discards this and later epochs of an earlier run.
 
-        Args:
-          epoch: The epoch.
-          means: Name to value; names of the validation begin with `val_`.
+        Names of validation metrics begin with `val_`.
         """
         parts: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
         for name, value in means.items():

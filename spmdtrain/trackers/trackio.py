@@ -30,7 +30,7 @@ class TrackioTracker(Tracker):
         self._run: Any = None
 
     def start(self, run: RunInfo) -> str:
-        """Begins the run, or continues that of an earlier start."""
+        """Begins the run, or continues the run of an earlier start."""
         import trackio
 
         defaults = {
@@ -48,7 +48,6 @@ class TrackioTracker(Tracker):
         return found
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the values."""
         self._run.log(dict(values), step=step)
 
     def image(self, step: int, tag: str, image: Image) -> None:
@@ -66,14 +65,12 @@ class TrackioTracker(Tracker):
         self._run.log({tag: trackio.Markdown(text.joined())}, step=step)
 
     def histogram(self, step: int, tag: str, histogram: Histogram) -> None:
-        """Records the histogram."""
         import trackio
 
         content = trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
         self._run.log({tag: content}, step=step)
 
     def table(self, step: int, tag: str, table: Table) -> None:
-        """Records the table."""
         import trackio
 
         content = trackio.Table(columns=list(table.columns), data=table.rows())

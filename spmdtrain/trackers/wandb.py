@@ -30,7 +30,7 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def start(self, run: RunInfo) -> str:
-        """Begins the run, or continues that of an earlier start."""
+        """Begins the run, or continues the run of an earlier start."""
         import wandb
 
         mode = self._options.get("mode") or wandb.setup().settings.mode
@@ -77,14 +77,12 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, tag: wandb.Table(columns=["text"], data=rows)})
 
     def histogram(self, step: int, tag: str, histogram: Histogram) -> None:
-        """Records the histogram."""
         import wandb
 
         content = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
         self._run.log({"step": step, tag: content})
 
     def table(self, step: int, tag: str, table: Table) -> None:
-        """Records the table."""
         import wandb
 
         content = wandb.Table(columns=list(table.columns), data=table.rows())

@@ -13,8 +13,8 @@ from spmdtrain.trackers.base import Tracker
 MAX_PENDING = 10_000
 """Sum of the sizes of pending calls."""
 PAUSE = 0.2
-"""Seconds for which the thread collects calls after it has made those that were pending. Waking it
-for each line of the log, and flushing a file for each, took a tenth of a small network's time."""
+"""Seconds for which the thread collects calls after it has made the pending ones. Waking it for
+each line of the log, and flushing a file for each, took a tenth of a small network's time."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class TrackerCall:
 
     Attributes:
       what: What it records, for messages: `metrics of step 20`.
-      run: Makes the call.
       size: 1 for a few numbers, more for larger content.
     """
 
@@ -38,12 +37,8 @@ _DONE = TrackerCall("", lambda tracker: None)
 class TrackerWorker:
     """Calls a tracker in a thread of its own, so that training never waits for it.
 
-    Its first exception is printed, and later calls are dropped. So are calls that are added while
-    too many are pending.
-
-    Args:
-      tracker: The tracker.
-      log: Prints a line.
+    The tracker's first exception is printed, and later calls are dropped. Calls that are added
+    while too many are pending are dropped, too.
     """
 
     def __init__(self, tracker: Tracker, log: Callable[[str], None]) -> None:
@@ -87,10 +82,9 @@ class TrackerWorker:
             self._hurry.set()
 
     def flush(self) -> Callable[[float], None]:
-        """Queues a flush.
+        """Queues a flush; returns a function that waits until all earlier calls are written.
 
-        Returns:
-          Waits until all calls before it are written, at most for a number of seconds.
+        The function takes the largest number of seconds to wait.
         """
         done = threading.Event()
 
@@ -115,9 +109,7 @@ class TrackerWorker:
     def wait(self, timeout: float, spent: float = 0.0) -> None:
         """Waits until the tracker is closed, and prints what is lost if it takes too long.
 
-        Args:
-          timeout: Seconds to wait.
-          spent: Seconds of them that have passed already.
+        `spent` seconds of `timeout` have passed already.
         """
         name = self.tracker.name
         self._thread.join(max(0.0, timeout - spent))
@@ -177,9 +169,8 @@ class TrackerWorker:
 def wait_for_all(workers: list[TrackerWorker], timeout: float | None) -> None:
     """Waits until all trackers are closed, at most as long as the slowest of them may take.
 
-    Args:
-      workers: Their threads, which have been ended.
-      timeout: The largest number of seconds for each; None for no such limit.
+    Their workers have been ended. `timeout` is the largest number of seconds for each; None for no
+    limit besides `close_timeout`.
     """
     began = time.monotonic()
     for worker in workers:

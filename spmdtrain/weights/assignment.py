@@ -25,7 +25,7 @@ class Piece:
 
     Attributes:
       source: The name of the file's array.
-      taken: The part of that array.
+      taken: The part of the file's array.
       filled: The part of the model's array.
       order: The order of the dims; None if both parts have the same shape.
       lengths: The length of each name of `order`.
@@ -38,12 +38,7 @@ class Piece:
     lengths: Mapping[str, int]
 
     def read(self, source: WeightSource, box: Box) -> np.ndarray:
-        """Returns the values of a part of the model's array, which lies within `filled`.
-
-        Args:
-          source: The file.
-          box: The part.
-        """
+        """Returns the values of a part of the model's array; `box` lies within `filled`."""
         inner = tuple(
             (box[dim][0] - self.filled.box[dim][0], box[dim][1] - self.filled.box[dim][0])
             for dim in self.filled.kept
@@ -55,7 +50,7 @@ class Piece:
         return values.reshape([end - first for first, end in box])
 
     def _read_taken(self, source: WeightSource, box: Box) -> np.ndarray:
-        """Returns a part of `taken`, in indices within it."""
+        """Returns a part of `taken`; `box` has indices within it."""
         whole, at = list(self.taken.box), self.taken.box
         for dim, (first, end) in zip(self.taken.kept, box, strict=True):
             whole[dim] = at[dim][0] + first, at[dim][0] + end
@@ -65,12 +60,12 @@ class Piece:
 
 @dataclass
 class WeightAssignment:
-    """The pieces that fill each array of a model, and all that does not fit.
+    """The pieces that fill each array of a model, and everything that does not fit.
 
     Attributes:
-      pieces: The pieces by the name of the model's array, which together fill it.
+      pieces: By the name of the model's array, the pieces that together fill it.
       fill: The value of elements without a piece, by the name of the model's array.
-      missing: Names of the model's arrays that nothing fills, or only a part.
+      missing: Names of the model's arrays that nothing fills, or only in part.
       misfits: Reasons why an array of the file does not fit, by the name of the model's array.
       left: Names of the file's arrays that are not taken.
       unused: Rules that match no array of the file.
@@ -94,16 +89,17 @@ def assign_weights(
 ) -> WeightAssignment:
     """Returns which arrays of a file become which arrays of a model.
 
+    Without rules, arrays with the name of an array of the model are taken. The same applies if no
+    rule matches and the file has all arrays of the model, as `export` writes it without a map.
+
     Args:
       path: The file, for messages.
       headers: Shape and dtype of the file's arrays.
       targets: Shape and dtype of the model's arrays, by their paths.
-      rules: The map. Without rules, arrays with the name of one of the model are taken; also if no
-        rule matches and the file has all arrays of the model, as `export` writes it without a map.
 
     Raises:
-      UserError: If an array is matched twice, a rule names no array of the model, or an array has
-        a dtype that the model's cannot take.
+      UserError: If an array is matched twice, a rule names no array of the model, or an array has a
+        dtype that the model's array cannot take.
     """
     found = WeightAssignment()
     taken: dict[str, list[Piece]] = {}
@@ -151,15 +147,10 @@ def assign_weights(
 
 
 def rules_of_file(source: WeightSource, file_names: Mapping[str, str | None]) -> WeightMap:
-    """Returns the rules for a file of the library of the model, which has the same layers.
+    """Returns the rules for a file of the model's library, whose names count the model's layers.
 
-    Args:
-      source: The file.
-      file_names: The path in the model of each array in such a file; None for an array that the
-        model does not take.
-
-    Returns:
-      The rules; none if the file has none of these names.
+    There are none if the file has none of these names. `file_names` has the path in the model of
+    each array in such a file, None for an array that the model does not take.
 
     Raises:
       UserError: If the file is of a model with other layers: its names count them.
@@ -180,13 +171,8 @@ def rules_of_file(source: WeightSource, file_names: Mapping[str, str | None]) ->
 def check_taken(path: str, found: WeightAssignment, *, strict: bool) -> None:
     """Checks that an assignment is what the user asked for.
 
-    Args:
-      path: The file, for messages.
-      found: The assignment.
-      strict: Whether each array of the model must be taken and each rule must match.
-
-    Raises:
-      UserError: If something is missing, or nothing is taken.
+    `path` is the file, for messages. `strict` demands that each array of the model is taken and
+    that each rule matches. Raises `UserError` if something is missing, or nothing is taken.
     """
     faults = []
     if found.missing:
@@ -218,7 +204,7 @@ def _in_short(names: Sequence[str]) -> str:
 def _rules_of_equal_names(
     path: str, headers: Mapping[str, ArrayHeader], targets: Mapping[str, Any]
 ) -> list[WeightRule]:
-    """Returns the rules for arrays with the names of the model's."""
+    """Returns rules that take each array with the name of an array of the model."""
     by_plain_name: dict[str, str] = {}
     for name in headers:
         plain = plain_name(name)
@@ -235,7 +221,7 @@ def _rules_of_equal_names(
 
 
 def _literal(name: str) -> str:
-    """Returns the pattern of a name without braces."""
+    """Returns the pattern that matches a name without braces."""
     return f"{name}[]" if name.endswith("]") else name  # `w[0]` alone would be a part of `w`
 
 

@@ -57,21 +57,16 @@ class DimOrder:
 
     @property
     def inverse(self) -> "DimOrder":
-        """The way back."""
+        """The order that leads back: `TO -> FROM`."""
         before, _, after = self.text.partition("->")
         return DimOrder(f"{after.strip()} -> {before.strip()}")
 
     def lengths(
         self, before: Sequence[int] | None, after: Sequence[int] | None = None
     ) -> dict[str, int]:
-        """Returns the length of each name.
+        """Returns the length of each name, from the shapes before and after that are known.
 
-        Args:
-          before: The shape before, if it is known.
-          after: The shape after, if it is known.
-
-        Raises:
-          MisfitError: If the shapes do not fit, or leave a length open.
+        Raises `MisfitError` if the shapes do not fit, or leave a length open.
         """
         groups = []
         for side, shape in zip(self.sides, (before, after), strict=True):
@@ -104,12 +99,12 @@ class DimOrder:
     def read(
         self, lengths: Mapping[str, int], box: Box, read: Callable[[Box], np.ndarray]
     ) -> np.ndarray:
-        """Returns a part of the array after, and reads only what it needs of the array before.
+        """Returns a part of the reordered array, and reads only what it needs of the original one.
 
         Args:
           lengths: The length of each name.
-          box: The part, in indices after.
-          read: Returns a part of the array before.
+          box: The part, in indices of the reordered array.
+          read: Returns a part of the original array.
         """
         before, after = self.sides
         ranges: dict[str, tuple[int, int]] = {}

@@ -20,14 +20,8 @@ _MEMBER = "model.weights.h5"
 class KerasWeights:
     """The arrays of a `.keras` or `.weights.h5` file.
 
-    The model's configuration is not read, and no code is run.
-
-    Args:
-      path: The path, as the user gave it.
-      file: The file.
-
-    Raises:
-      UserError: If it is corrupted.
+    The model's configuration is not read, and no code is run. `path` is as the user gave it. Raises
+    `UserError` if the file is corrupted.
     """
 
     def __init__(self, path: str, file: epath.Path) -> None:

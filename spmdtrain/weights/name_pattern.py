@@ -17,13 +17,8 @@ class NamePattern:
     """A name such as `h.{layer}.attn.bias`, and perhaps a part of the array, `[:,0/3]`.
 
     Text outside of braces is literal. `{layer}` is a field of digits, and `{name:REGEX}` a field of
-    a regular expression.
-
-    Attributes:
-      text: The pattern.
-
-    Raises:
-      UserError: If a brace is not closed, or a regular expression is invalid.
+    a regular expression. Raises `UserError` if a brace is not closed, or a regular expression is
+    invalid.
     """
 
     text: str
@@ -39,7 +34,7 @@ class NamePattern:
 
     @cached_property
     def fields(self) -> frozenset[str]:
-        """The names of the fields of the name."""
+        """The names of the fields."""
         return frozenset(self._regex.groupindex)
 
     def match(self, name: str) -> dict[str, str] | None:

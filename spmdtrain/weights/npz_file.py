@@ -22,12 +22,8 @@ _HEADER = 2**16
 class NpzWeights:
     """The arrays of a `.npz` file. Of an uncompressed array only the needed part is read.
 
-    Args:
-      path: The path, as the user gave it.
-      file: The file.
-
-    Raises:
-      UserError: If it is corrupted, or contains pickled objects.
+    `path` is as the user gave it. Raises `UserError` if the file is corrupted, or contains pickled
+    objects.
     """
 
     def __init__(self, path: str, file: epath.Path) -> None:
@@ -86,7 +82,7 @@ class NpzWeights:
 
 
 def _read_header(member: Any, where: str) -> tuple[ArrayHeader, bool, int]:
-    """Returns the header of an array, whether it is in Fortran's order, and where data begin."""
+    """Returns the header of an array, whether it is in Fortran order, and where its data begin."""
     shape, fortran, dtype, start = read_npy_header(member)
     if dtype.hasobject or dtype.kind == "V":
         raise UserError(

@@ -28,15 +28,10 @@ _DEEPEST = 32
 class OrbaxWeights:
     """The arrays of an Orbax checkpoint, by their paths: `params/dense/kernel`.
 
-    If it has items, such as those of a `CheckpointManager`, their names are the first parts of the
-    paths. An array is read as a whole, and the last one is kept.
-
-    Args:
-      path: The path, as the user gave it.
-      folder: The folder.
-
-    Raises:
-      UserError: If it is corrupted, or holds several checkpoints.
+    If the checkpoint has items, such as those of a `CheckpointManager`, the names of the items are
+    the first parts of the paths. An array is read as a whole, and the last one is kept in memory.
+    `path` is as the user gave it. Raises `UserError` if the folder is corrupted, or holds several
+    checkpoints.
     """
 
     def __init__(self, path: str, folder: epath.Path) -> None:

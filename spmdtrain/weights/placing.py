@@ -27,8 +27,6 @@ def place(
     is read for it.
 
     Args:
-      source: The file.
-      found: The pieces of each array.
       targets: `jax.ShapeDtypeStruct` with a sharding, by the path of the array.
       expected: The errors that one process raises in all of them.
 
@@ -44,17 +42,9 @@ def place(
 
 
 def read_whole(source: WeightSource, found: WeightAssignment, name: str, target: Any) -> np.ndarray:
-    """Returns an array of a model that a file has, on the host.
+    """Returns an array of a model that a file has, on the host; raises `UserError` like `place`.
 
-    Args:
-      source: The file.
-      found: The pieces of each array.
-      name: The path of the array.
-      target: Its shape and dtype.
-
-    Raises:
-      UserError: If a value is NaN or infinite, or too large for the model's integers, or the file
-        is corrupted.
+    `name` is the path of the array, `target` its shape and dtype.
     """
     return _shard(source, found, name, tuple((0, n) for n in target.shape), target.dtype)
 

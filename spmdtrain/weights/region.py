@@ -19,19 +19,14 @@ class MisfitError(Exception):
 
 @dataclass(frozen=True)
 class Region:
-    """A box within an array.
-
-    Attributes:
-      box: The box.
-      kept: The dims that the region has: those that are not given as one index.
-    """
+    """A box within an array; `kept` are its dims, without those that are given as one index."""
 
     box: Box
     kept: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The lengths of the dims that the region has."""
+        """The lengths of the dims in `kept`."""
         return tuple(self.box[dim][1] - self.box[dim][0] for dim in self.kept)
 
     @property
@@ -41,10 +36,9 @@ class Region:
 
 
 def region_of(shape: Sequence[int], slot: str, fields: Mapping[str, str]) -> Region:
-    """Returns the part of an array that a slot names.
+    """Returns the part of an array of a shape that a slot names.
 
     Args:
-      shape: The shape of the array.
       slot: One entry for each of the first dims, separated by commas: `:` for the whole dim, an
         index, `a:b`, `k/n` for the k-th of n equal parts, or a `{field}` of these.
       fields: The fields of the name.
@@ -83,13 +77,9 @@ def region_of(shape: Sequence[int], slot: str, fields: Mapping[str, str]) -> Reg
 
 
 def shape_around(slots: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
-    """Returns the shape of the array that these parts fill.
+    """Returns the shape of the array that parts, given as slot and shape, fill together.
 
-    Args:
-      slots: The slot of each part, and its shape.
-
-    Raises:
-      MisfitError: If the parts are not of one array.
+    Raises `MisfitError` if the parts are not of one array.
     """
     shapes = []
     for slot, shape in slots:

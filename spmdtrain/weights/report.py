@@ -22,13 +22,8 @@ def report(
 ) -> Table:
     """Returns a table of the arrays that are taken, that differ, and that are left.
 
-    Arrays whose names differ in numbers alone share a row: `h.*.mlp.c_fc.weight`.
-
-    Args:
-      path: The file.
-      found: The assignment.
-      headers: Shape and dtype of the file's arrays.
-      targets: Shape and dtype of the model's arrays.
+    Arrays whose names differ only in numbers share a row: `h.*.mlp.c_fc.weight`. `path` is the
+    file, `headers` describe its arrays and `targets` those of the model.
     """
     table = Table("", "in the model", "in the file", "arrays", title=foreign(f"init_from {path}"))
     table.columns[3].justify = "right"
@@ -57,7 +52,7 @@ def _text(name: str, header: ArrayHeader) -> str:
 
 
 def _counted(rows: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
-    """Returns the rows in their order, each with the number of times that it occurs."""
+    """Returns how often each row occurs, in the order of the rows."""
     counts: dict[tuple[str, str, str], int] = {}
     for row in rows:
         counts[row] = counts.get(row, 0) + 1

@@ -123,7 +123,7 @@ class SafetensorsWeights:
 
 
 def _read_bytes_of(file: epath.Path, name: str, header: ArrayHeader, box: Box) -> np.ndarray:
-    """Returns a part of an array of a file whose header the library has checked."""
+    """Returns a part of an array, from a file whose header the library has checked."""
     (first, end), *others = box or [(0, 1)]
     row = header.nbytes // max(1, header.shape[0]) if box else header.nbytes
     with file.open("rb") as opened:
@@ -137,7 +137,7 @@ def _read_bytes_of(file: epath.Path, name: str, header: ArrayHeader, box: Box) -
 
 
 def _check_parts(names: Sequence[str], path: str) -> None:
-    """Raises `UserError` if names such as `model-00001-of-00002` are not those of all parts."""
+    """Raises `UserError` if files such as `model-00001-of-00002` do not include all parts."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(_PART.fullmatch, names)):
         numbers.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
@@ -148,7 +148,7 @@ def _check_parts(names: Sequence[str], path: str) -> None:
 
 
 def _read_index(index: epath.Path) -> Mapping[str, str]:
-    """Returns the name of the file of each array."""
+    """Returns the name of each array's file."""
     try:
         content = parse_object(read_bytes(index))
         if "weight_map" not in content:  # other programs add fields of their own

@@ -23,12 +23,7 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """Shape and dtype of an array in a file.
-
-    Attributes:
-      shape: The shape.
-      dtype: The dtype.
-    """
+    """Shape and dtype of an array in a file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -54,25 +49,14 @@ class WeightSource(Protocol):
     headers: Mapping[str, ArrayHeader]
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """Returns a part of an array.
-
-        Args:
-          name: The name of the array.
-          box: The part.
-
-        Raises:
-          UserError: If the file is corrupted.
-        """
+        """Returns a part of an array; raises `UserError` if the file is corrupted."""
         ...
 
 
 def is_weights_file(path: str) -> bool:
     """Returns whether a path is a file or folder of weights, and not a run or its checkpoint.
 
-    It is true for a file of another format, too, which `open_weights` refuses by name.
-
-    Args:
-      path: A path that the user has given.
+    It is true for a file of another format, too, because `open_weights` then names the formats.
     """
     if path.endswith((".safetensors", ".npz", ".keras", ".h5", ".safetensors.index.json")):
         return True
@@ -86,7 +70,7 @@ def is_weights_file(path: str) -> bool:
 
 
 def open_weights(path: str) -> WeightSource:
-    """Returns the arrays of a file or folder, of which only the headers are read.
+    """Opens a file or folder of arrays; only the headers are read.
 
     Args:
       path: A file `.safetensors`, `.npz`, `.keras` or `.weights.h5`, a folder of `.safetensors`

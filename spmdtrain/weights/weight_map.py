@@ -87,23 +87,19 @@ class WeightRule:
 
 
 WeightMap = Sequence[WeightRule]
-"""Rules, of which each applies to all arrays that it matches. Without rules, arrays with the name
-of one of the model are taken, where `.` and `/` are the same."""
+"""Rules, each of which applies to all arrays that it matches. Without rules, arrays with the name
+of an array of the model are taken, where `.` and `/` are the same."""
 
 
 def plain_name(name: str) -> str:
-    """Returns a name of the model as `export` writes it: `layers.0.kernel`, or `params`."""
+    """Returns a name of the model as `export` writes it: `layers.0.kernel`, or `params` for ""."""
     return name.replace("/", ".") or "params"
 
 
 def read_weight_map(file: str) -> WeightMap:
     """Returns the `WEIGHT_MAP` of a Python file, which is executed.
 
-    Args:
-      file: The file.
-
-    Raises:
-      UserError: If it cannot be executed, or has no such map.
+    Raises `UserError` if the file cannot be executed, or has no such map.
     """
     sys.path.append(str(Path(file).resolve().parent))  # it may import modules of its folder
     try:
@@ -118,7 +114,7 @@ def read_weight_map(file: str) -> WeightMap:
 
 
 def checked_weight_map(rules: Any, what: str = "weight_map") -> WeightMap:
-    """Returns a list of `WeightRule`; raises `UserError` for anything else, under its name."""
+    """Returns a list of `WeightRule`; raises `UserError` for anything else, named `what`."""
     if not isinstance(rules, Sequence) or not all(isinstance(x, WeightRule) for x in rules):
         given = "missing" if rules is None else f"{rules!r:.80}"
         raise UserError(
@@ -129,11 +125,9 @@ def checked_weight_map(rules: Any, what: str = "weight_map") -> WeightMap:
 
 
 def unmapped(rules: WeightMap, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a model by the names and in the shapes of the file of a map.
+    """Converts the arrays of a model, by their paths, to the names and shapes of a map's file.
 
-    Args:
-      rules: The map. A field of a source that its target lacks becomes nothing.
-      arrays: The arrays of the model by their paths.
+    A field of a source that its target lacks becomes nothing.
 
     Raises:
       UserError: If a rule matches nothing, an array has no rule, or the map has no way back.
@@ -157,7 +151,7 @@ def unmapped(rules: WeightMap, arrays: Mapping[str, np.ndarray]) -> dict[str, np
 def _parts_of(
     rule: WeightRule, arrays: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, str, str, np.ndarray]]:
-    """Yields each target of a rule, the name and the slot in the file, and the values of it."""
+    """Yields each target of a rule, its name and slot in the file, and its values."""
     pattern = rule.target_pattern
     for target, array in arrays.items():
         fields = pattern.match(target)
@@ -186,7 +180,7 @@ def _part(values: np.ndarray, box: Box) -> np.ndarray:
 
 
 def _indices(rule: WeightRule, shape: Sequence[int]) -> Iterator[dict[str, str]]:
-    """Yields the values of the field that is an index in the slot of a target, such as `layer`."""
+    """Yields the values of fields that are an index in the slot of a target, such as `layer`."""
     pattern = rule.target_pattern
     entries = [entry.strip() for entry in pattern.slot.split(",")]
     named = {
@@ -201,7 +195,7 @@ def _indices(rule: WeightRule, shape: Sequence[int]) -> Iterator[dict[str, str]]
 
 
 def _joined(name: str, parts: Sequence[tuple[str, np.ndarray]]) -> np.ndarray:
-    """Returns one array of the parts that rules write to it."""
+    """Joins the parts that rules write to one array."""
     try:
         shape = shape_around([(slot, values.shape) for slot, values in parts])
         whole = np.empty(shape, parts[0][1].dtype)
