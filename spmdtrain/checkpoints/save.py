@@ -14,7 +14,7 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import absl.logging
 from etils import epath, epy
@@ -56,6 +56,8 @@ _NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
 _QUARANTINE = "quarantine.json"
 """The file with the checkpoints that are being renamed, so that a later start renames the rest."""
+_RETENTION = "retention.json"
+"""The file with the checkpoints that the next one replaces, so that a later start removes them."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Hides Orbax's log lines: it logs every action, and raises its errors. absl must be imported first,
@@ -149,6 +151,7 @@ class Checkpoints:
     def _read_folder(self) -> None:
         """Completes the quarantine of an earlier start, and reads the manifests."""
         self.quarantined = self._complete_quarantine()
+        self._complete_retention()
         self._records = {s: r for s in steps_in(self.folder) if (r := self._record(s))}
 
     def save(
@@ -221,6 +224,8 @@ class Checkpoints:
                 save.is_read.set()
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
+                if save.replaces:
+                    (self.folder / _RETENTION).unlink()
         finally:
             save.is_read.set()
         self._remover.submit(self._remove)
@@ -364,14 +369,8 @@ class Checkpoints:
 
     def _complete_quarantine(self) -> list[str]:
         """Renames the checkpoints that are to be quarantined; returns their new names."""
-        path = self.folder / _QUARANTINE
-        try:
-            wanted = parse_object(read_bytes(path))
-            check(wanted, _Quarantine, _QUARANTINE)
-        except FileNotFoundError:
+        if (wanted := self._intent(_QUARANTINE, _Quarantine)) is None:
             return []
-        except Malformed as error:
-            raise UserError(f"{path} is malformed ({error}): remove it") from error
         names = []
         for step in wanted["steps"]:
             taken = {path.name for path in self.folder.iterdir()}
@@ -381,8 +380,35 @@ class Checkpoints:
                 (self.folder / str(step)).rename(self.folder / name)
                 names.append(name)
             self._records.pop(step, None)
-        path.unlink()
+        (self.folder / _QUARANTINE).unlink()
         return names
+
+    def _complete_retention(self) -> None:
+        """Removes the checkpoints that the last one replaces, if that was published."""
+        if (wanted := self._intent(_RETENTION, _Replaced)) is None:
+            return
+        if wanted["by"] in (existing := steps_in(self.folder)):
+            for step in {*wanted["steps"]} & {*existing}:
+                if is_url(self.folder):
+                    (self.folder / str(step)).rmtree()
+                else:  # renamed, so that a kill leaves no part of it
+                    (self.folder / _REMOVED).mkdir(exist_ok=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        no_follow.remove(self.folder, f"{_REMOVED}/{step}")
+                    (self.folder / str(step)).rename(self.folder / _REMOVED / str(step))
+        (self.folder / _RETENTION).unlink()
+
+    def _intent(self, name: str, kind: type[T]) -> T | None:
+        """Returns the content of a file that says what a start has to complete."""
+        path = self.folder / name
+        try:
+            content = parse_object(read_bytes(path))
+            check(content, kind, name)
+        except FileNotFoundError:
+            return None
+        except Malformed as error:
+            raise UserError(f"{path} is malformed ({error}): remove it") from error
+        return cast(T, content)
 
     def _open_manager(self) -> Any:
         from spmdtrain.checkpoints.orbax import open_manager
@@ -427,6 +453,9 @@ class Checkpoints:
             callbacks=save.callbacks,
             stream=stream,
         ).write(folder)
+        if save.replaces:
+            intent = json.dumps({"by": save.step, "steps": save.replaces}).encode()
+            no_follow.write(self.folder, _RETENTION, lambda file: file.write(intent))
 
     # -- retention -----------------------------------------------------------------------------
 
@@ -438,6 +467,8 @@ class Checkpoints:
             kept = self._retention.keep_evaluated(records, self._evaluated())
         # A checkpoint without a manifest is not from this package: it is ignored and kept.
         keeps = [step in kept or step not in self._records for step in steps]
+        assert self._saving is not None
+        self._saving.replaces = sorted(self._records.keys() - kept)
         self._records = {step: record for step, record in self._records.items() if step in kept}
         return keeps
 
@@ -534,6 +565,13 @@ class _Quarantine(TypedDict):
     kind: Literal["corrupted", "suspect"]
 
 
+class _Replaced(TypedDict):
+    """The content of the file `_RETENTION`."""
+
+    by: int
+    steps: list[int]
+
+
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
@@ -560,5 +598,7 @@ class _Save:
     wait_for_files: Callable[[], None]
     sums: dict[str, int] = field(default_factory=dict)
     """In process 0, the checksum of each array by its path, once it is known."""
+    replaces: list[int] = field(default_factory=list)
+    """In process 0, the steps of the checkpoints to remove after this one is published."""
     is_read: threading.Event = field(default_factory=threading.Event)
     """Set once the arrays may be donated, or the save has failed."""
