@@ -158,25 +158,16 @@ def attention(
 def keep_attention(primitive: Any, *args: Any, **params: Any) -> bool:
     """Returns whether the policy `attention` keeps a result: attention's output.
 
-    Of a kernel it also keeps the normalization of the softmax, so that the backward pass does not
-    run the kernel again.
-
-    Args:
-      primitive: The primitive that computes the result.
-      *args: Its operands, as `jax.checkpoint` passes them to a policy.
-      **params: Its parameters.
+    For a kernel it also keeps the normalization of the softmax, so that the backward pass does not
+    run the kernel again. The arguments are those that `jax.checkpoint` passes to a policy.
     """
     return bool(_NAMED(primitive, *args, **params)) or primitive.name == _CUDNN_FORWARD
 
 
 def describe_attention(jaxpr: Any, platform: str) -> str:
-    """Returns the implementations of attention in a program for the log, such as "attention: xla".
+    """Returns the implementations of attention in an open jaxpr, such as "attention: xla".
 
-    It is "" without attention, and on a CPU, which uses XLA.
-
-    Args:
-      jaxpr: The open jaxpr of the program.
-      platform: The platform of the devices.
+    It is for the log, and "" without attention, and on a CPU, which uses XLA.
     """
     found = _implementations(jaxpr)
     methods = found & {*get_args(ContextMethod)}
@@ -185,14 +176,9 @@ def describe_attention(jaxpr: Any, platform: str) -> str:
 
 
 def check_context_used(jaxpr: Any, placement: Placement) -> None:
-    """Checks that a program uses the mesh axis "context", whose devices would else repeat work.
+    """Raises `UserError` if several devices split "context", and no attention is computed over it.
 
-    Args:
-      jaxpr: The open jaxpr of the program.
-      placement: The strategy and its mesh.
-
-    Raises:
-      UserError: If the axis has several devices, and the program has no attention over it.
+    The devices of the axis would repeat each other's work. `jaxpr` is open.
     """
     size = placement.size(CONTEXT)
     if size > 1 and not _implementations(jaxpr) & {*get_args(ContextMethod)}:

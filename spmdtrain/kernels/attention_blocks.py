@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, as a part of a longer sequence's."""
+"""Attention of some queries to some keys, as a part of the attention of a longer sequence."""
 
 import math
 from dataclasses import dataclass
@@ -28,16 +28,15 @@ class Pattern:
 
     @property
     def is_full(self) -> bool:
-        """True if every token attends to every other of its document."""
+        """Whether every token attends to every other token of its document."""
         return not self.causal and self.window is None
 
 
 class Tokens(NamedTuple):
     """The place of some tokens in their sequence.
 
-    Attributes:
-      positions: int (T,), their positions.
-      segments: int (B, T), their documents; None for one document in each row.
+    `positions` is int (T,), and `segments` int (B, T), the documents of the tokens; None for one
+    document in each row.
     """
 
     positions: jax.Array
@@ -57,13 +56,13 @@ class MixedValues(NamedTuple):
 
 
 def no_values(query: jax.Array) -> MixedValues:
-    """Returns what queries (B, T, heads, head width) mix of no keys."""
+    """Returns the mixed values of queries (B, T, heads, head width) without any keys."""
     values = jnp.zeros(query.shape, jnp.float32)
     return MixedValues(values, jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
 
 
 def merge_mixed(one: MixedValues, other: MixedValues) -> MixedValues:
-    """Returns what queries mix of the keys of both, which are disjoint."""
+    """Returns the values mixed over the keys of both, which are disjoint."""
     total = jnp.logaddexp(one.logsumexp, other.logsumexp)
     finite = jnp.where(total == -jnp.inf, 0.0, total)  # without a key in both
     shares = (jnp.exp(part.logsumexp - finite)[..., None] for part in (one, other))
@@ -81,15 +80,13 @@ def attend(
     *,
     every: bool,
 ) -> MixedValues:
-    """Returns what the queries mix of these keys' values.
+    """Returns the values of these keys, mixed for each query.
 
     Args:
       query: (B, T, heads, head width).
       key: (B, S, key-value heads, head width), as `value`.
-      value: The values.
       of: The place of the queries.
       to: The place of the keys.
-      pattern: The pairs that attend.
       every: Whether positions exclude no pair, so that no mask is computed for them.
     """
 
@@ -122,16 +119,10 @@ def attend_backward(
     gradient: jax.Array,
     inner: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the parts of the gradients, f32, of query, key and value that these pairs make.
+    """Returns the parts of the gradients of query, key and value that come from these pairs, f32.
 
     Args:
-      query: As of `attend`.
-      key: As of `attend`.
-      value: As of `attend`.
-      of: The place of the queries.
-      to: The place of the keys.
-      pattern: The pairs that attend.
-      every: Whether positions exclude no pair.
+      query: See `attend`, also for the arguments up to `every`.
       logsumexp: f32 (B, T, heads), the logarithm of the softmax's denominator over all keys.
       gradient: (B, T, heads, head width), the gradient of the output.
       inner: f32 (B, T, heads), the products of output and gradient.
@@ -173,7 +164,7 @@ def _by_blocks(block: Any, parts: Any) -> MixedValues:
 
 
 def _divided(parts: Any, length: int) -> Any:
-    """Returns the blocks of `length` queries as a leading dim. Positions have no batch.
+    """Returns the blocks of `length` queries as a leading dim. Positions have no dim of the batch.
 
     The last block is padded with zeros. Queries of zeros have finite weights, and with an output's
     gradient of zeros they add zero to the gradients of keys and values.

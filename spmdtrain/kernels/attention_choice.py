@@ -27,10 +27,6 @@ class AttentionCase:
     """Properties of a call of `attention` that its implementations depend on.
 
     Attributes:
-      queries: Number of query tokens T.
-      keys: Number of key tokens S.
-      head_width: Width of each head.
-      dtype: Dtype of queries, keys and values.
       causal: Whether a token attends to positions up to its own only.
       window: Number of tokens of the local window, or None.
       precision: JAX's option `jax_default_matmul_precision`.
@@ -49,11 +45,8 @@ class AttentionCase:
 class SplashBlocks:
     """Block sizes of the splash kernel.
 
-    Attributes:
-      queries: Number of queries of a block.
-      keys: Number of keys of a block.
-      fused: Whether one kernel computes all gradients, instead of one for those of the queries and
-        one for those of keys and values.
+    If `fused`, one kernel computes all gradients, instead of one for the queries and one for keys
+    and values.
     """
 
     queries: int
@@ -64,14 +57,12 @@ class SplashBlocks:
 def splash_blocks(case: AttentionCase) -> SplashBlocks:
     """Returns the block sizes of the splash kernel: the largest that divide, up to 1024.
 
-    It is 512 for heads of more than 256 bytes, padded to the 128 lanes of a TPU.
+    The limit is 512 for heads of more than 256 bytes, padded to the 128 lanes of a TPU. The case
+    must be one that `splash_blocker` does not refuse.
 
     The fused backward kernel computes the products of queries and keys once instead of twice, and
     adds the traffic of a gradient of all queries for each block of keys. With a window the separate
     kernels skip the blocks outside of it, but the fused one writes zeros for them.
-
-    Args:
-      case: A case that `splash_blocker` does not refuse.
     """
     width = -(-case.head_width // _TPU_LANES) * _TPU_LANES
     row = width * jnp.dtype(case.dtype).itemsize
@@ -90,10 +81,6 @@ def splash_blocker(device: Any, case: AttentionCase) -> str | None:
     """Returns why the splash kernel of TPUs cannot compute a case; None if it can.
 
     On a CPU, JAX interprets the kernel.
-
-    Args:
-      device: One of the devices.
-      case: The case.
     """
     if device.platform not in ("tpu", "cpu"):
         return f"it is for TPUs, and the device is {device.device_kind}"
@@ -113,12 +100,7 @@ def splash_blocker(device: Any, case: AttentionCase) -> str | None:
 
 
 def cudnn_blocker(device: Any, case: AttentionCase) -> str | None:
-    """Returns why cuDNN's fused attention cannot compute a case; None if it can.
-
-    Args:
-      device: One of the devices.
-      case: The case.
-    """
+    """Returns why cuDNN's fused attention cannot compute a case; None if it can."""
     # "9.0" on an NVIDIA GPU, another form on AMD's, missing on other devices.
     major = str(getattr(device, "compute_capability", "")).split(".")[0]
     if not (major.isdecimal() and int(major) >= 8):
@@ -150,11 +132,7 @@ def choose_implementation(
 ) -> Implementation:
     """Returns the implementation of a case: the kernel of the platform, or XLA.
 
-    Args:
-      device: One of the devices.
-      case: The case.
-      requested: The user's choice, or None.
-      knows_mesh: Whether the sharding of the arrays is known (see `current_mesh`).
+    `knows_mesh` tells whether the sharding of the arrays is known (see `current_mesh`).
 
     Raises:
       UserError: If the requested implementation is unknown or cannot compute the case.

@@ -11,15 +11,12 @@ from spmdtrain.sharding.placement import (
 
 
 def moments(x: jax.Array, near: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of each channel over the global batch.
+    """Returns mean and variance of each channel over the global batch, two arrays (C,).
 
     Args:
-      x: Values (B, ..., C), B split over the replicas, or those of one part of the batch where
-        `current_batch_axis` names the axis of the parts.
+      x: Values (B, ..., C), B split over the replicas. Where `current_batch_axis` names the axis of
+        the parts of the batch, the values of one part.
       near: (C,), constants near the means, such as their running averages.
-
-    Returns:
-      Two arrays (C,).
     """
     if (axis := current_batch_axis()) is not None:
         return _moments_over(axis, x, near)
@@ -28,7 +25,7 @@ def moments(x: jax.Array, near: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _moments_of(parts: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Combines the variances of parts to that of all rows (Chan, Golub and LeVeque 1983)."""
+    """Combines variances of parts to the variance of all rows (Chan, Golub and LeVeque 1983)."""
     rows = x.reshape(parts, len(x) // parts, *x.shape[1:])
     dims = tuple(range(1, rows.ndim - 1))
     means = rows.mean(dims, keepdims=True)
@@ -40,7 +37,7 @@ def _moments_of(parts: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _moments_over(axis: str, x: jax.Array, near: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both by one mean over a named axis."""
+    """Returns mean and variance by one mean over a named axis."""
     # Squares of differences from `near` lose no precision if values are far from 0.
     dims, shifted = tuple(range(x.ndim - 1)), x - near
     both = jnp.stack([shifted.mean(dims), jnp.square(shifted).mean(dims)])

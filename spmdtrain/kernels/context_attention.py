@@ -44,18 +44,12 @@ def choose_context_method(
     """Returns the method that is expected to be the fastest, by peak rates.
 
     A ring sends the keys and values of a device in the time of the products with them, if a device
-    has enough tokens; with a window it has few turns. "ulysses" waits for all that it sends, but
-    that is less than what the ring waits for if a device has few tokens, or than what it loses
-    because it computes by XLA.
+    has enough tokens; with a window it has few turns. "ulysses" waits for all that it sends. But
+    this takes less time than the waits of a ring if a device has few tokens, or than the time that
+    a ring loses because it computes by XLA.
 
-    Args:
-      device: One of the devices.
-      query: (B, T, heads, head width).
-      key: (B, T, key-value heads, head width).
-      window: Number of tokens of the local window, or None.
-      over: The mesh.
-      causal: Whether attention is causal.
-      has_kernel: Whether a device computes whole sequences, as "ulysses" does, with a kernel.
+    `has_kernel` tells whether a device computes whole sequences, as "ulysses" does, with a kernel.
+    Shapes are as in `attention`.
     """
     size, chip = over.sizes[CONTEXT], chip_of(device.device_kind)
     if window is not None or chip is None or chip.name == "cpu":
@@ -88,18 +82,14 @@ def context_attention(
 ) -> jax.Array:
     """Returns attention's output, (B, T, heads, head width), split over "context".
 
+    The shapes are as in `attention`.
+
     Args:
-      query: (B, T, heads, head width).
-      key: (B, T, key-value heads, head width), as `value`.
-      value: The values.
-      segments: int (B, T), each token's document, or None.
-      method: "ring": keys and values go around the devices. "gather": each device gathers those of
-        all tokens. "ulysses": each device gathers all tokens of some of the heads.
-      pattern: The pairs of tokens that attend to each other.
-      over: The mesh.
+      method: "ring": keys and values go around the devices. "gather": each device gathers the keys
+        and values of all tokens. "ulysses": each device gathers all tokens of some of the heads.
       name: Name of the output for `jax.checkpoint` policies.
-      whole: Maps (query, key, value, segments=...) of whole sequences on one device to the
-        output, for "ulysses".
+      whole: Maps (query, key, value, segments=...) of whole sequences on one device to the output,
+        for "ulysses".
 
     Raises:
       UserError: If the tokens, or the heads with "ulysses", do not divide.

@@ -36,7 +36,7 @@ class _Sorted(NamedTuple):
 
 
 def _sort(keys: jax.Array, groups: int) -> _Sorted:
-    """Sorts int (n,) keys; those of `groups` and above are not counted."""
+    """Sorts int (n,) keys; keys of `groups` and above are not counted."""
     order = jnp.argsort(keys, stable=True)
     numbers = jnp.arange(len(keys), dtype=order.dtype)
     place = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
@@ -48,7 +48,7 @@ def _count(keys: jax.Array, groups: int) -> jax.Array:
 
 
 def _some_rows(rows: jax.Array, counts: jax.Array, weights: PyTree, ffn: Ffn) -> jax.Array:
-    """Returns the experts' output of sorted rows; 0 in the rows beyond those that are counted."""
+    """Returns the experts' output of sorted rows; 0 in the rows beyond the sum of `counts`."""
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]
     # The products of rows of no group are not specified, also in the backward pass: the first mask
     # keeps them out of the gradients of these rows, which belong to other tokens.
@@ -63,9 +63,8 @@ def _some_rows(rows: jax.Array, counts: jax.Array, weights: PyTree, ffn: Ffn) ->
 def _weighted(values: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns each token's sum of its top_k values times their factors, f32 (n, width).
 
-    Args:
-      values: (n * top_k, width), those of a token in succession.
-      scale: f32 (n, top_k), the factors.
+    `values` are (n * top_k, width), the values of a token in succession, and `scale` f32
+    (n, top_k).
     """
     values = values.reshape(*scale.shape, -1).astype(jnp.float32)
     return (values * scale[..., None]).sum(1)
@@ -80,8 +79,6 @@ def all_experts(
       x: The tokens, (n, width).
       chosen: int (n, top_k), the numbers of their experts.
       scale: f32 (n, top_k), the factors of the experts' outputs.
-      weights: The weights of the experts.
-      ffn: Computes the experts.
       count: Number of experts.
 
     Returns:
@@ -99,17 +96,10 @@ def all_experts(
 def chosen_kernels(
     x: jax.Array, chosen: jax.Array, scale: jax.Array, weights: PyTree, ffn: Ffn
 ) -> jax.Array:
-    """Returns what `all_experts` does, by a product of each choice with a kernel of its own.
+    """Returns the result of `all_experts`, by a product of each choice with a copy of its kernel.
 
     It is only traced, for analyses that have to see that a token's output depends on this token
     alone. It would need too much memory to run.
-
-    Args:
-      x: The tokens, (n, width).
-      chosen: int (n, top_k), the numbers of their experts.
-      scale: f32 (n, top_k), the factors of the experts' outputs.
-      weights: The weights of the experts.
-      ffn: Computes the experts.
     """
     rows = jnp.broadcast_to(x[:, None], (*chosen.shape, x.shape[1])).reshape(-1, x.shape[1])
 
@@ -128,9 +118,9 @@ def _held_experts(
     first: jax.Array,
     count: int,
 ) -> jax.Array:
-    """Returns each token's weighted sum over those of its experts that a device holds.
+    """Returns each token's weighted sum over the experts that a device holds, if it chose them.
 
-    They are the `count` experts from the number `first` on.
+    The device holds `count` experts, from the number `first` on.
     """
     own = chosen - first
     is_own = (own >= 0) & (own < count)
@@ -151,9 +141,9 @@ class _Exchange(Protocol):
     """Rows sent to the devices of their experts, and back.
 
     Attributes:
-      experts: int (rows,), which of its experts a device computes for a received row; their number
-        for rows that are not in use.
-      slot: int (n * top_k,), the index of each sorted choice in what `back` returns.
+      experts: int (rows,), which of its experts a device computes for a received row; the number of
+        its experts for rows that are not in use.
+      slot: int (n * top_k,), the index of each sorted choice in the result of `back`.
     """
 
     experts: jax.Array
@@ -180,10 +170,8 @@ def _starts(sizes: jax.Array) -> jax.Array:
 class _Buffers:
     """An exchange of a buffer of fixed size between each two devices.
 
-    Args:
-      counts: int (devices, experts of each), the number of sorted choices for each expert.
-      capacity: Number of rows of a buffer.
-      choices: Number of choices.
+    `counts` is int (devices, experts of each), the number of sorted choices for each expert, and
+    `capacity` the number of rows of a buffer.
     """
 
     def __init__(self, counts: jax.Array, capacity: int, choices: int) -> None:
@@ -212,10 +200,8 @@ class _Buffers:
 class _Ragged:
     """An exchange of the rows in use alone.
 
-    Args:
-      counts: int (devices, experts of each), the number of sorted choices for each expert.
-      rows: Number of rows that a device can receive.
-      choices: Number of choices.
+    `counts` is int (devices, experts of each), the number of sorted choices for each expert, and
+    `rows` the number of rows that a device can receive.
     """
 
     def __init__(self, counts: jax.Array, rows: int, choices: int) -> None:
@@ -245,19 +231,17 @@ class _Ragged:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The static arguments of a layer whose experts are split over the axis.
+    """The static arguments of a layer whose experts are split over the axis "expert".
 
     Attributes:
-      ffn: Computes experts.
       experts: Number of experts of all devices.
       devices: Size of the axis.
-      options: The exchange and the size of its buffers.
       axes: The manual axes of the mesh. Their devices take the same path.
-      on_cpu: Whether the devices are of a CPU. They compute both paths, because XLA's CPU client
-        does not order the collectives of a branch with those outside: its threads may wait in
-        different ones, forever. They gather tokens as f32, because the gradient is a sum over
-        devices, at which XLA's CPU compiler aborts if its values have 16 bits and some axes of the
-        mesh are not manual.
+      on_cpu: Whether the devices are CPUs. These compute both paths, because XLA's CPU client does
+        not order the collectives of a branch with those outside: its threads may wait in different
+        ones, forever. They gather tokens as f32, because the gradient is a sum over devices, at
+        which XLA's CPU compiler aborts if its values have 16 bits and some axes of the mesh are not
+        manual.
     """
 
     ffn: Ffn
@@ -328,7 +312,7 @@ class ExpertLayer:
         return jax.lax.psum_scatter(jax.lax.map(of_device, everything), EXPERT)
 
     def _capacity(self, choices: int) -> int:
-        """Returns the number of rows that a device can send to each other one."""
+        """Returns the number of rows that a device can send to each other device."""
         even = self.options.capacity_factor * choices / self.devices
         return min(choices, math.ceil(even))
 
@@ -347,14 +331,8 @@ def split_experts(
     """Returns each token's weighted sum over its experts, which the axis splits.
 
     Autodiff of the branches would keep what both of them compute. Here the backward pass computes
-    the branch in use again, so nothing of the exchange stays in memory.
-
-    Args:
-      layer: The static arguments.
-      x: A device's tokens, (n, width).
-      chosen: int (n, top_k), the numbers of their experts.
-      scale: f32 (n, top_k), the factors of the experts' outputs.
-      weights: The weights of the experts that the device holds.
+    the branch in use again, so nothing of the exchange stays in memory. Arguments are as of
+    `all_experts`, for a device's tokens and the experts that it holds.
 
     Returns:
       f32 (n, width), and whether the buffers did not suffice, a bool scalar.

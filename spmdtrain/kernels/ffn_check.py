@@ -18,12 +18,7 @@ def check_ffn(ffn: Ffn, x: jax.Array, weights: PyTree, *, is_split: bool) -> Non
 
     The function is traced with rows of different experts, one of each. Then its weights have the
     rows' leading dim, and the same proof holds for both: nothing may combine entries of it.
-
-    Args:
-      ffn: See `experts`.
-      x: The tokens, (B, T, width).
-      weights: The weights of the experts.
-      is_split: Whether the mesh splits the experts, not the rows alone.
+    `is_split` tells whether the mesh splits the experts, not the rows alone.
 
     Raises:
       UserError: If a row's result may depend on other rows or on other experts, if its width is not

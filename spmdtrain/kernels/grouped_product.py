@@ -13,12 +13,9 @@ from spmdtrain.sharding.placement import current_device, current_mesh
 
 @dataclass(frozen=True)
 class _Limits:
-    """The sizes at which blocks take less time than all rows with each matrix.
+    """The sizes at which products of blocks take less time than of all rows with each matrix.
 
-    Attributes:
-      groups: The least number of groups.
-      least: The least number of rows of a block.
-      most: The most rows of a block.
+    These are the least number of groups, and the least and most rows of a block.
     """
 
     groups: int
@@ -65,8 +62,8 @@ def _over_tensor() -> bool:
 def _block_size(rows: int, groups: int, platform: str) -> int | None:
     """Returns about half of the rows of a group, so that few blocks have rows of two groups.
 
-    It is a multiple of 8. It is None if products of blocks would take longer, or on a platform of
-    which that is not known.
+    It is a multiple of 8. It is None if products of blocks would take longer, or on a platform
+    where this is not known.
     """
     if (limits := _LIMITS.get(platform)) is None:
         return None
@@ -82,7 +79,7 @@ class _Pairs:
     there are at most as many pairs as blocks and groups together.
 
     Attributes:
-      group: int (pairs,). Those beyond the last pair have the last group, and no rows.
+      group: int (pairs,). After the last pair, entries have the last group, and no rows.
       block: int (pairs,).
       own: bool (pairs, size), whether a row of the block belongs to the group.
       first: int (groups,), the number of each group's first pair.
@@ -97,7 +94,10 @@ class _Pairs:
 
     @classmethod
     def of(cls, counts: jax.Array, blocks: int, size: int, batches: int = 1) -> "_Pairs":
-        """Returns the pairs of `blocks` blocks of `size` rows, a multiple of `batches`."""
+        """Returns the pairs of `blocks` blocks of `size` rows.
+
+        Empty pairs are added to make their number a multiple of `batches`.
+        """
         groups = len(counts)
         ends = jnp.cumsum(counts)
         starts = ends - counts
@@ -119,15 +119,10 @@ class _Pairs:
 def _by_blocks(
     rows: jax.Array, kernel: jax.Array, counts: jax.Array, size: int, batches: int = 1
 ) -> jax.Array:
-    """Returns the products, of each block of `size` rows with each matrix that its rows need.
+    """Returns the products, computed for blocks of `size` rows with each matrix that its rows need.
 
-    Args:
-      rows: (rows, in), sorted by group.
-      kernel: (groups, in, out).
-      counts: int (groups,), the number of rows of each group.
-      size: The rows of a block.
-      batches: How many times some of the products are computed together, with copies of their
-        matrices.
+    The shapes are as in `grouped_product`. The products are computed in `batches` steps, each with
+    copies of its matrices.
     """
     padded, kernel = _blocks(rows, size), jnp.asarray(kernel)
     pairs = _Pairs.of(counts, len(padded), size, batches)
@@ -190,16 +185,9 @@ _on_accelerator.defvjp(_forward, _backward)
 def _kernel_gradient(
     size: int, rows: jax.Array, gradient: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Returns the sums of the outer products of each group's rows and gradients.
+    """Returns the sums of the outer products of each group's rows and gradients, f32.
 
-    Args:
-      size: The rows of a block.
-      rows: (rows, in), sorted by group.
-      gradient: (rows, out), of their products.
-      counts: int (groups,), the number of rows of each group.
-
-    Returns:
-      f32 (groups, in, out).
+    The result is (groups, in, out), and `gradient` the gradient (rows, out) of the products.
     """
     blocks, gradients = _blocks(rows, size), _blocks(gradient, size)
     pairs = _Pairs.of(counts, len(blocks), size)

@@ -161,11 +161,7 @@ def _check(
 
 
 def _checked_dtype(dtype: Any) -> np.dtype[Any]:
-    """Returns `logits_dtype` as NumPy's.
-
-    Raises:
-      UserError: If it is neither float32 nor bfloat16.
-    """
+    """Returns `logits_dtype` as NumPy's; raises `UserError` unless it is float32 or bfloat16."""
     with contextlib.suppress(TypeError):
         if (checked := np.dtype(dtype)) in _LOGITS_DTYPES:
             return checked
@@ -177,10 +173,7 @@ def _checked_dtype(dtype: Any) -> np.dtype[Any]:
 def _chunks_by_size(tokens: int, rows: int, itemsize: int) -> int:
     """Returns the number of chunks for a device's tokens and rows of the vocabulary.
 
-    Args:
-      tokens: Number of tokens.
-      rows: Number of rows.
-      itemsize: Bytes of a logit.
+    `itemsize` is the number of bytes of a logit.
     """
     size, device = itemsize * tokens * rows, current_device()
     memory = memory_of(device.device_kind) or _USUAL_MEMORY
@@ -200,14 +193,12 @@ class _Layout:
     """The split of tokens and of the vocabulary over devices.
 
     Attributes:
-      mesh: The mesh for `jax.shard_map`: None for that of JAX's context.
+      mesh: The mesh for `jax.shard_map`; None for the mesh of JAX's context.
       axes: Its axes that are not manual yet; none if each device computes alone, or if XLA
         partitions the code.
-      batch: Those that split the leading dim of the tokens.
+      batch: The axes that split the leading dim of the tokens.
       context: The axis that splits the second dim of the tokens.
       tensor: The axis that splits the rows of `head`.
-      token_parts: Number of parts of the tokens.
-      row_parts: Number of parts of the rows of `head`.
     """
 
     mesh: Mesh | None = None
@@ -235,16 +226,10 @@ class _Layout:
         return cls(over.mesh, over.free, batch, context, tensor, shards, columns)
 
     def run(self, function: Callable[..., Any], operands: str, results: str, *args: Any) -> Any:
-        """Calls a function on each device's part of arrays.
+        """Calls a function on each device's part of arrays; returns the results of all devices.
 
-        Args:
-          function: The function.
-          operands: The kind of each operand: "t" has leading dims of tokens, "v" of rows of head.
-          results: The kinds of the results.
-          *args: The operands.
-
-        Returns:
-          The results as arrays of all devices.
+        `operands` and `results` have a letter for each: "t" has leading dims of tokens, "v" of rows
+        of `head`.
         """
         if not self.axes:
             return function(*args)
@@ -261,7 +246,7 @@ class _Layout:
         )(*args)
 
     def first_row(self, head: jax.Array) -> int | jax.Array:
-        """Returns the number of a device's first row, of which `head` is its part."""
+        """Returns the number of the first row in `head`, a device's part of the rows."""
         return jax.lax.axis_index(self.tensor) * len(head) if self.tensor else 0
 
     def sum_vocabulary(self, x: jax.Array) -> jax.Array:
@@ -289,10 +274,7 @@ class _Chunked:
     def split(self, x: jax.Array, dims: int, fill: float = 0) -> jax.Array:
         """Returns an array of tokens as (chunks, tokens of a chunk, ...), padded with `fill`.
 
-        Args:
-          x: An array whose first `dims` dims are those of the tokens.
-          dims: Their number.
-          fill: The value of the tokens that are added to make the chunks equal.
+        The first `dims` dims of `x` hold the tokens. Tokens are added to make the chunks equal.
         """
         tokens = math.prod(x.shape[:dims])
         x = x.reshape(tokens, *x.shape[dims:])
@@ -380,7 +362,7 @@ def _gradients(
     of_normalizers: jax.Array,
     of_chosen: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Computes a device's gradients; its tokens' share of those of head and bias is added up."""
+    """Computes a device's gradients, and adds up the gradients of head and bias over the tokens."""
     layout, first = chunked.layout, chunked.layout.first_row(head)
 
     def of_chunk(total: Any, chunk: Any) -> tuple[Any, jax.Array]:

@@ -13,13 +13,7 @@ LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], j
 
 
 def heads_of_device(heads: int, kv_heads: int, over: CurrentMesh) -> tuple[int, int]:
-    """Returns the numbers of heads and of key-value heads that a device computes.
-
-    Args:
-      heads: Number of heads.
-      kv_heads: Number of key-value heads.
-      over: The mesh that the arrays are split over.
-    """
+    """Returns the numbers of heads and of key-value heads that a device computes."""
     parts = over.parts("tensor")
     if parts % kv_heads == 0 and heads % parts == 0:
         return heads // parts, 1  # which several devices share
@@ -39,15 +33,10 @@ def attention_over_devices(
     """Returns attention's output, (B, T, heads, head width): each device computes its part.
 
     The batch is split over the batch axes and the heads over "tensor". What does not divide over
-    the devices is computed by each of them.
+    the devices is computed by each of them. The shapes are as in `attention`.
 
     Args:
       local: Maps a device's parts of the arrays to its part of the result.
-      query: (B, T, heads, head width).
-      key: (B, S, key-value heads, head width), as `value`.
-      value: The values.
-      segments: int (B, T), each token's document, or None.
-      over: The mesh that the arrays are split over.
       tokens: The axis that splits the tokens, whose number it divides; None for whole sequences.
     """
     if not over.free:

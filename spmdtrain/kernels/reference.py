@@ -28,7 +28,7 @@ def uses_reference() -> bool:
 def optimized_implementation() -> AbstractContextManager[None]:
     """Returns the scope of plain JAX code whose products are not those of the reference.
 
-    Its trace shows that the products of the reference have to be counted in another one. Kernels
-    need no scope, because a trace shows them.
+    Its trace shows that products have to be counted in a trace of the reference. Kernels need no
+    scope, because a trace shows them.
     """
     return jax.named_scope(OPTIMIZED)

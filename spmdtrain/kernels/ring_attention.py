@@ -28,8 +28,6 @@ class Ring:
     Device i has chunk i of the tokens. In turn s it has the keys and values of chunk i - s.
 
     Attributes:
-      axis: Name of the axis.
-      size: Number of devices.
       first: The first turn: negative if a window also holds later tokens.
       turns: Number of turns.
       balanced: Whether a device computes with the chunks i and 2 * size - 1 - i of half the length,
@@ -55,7 +53,6 @@ def make_ring(axis: str, size: int, tokens: int, pattern: Pattern, name: str) ->
       axis: Name of the axis that splits the tokens.
       size: Its number of devices, at least 2.
       tokens: Number of tokens of the whole sequence, a multiple of twice the size.
-      pattern: The pairs of tokens that attend.
       name: Name of the output for `jax.checkpoint` policies.
     """
     if pattern.window is None:
@@ -72,16 +69,10 @@ def ring_attention(
 ) -> jax.Array:
     """Returns the output of this device's tokens, (B, T, heads, head width). Under `shard_map`.
 
-    Keys and values go around the ring, each turn while the scores of the turn before are
-    computed (Liu et al. 2023, arXiv:2310.01889). The backward pass sends them around again with
-    their gradients, so that no device keeps another's.
-
-    Args:
-      query: (B, T, heads, head width), of this device's chunk of the sequence.
-      key: (B, T, key-value heads, head width), as `value`.
-      value: The values.
-      segments: int (B, T), each token's document, or None.
-      ring: From `make_ring`.
+    Keys and values go around the ring, each turn while the scores of the turn before are computed
+    (Liu et al. 2023, arXiv:2310.01889). The backward pass sends them around again with their
+    gradients, so that no device keeps keys or values of another one. The arrays are this device's
+    chunk of the sequence, with the shapes of `attention`.
     """
     if not ring.balanced:
         return _mix(query, key, value, segments, ring)
@@ -134,7 +125,7 @@ def _unbalance(x: jax.Array, ring: Ring) -> jax.Array:
 
 
 def _places(length: int, segments: jax.Array | None, ring: Ring, chunk: jax.Array) -> Tokens:
-    """Returns the places of the tokens of a device: those of its two chunks if balanced."""
+    """Returns the places of the tokens of a device: in a balanced ring, of its two chunks."""
     if not ring.balanced:
         return Tokens(chunk * length + jnp.arange(length, dtype=jnp.int32), segments)
     half = length // 2
@@ -157,7 +148,7 @@ def _choose(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
 
 
 class _Queries(NamedTuple):
-    """Queries with what the backward pass needs of them; the last three are None in the forward."""
+    """Queries; the last three fields are for the backward pass, and None in the forward pass."""
 
     query: jax.Array
     of: Tokens
@@ -238,14 +229,11 @@ def _attend_in_turn(
     own: bool,
     earlier: jax.Array,
 ) -> MixedValues:
-    """Returns what the queries mix with the keys of this turn too.
+    """Returns the values that the queries mix, with the keys of this turn added.
 
     Args:
-      mixed: What they mix of the keys of the turns before.
-      queries: The device's queries.
-      keys: The keys of this turn.
-      to: Their place.
-      ring: The ring.
+      mixed: The values mixed with the keys of the turns before.
+      to: The place of the keys of this turn.
       own: Whether the keys are the device's own, in a balanced ring.
       earlier: Whether the keys are of a device with a lower number.
     """
@@ -325,7 +313,7 @@ def _mix_backward(ring: Ring, residuals: PyTree, gradient: jax.Array) -> PyTree:
 def _backward_in_turn(
     queries: _Queries, keys: _Keys, to: Tokens, ring: Ring, *, own: bool, earlier: jax.Array
 ) -> _Gradients:
-    """Returns what the pairs of a turn add to the gradients. Arguments: see `_attend_in_turn`."""
+    """Returns what the pairs of a turn add to the gradients; arguments as of `_attend_in_turn`."""
 
     def part(queries: _Queries, given: _Given, every: bool) -> _Gradients:
         keys, to = given

@@ -31,20 +31,14 @@ def splash_attention(
     over: CurrentMesh,
     interpret: bool,
 ) -> jax.Array:
-    """Returns attention's output, (B, T, heads, head width).
+    """Returns attention's output, (B, T, heads, head width); the shapes are as in `attention`.
 
     XLA cannot partition the kernel, so it runs under `shard_map`: each device computes its rows of
     the batch and its heads. What does not divide over the devices is computed by each of them.
 
     Args:
-      query: (B, T, heads, head width).
-      key: (B, S, key-value heads, head width), as `value`.
-      value: Mixed by the softmax of the scaled products.
-      segments: int (B, T), each token's document, or None.
-      case: The properties of these arguments, not refused by `splash_blocker`.
-      scale: Factor of the products.
+      case: The properties of the arguments, not refused by `splash_blocker`.
       name: Name of the output and of the softmax's normalization for `jax.checkpoint` policies.
-      over: The mesh that the arrays are split over.
       interpret: Whether JAX interprets the kernel, on a CPU.
     """
     local = partial(_on_device, case=case, scale=scale, name=name, interpret=interpret)

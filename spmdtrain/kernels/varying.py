@@ -13,9 +13,6 @@ def varying_alike(arrays: Arrays) -> Arrays:
     The backward pass of a `jax.custom_vjp` must return gradients that vary like its arguments, and
     the gradient of parameters that devices share varies like the tokens. JAX adds up the gradients
     of what is cast here. Outside of a `jax.shard_map` with `check_vma` nothing is cast.
-
-    Args:
-      arrays: A pytree.
     """
     axes = frozenset[Any]().union(*map(_axes, jax.tree.leaves(arrays)))
 

@@ -1,4 +1,4 @@
-"""The logits of a linear layer for all tokens at once, and what a cross-entropy needs of them."""
+"""The logits of a linear layer for all tokens at once, and the values for a cross-entropy."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,7 @@ from spmdtrain.sharding.placement import constrain_sharding, current_device
 _NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 Values = tuple[jax.Array, jax.Array, jax.Array]
-"""The logits' normalizers log(sum(exp(logits))), the targets' logits, and whether these are the
-largest."""
+"""Normalizers log(sum(exp(logits))), the targets' logits, and whether these are the largest."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class LogitLayer:
     def logits(
         self, products: jax.Array, bias: jax.Array | None, first: int | jax.Array = 0
     ) -> jax.Array:
-        """Returns the logits, f32, of rows from `first` on, from the products with them."""
+        """Returns the logits, f32, of rows from `first` on, from the products with these rows."""
         logits = products.astype(jnp.float32)
         logits = (
             logits
@@ -65,12 +64,7 @@ def values_of_logits(
 ) -> Values:
     """Returns the values of all tokens.
 
-    Args:
-      layer: The layer.
-      hidden: (..., D).
-      head: (V, D).
-      bias: (V,) or None.
-      targets: int (...).
+    The shapes are `hidden` (..., D), `head` (V, D), `bias` (V,) and `targets` int (...).
     """
     is_narrow = min(hidden.dtype.itemsize, layer.dtype.itemsize) < 4
     if is_narrow and not uses_reference():
@@ -97,14 +91,10 @@ def _values(
 
 
 def summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the targets' logits, 0 for targets without one.
+    """Returns the targets' logits from logits (..., V), 0 for targets without one.
 
-    A sum instead of a lookup, because it needs no gather if the vocabulary is split, and its
+    It sums instead of looking up, because a sum needs no gather if the vocabulary is split, and its
     gradient no scatter.
-
-    Args:
-      logits: (..., V).
-      targets: int (...).
     """
     return jnp.where(_is_target(logits, targets), logits, 0).sum(-1)
 
@@ -112,8 +102,7 @@ def summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def normalizers_and_largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns log(sum(exp(logits))) and the largest logit of each token, both (...).
 
-    Args:
-      logits: (..., V), f32 or f64.
+    `logits` is (..., V), f32 or f64.
     """
     if current_device().platform != "gpu":
         return jax.nn.logsumexp(logits, axis=-1), logits.max(-1)
@@ -154,7 +143,7 @@ def _merge(
 
 @_in_one_pass.defjvp
 def _in_one_pass_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Takes the largest logit as a constant, which the normalizer does not depend on."""
+    """Treats the largest logit as a constant, because the normalizer does not depend on it."""
     (logits,), (change,) = primals, tangents
     total, largest = _in_one_pass(logits)
     of_total = (jnp.exp(logits - largest[..., None]) * change).sum(-1)
@@ -171,18 +160,17 @@ def logit_gradients(
 ) -> jax.Array:
     """Returns the gradients of the products that `LogitLayer.logits` has taken, f32.
 
-    They are one expression of the logits, which a product with them can compute on the way. The
+    They are one expression of the logits, which XLA can compute within a product with them. The
     derivatives of `logsumexp` and of a lookup would read the logits several more times.
 
     Args:
-      layer: The layer.
       logits: (..., V), or a part of the rows of V.
       targets: int (...), relative to the first row.
       normalizers: (...), of all rows.
       of_normalizers: (...), the gradients of the normalizers.
-      of_chosen: (...), those of the targets' logits.
+      of_chosen: (...), the gradients of the targets' logits.
     """
-    # Of a row without a token it is 0 without a mask.
+    # A row without a token needs no mask: its share is 0.
     shares = jnp.exp(logits - normalizers[..., None])
     of_logits = shares * of_normalizers[..., None]
     of_logits += jnp.where(_is_target(logits, targets), of_chosen[..., None], 0)

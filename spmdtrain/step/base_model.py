@@ -19,7 +19,7 @@ PyTree = Any
 class BaseModel:
     """The variables of the state that belong to a frozen base model.
 
-    Checkpoints leave them out if `init_from` gives their values, because they are there.
+    Checkpoints leave them out if `init_from` gives their values, because a resume reads them there.
 
     Attributes:
       patterns: Regular expressions of their paths in the model.
@@ -35,12 +35,7 @@ class BaseModel:
 
     @classmethod
     def of(cls, adapter: Adapter, *, is_saved: bool) -> "BaseModel | None":
-        """Returns the base model of an adapter; None if it has none.
-
-        Args:
-          adapter: The adapter; its `init` has been traced.
-          is_saved: Whether checkpoints contain the base model.
-        """
+        """Returns the base model of an adapter whose `init` was traced; None if it has none."""
         if not isinstance(adapter, ExtendsBase):
             return None
         added = frozenset(name.partition("/")[2] for name in adapter.derived)
@@ -60,7 +55,7 @@ class BaseModel:
         )
 
     def values(self, variables: Variables) -> Variables:
-        """Returns variables with None in place of those that are not of the base model."""
+        """Returns variables with None in place of all that are not of the base model."""
         return Variables(*(self._part(tree, base=True) for tree in variables))
 
     def _part(self, tree: PyTree, *, base: bool) -> PyTree:
@@ -70,7 +65,7 @@ class BaseModel:
 
 
 def with_base(variables: Variables, base: Variables) -> Variables:
-    """Joins variables of a checkpoint without base model with those of the base model."""
+    """Joins the variables of a checkpoint without base model with those of the base model."""
 
     def joined(own: PyTree, of_base: PyTree) -> PyTree:
         return merge(own, of_base) if jax.tree.leaves(own) else of_base

@@ -39,15 +39,7 @@ ABSTRACT_DRAW: Any = np.zeros(2, np.uint32)
 
 
 class BatchChecks:
-    """Checks of the batches of one model and objective. Nothing is computed, only traced.
-
-    Args:
-      forward: The model and its objective.
-      update: The optimizer and the selection of the trained parameters.
-      state: The abstract state.
-      placement: The strategy and its mesh.
-      config: The run's options.
-    """
+    """Checks of the batches of one model and objective. Nothing is computed, only traced."""
 
     def __init__(
         self,
@@ -65,9 +57,7 @@ class BatchChecks:
     def check_training(self, batch: PyTree, mask: Any | None) -> None:
         """Checks that a train step of such a batch computes what the options promise.
 
-        Args:
-          batch: Abstract rows of a global batch.
-          mask: Its abstract mask if the batch is padded.
+        `batch` and `mask` are abstract; `mask` is None if the batch is not padded.
 
         Raises:
           UserError: If the batch does not divide over the virtual shards of `exact`, if padding
@@ -87,9 +77,7 @@ class BatchChecks:
     def check_evaluation(self, rows: PyTree, size: int) -> None:
         """Checks that virtual shards do not change an evaluation with `exact`.
 
-        Args:
-          rows: One example, arrays of leading dim 1.
-          size: Number of rows of the batch.
+        `rows` is one example, arrays of leading dim 1, and `size` the number of rows of the batch.
 
         Raises:
           UserError: If the batch does not divide over them, or if the objective combines examples.
@@ -125,10 +113,8 @@ class BatchChecks:
     def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
         """Returns why padding rows could change an evaluation; None if they cannot.
 
-        Args:
-          rows: One example, arrays of leading dim 1.
-          size: Number of rows of the batch.
-          predict: Whether `predict` is called, instead of the objective.
+        `rows` is one example, arrays of leading dim 1, and `size` the number of rows of the batch.
+        With `predict`, that function is called instead of the objective.
         """
         function = self._forward.predict if predict else self._forward.objective
         if function.mask:  # the function handles padding rows itself
@@ -149,13 +135,10 @@ class BatchChecks:
         return self._why_not_padded[key]
 
     def _check_microbatches(self, batch: PyTree, microbatches: int) -> None:
-        """Checks that the objective's values are those of the whole batch.
+        """Raises `UserError` if microbatches may change the objective's values.
 
-        The batch statistics of a model are those of each microbatch: a model with state is analyzed
-        in evaluation mode.
-
-        Raises:
-          UserError: If this cannot be proven, and the objective does not declare it.
+        It needs a proof that they do not, or the objective's declaration. Each microbatch has batch
+        statistics of its own, so a model with state is analyzed in evaluation mode.
         """
         objective, state = self._forward.objective, self._state
         if objective.by_example:
@@ -260,13 +243,10 @@ class BatchChecks:
             )
 
     def _check_compute_dtype(self, batch: PyTree) -> None:
-        """Checks that the model computes in the compute dtype.
+        """Raises `UserError` if no product of the model is computed in the compute dtype.
 
         An input of a wider dtype would make every product wider again, and the cast parameters
         would only cost precision.
-
-        Raises:
-          UserError: If no product of the model is computed in it.
         """
         products = [
             {x.aval.dtype for x in equation.invars}
@@ -297,12 +277,9 @@ class BatchChecks:
 
 
 def check_program(jaxpr: Any, args: PyTree, placement: Placement) -> None:
-    """Checks that a program computes on several devices what it does on one, and uses the mesh.
+    """Checks that a program computes the same on several devices as on one, and uses the mesh.
 
-    Args:
-      jaxpr: The open jaxpr of the program.
-      args: Its arguments, arrays or abstract arrays with shardings.
-      placement: The strategy and its mesh.
+    The jaxpr is open, and its arguments are arrays or abstract arrays with shardings.
 
     Raises:
       UserError: If the axis "context" is not used, or if XLA's partitioner computes an operation
@@ -313,7 +290,7 @@ def check_program(jaxpr: Any, args: PyTree, placement: Placement) -> None:
 
 
 def check_partitioned(jaxpr: Any, args: PyTree, placement: Placement) -> None:
-    """Checks that XLA's partitioner computes a program rightly; see `check_program`."""
+    """Checks that XLA's partitioner computes a program correctly; see `check_program`."""
     if placement.mesh is not None:
         check_partitioning(jaxpr, args, placement.mesh.shape, BATCH_AXES)
 

@@ -19,17 +19,11 @@ PyTree = Any
 class BatchLoss:
     """The weighted mean loss of one global batch, at parameters that an optimizer chooses.
 
-    Each evaluation starts from the same model state and the same random key as the step itself, so
-    it differs in the parameters alone. The model state after it is discarded.
+    Each evaluation starts from the same model state and the same random key as the step, so only
+    the parameters differ. The model state after it is discarded.
 
     Attributes:
-      gradients: Computes the loss and its gradients.
-      update: Divides the parameters into trained and frozen ones.
-      layout: The shardings of the state.
-      frozen: The frozen parameters.
       model_state: The model state before the batch.
-      batch: The global batch.
-      key: The step's random key.
       before: Results of the step that have to be complete before an evaluation (see `_after`).
     """
 
@@ -48,7 +42,7 @@ class BatchLoss:
         return self.gradients.mean_loss(params, self.frozen, self.model_state, self.batch, self.key)
 
     def grad(self, params: PyTree, _: Any = None) -> PyTree:
-        """Returns the gradients at these trained parameters, as the step computes its own."""
+        """Returns the gradients at these trained parameters, computed as in the step."""
         params = self._placed(params)
         output = self.gradients(params, self.frozen, self.model_state, self.batch, self.key)
         return self.layout.gradients(output.gradients)
@@ -58,11 +52,11 @@ class BatchLoss:
         return self.update.partition(whole)[0]
 
     def _after(self, params: PyTree) -> PyTree:
-        """Returns the parameters, which exist only after `before` does.
+        """Returns the parameters; on CPUs they depend on the arrays of `before`.
 
-        Optimizers evaluate the loss in loops and branches, where XLA's CPU client does not order
-        collectives with those outside: without this dependency its threads may wait in different
-        ones (see `finite.may_branch`).
+        Optimizers evaluate the loss in loops and branches, and XLA's CPU client does not order the
+        collectives in these with those outside. Without this dependency its threads may wait in
+        different collectives (see `finite.may_branch`).
         """
         device = next(iter(jax.tree.leaves(self.layout.on_device.params)[0].device_set))
         if device.platform != "cpu":

@@ -36,12 +36,14 @@ PyTree = Any
 class Program:
     """A compiled train step for one or several steps.
 
+    Without `jit`, `lowered`, `jaxpr` and `retrace` are None.
+
     Attributes:
       call: The function (state, batch) -> (state, output).
       summary: The compile time and the collectives of the program, for the log.
-      lowered: The program before XLA compiled it; None if it is not compiled.
-      jaxpr: The operations of the program, for `model_flops`; None if it is not compiled.
-      retrace: Traces the program again and returns its jaxpr; None if it is not compiled.
+      lowered: The program before XLA compiled it.
+      jaxpr: The operations of the program, for `model_flops`.
+      retrace: Traces the program again and returns its jaxpr.
       steps: The number of steps whose operations `jaxpr` has.
       collectives: The collectives of the compiled program, or the reason why they are not known.
         Only process 0 has them.
@@ -57,13 +59,7 @@ class Program:
 
 
 class Programs:
-    """The compiled train steps of one trainer, by their number of steps.
-
-    Args:
-      steps: The functions to compile.
-      placement: The strategy and its mesh.
-      config: The run's options.
-    """
+    """The compiled train steps of one trainer, by their number of steps."""
 
     def __init__(self, steps: StepFunctions, placement: Placement, config: RunConfig) -> None:
         self._steps, self._placement, self._config = steps, placement, config
@@ -82,19 +78,11 @@ class Programs:
         *,
         is_watched: bool,
     ) -> Dispatch:
-        """Chooses how the steps of a run are dispatched.
+        """Chooses how the steps of a run are dispatched, and sets `dispatch`.
 
-        By default small steps are dispatched together, if nothing waits for each: no callback, and
-        no reading of examples, which are arrays in memory.
-
-        Args:
-          dataset: As for `abstract_batch`.
-          augment: As for `abstract_batch`.
-          config: The run's options.
-          is_watched: Whether callbacks are called after steps or for log lines.
-
-        Returns:
-          The choice, which is that of `dispatch` from now on.
+        By default small steps are dispatched together, if nothing waits for each of them: no
+        callback, and no reading of examples, which are arrays in memory. `is_watched` tells whether
+        callbacks are called after steps or for log lines.
         """
         self.wait()  # a compilation reads the last choice
         self.dispatch = Dispatch()
@@ -133,7 +121,7 @@ class Programs:
 
         Args:
           steps: Number of steps of a call.
-          batch: Arrays or abstract arrays of the shapes and shardings of its batches.
+          batch: Arrays or abstract arrays of the shapes and shardings of the batches of a call.
         """
         if self._worker.submit(self._context).result() == self._context():
             shapes = jax.tree.map(_shape, batch)
@@ -161,13 +149,9 @@ class Programs:
         )
 
     def get(self, steps: int, batch: PyTree) -> Program:
-        """Returns the compiled program.
+        """Returns the compiled program; arguments as of `begin`.
 
-        Raises the errors of its compilation, which the next call repeats.
-
-        Args:
-          steps: Number of steps of a call.
-          batch: Arrays or abstract arrays of the shapes and shardings of its batches.
+        It raises the errors of the compilation, and the next call compiles again.
         """
         shapes = jax.tree.map(_shape, batch)
         if steps not in self._programs or self._programs[steps][0] != shapes:
@@ -238,15 +222,10 @@ def check_traced(
     *,
     by_index: bool,
 ) -> None:
-    """Checks the program of a train step (see `check_program`).
+    """Checks the traced program of a train step (see `check_program`).
 
-    Args:
-      traced: Its trace.
-      steps: The functions of the step.
-      placement: The strategy and its mesh.
-      batch: Shapes and dtypes of the batches of a dispatch.
-      repeat: How the program repeats steps.
-      by_index: Whether the batch has the indices of examples on the devices.
+    `batch` has shapes and dtypes of the batches of a dispatch. With `by_index`, it has the indices
+    of examples on the devices.
     """
     places = batch_shardings(placement, repeat, by_index=by_index)
     placed = steps.placed_state, jax.tree.map(_with_sharding, places, batch)
@@ -265,12 +244,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def describe_choices(jaxpr: Any, placement: Placement) -> str:
-    """Returns what depends on the devices or on sizes in a step, for the log, after "; ".
-
-    Args:
-      jaxpr: The open jaxpr of the step.
-      placement: The strategy and its mesh.
-    """
+    """Returns the choices in an open jaxpr that depend on devices or on sizes, each after "; "."""
     attention = describe_attention(jaxpr, placement.devices[0].platform)
     found = (attention, describe_layers(jaxpr))
     return "".join(f"; {each}" for each in found if each)

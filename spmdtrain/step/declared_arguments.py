@@ -20,12 +20,11 @@ class Declared:
     """A function of (model, batch) that may also declare `key` and `mask`.
 
     Attributes:
-      function: The user's function.
-      key: Whether it has a parameter `key` without a default, or with the default None: a typed JAX
-        key, for its own draws.
+      key: Whether the function has a parameter `key` without a default, or with the default None: a
+        typed JAX key for random numbers of the function.
       mask: The same for a parameter `mask`: f32 (B,), 0 for padding rows.
-      batch_coupled: Whether it is declared to combine the examples of its batch.
-      by_example: Whether it is declared not to.
+      batch_coupled: Whether the function is declared to combine the examples of its batch.
+      by_example: Whether the function is declared not to combine them.
     """
 
     function: Callable[..., PyTree]
@@ -36,11 +35,7 @@ class Declared:
 
     @classmethod
     def of(cls, function: Callable[..., PyTree]) -> "Declared":
-        """Returns a function of (model, batch) with the arguments that its signature declares.
-
-        Args:
-          function: An objective or predict function.
-        """
+        """Returns an objective or predict function with the arguments that it declares."""
         try:
             parameters = list(inspect.signature(function).parameters.values())[2:]
         except (TypeError, ValueError):  # a callable without a signature
@@ -61,8 +56,8 @@ class Declared:
         """Returns the function of (model, batch), with the declared arguments bound.
 
         Args:
-          key: The key of the model's own draws, from which the function's key derives.
-          batch: The batch; its number of rows is read.
+          key: The key of the model's random numbers; the function's key derives from it.
+          batch: Only its number of rows is read.
           mask: f32 (B,), 0 for padding rows. By default no row is padding.
         """
         declared: dict[str, jax.Array] = {}
@@ -77,7 +72,6 @@ class Declared:
 def eval_key(draw: jax.Array) -> jax.Array:
     """Returns the random key of one batch of an evaluation.
 
-    Args:
-      draw: uint32 (2,), the seed of evaluations and the index of the batch.
+    `draw` is uint32 (2,): the seed of evaluations and the index of the batch.
     """
     return jax.random.fold_in(jax.random.key(draw[0]), draw[1])

@@ -50,10 +50,10 @@ class Repeat(enum.Enum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The most steps of a dispatch and the kind of its program.
+    """The largest number of steps of a dispatch, and the kind of its program.
 
     A counted loop runs any number of steps up to `steps` by the same compiled code, so the numbers
-    do not depend on where dispatches end. The others have a second program for one step.
+    do not depend on where dispatches end. The other kinds have a second program for one step.
     """
 
     steps: int = 1
@@ -86,17 +86,13 @@ class Dispatch:
 
 
 def may_group(config: RunConfig, placement: Placement, state: TrainState) -> bool:
-    """Returns whether steps are dispatched together without `steps_per_dispatch` if they are small.
+    """Returns whether small steps are grouped if `steps_per_dispatch` is not set.
 
-    They are on CPUs, if each process has one device. On GPUs a loop of unknown length makes the
-    host wait for each of its steps, and one of known length needs a second program, so the numbers
-    would depend on the cadence of checkpoints. Virtual devices are for tests, and their collectives
-    take longer than the host. The model has no state, whose types a step could change.
-
-    Args:
-      config: The run's options.
-      placement: The strategy and its mesh.
-      state: The abstract state.
+    They are grouped on CPUs, if each process has one device. On GPUs a loop of unknown length makes
+    the host wait for each of its steps, and a loop of known length needs a second program, so the
+    numbers would depend on the cadence of checkpoints. Virtual devices are for tests, and their
+    collectives take longer than the host. The model must have no state, because a step could change
+    its types. Shapes of the state suffice.
     """
     if config.exact is not None or not config.jit or placement.strategy.by_servers:
         return False
@@ -116,15 +112,14 @@ def choose_dispatch(
 ) -> Dispatch:
     """Returns how steps are dispatched.
 
-    Convolutions are never in a loop on CPU: XLA computes them with a library outside of loops, and
-    inside of them by code that it generates, which takes many times as long.
+    Convolutions are never in a loop on CPU: outside of loops XLA calls a library for them, and
+    inside it generates code that takes many times as long.
 
     Args:
       steps: The option `steps_per_dispatch`. If it is None, `may_group` is true.
-      placement: The strategy and its mesh.
-      state: The abstract state.
-      batch: An abstract batch of one step.
-      forward: The jaxpr of the objective's values.
+      state: Shapes suffice.
+      batch: The batch of one step; shapes suffice.
+      forward: The open jaxpr of the objective's values.
       update: The optimizer's `update_program`; not read if `steps` is given.
     """
     if steps is not None and not _is_on_cpu(placement):
@@ -149,16 +144,10 @@ def choose_dispatch(
 def update_program(
     optimizer: optax.GradientTransformation, params: PyTree, state: PyTree
 ) -> Any | None:
-    """Returns the jaxpr of an update.
+    """Returns the open jaxpr of an optimizer's update; shapes of the arguments suffice.
 
-    Args:
-      optimizer: The optimizer.
-      params: The trained parameters; shapes suffice.
-      state: Its state; shapes suffice.
-
-    Returns:
-      The open jaxpr. None if steps cannot be in a loop, because the update changes the types of the
-      state, and if it needs more than gradients, which is not known here.
+    The result is None if steps cannot be in a loop, because the update changes the types of the
+    state, or if the update needs more than gradients: the other values are not known here.
     """
     trace = jax.make_jaxpr(optimizer.update, return_shape=True)
     try:
@@ -170,14 +159,10 @@ def update_program(
 
 
 def repeated(step: Callable[..., Any], repeat: Repeat) -> Callable[[Any, PyTree], Any]:
-    """Returns the function of the steps of a dispatch.
+    """Returns the function of a dispatch: (state, stacked batches) -> (state, output).
 
-    Args:
-      step: (state, batch, whether it is the last step) -> (state, output).
-      repeat: How the step is repeated.
-
-    Returns:
-      (state, stacked batches) -> (state, output), whose arrays have a leading dim of steps.
+    The arrays of its output have a leading dim of steps. `step` is a function (state, batch,
+    whether it is the last step) -> (state, output).
     """
     return _counted(step) if repeat is Repeat.COUNTED else _fixed(step, repeat)
 
@@ -243,9 +228,9 @@ def _is_on_cpu(placement: Placement) -> bool:
 
 
 def _has_unknown_time(jaxpr: Any) -> bool:
-    """Returns whether an open jaxpr has operations whose time does not follow from their counts.
+    """Returns whether the time of an open jaxpr does not follow from its counts of operations.
 
-    These are loops of unknown length, calls of Python and decompositions of matrices.
+    It does not with loops of unknown length, calls of Python and decompositions of matrices.
     """
     unknown = _DECOMPOSITIONS | {"while"}
     return any(

@@ -48,20 +48,14 @@ Evaluate = Callable[[Variables, PyTree, jax.Array, jax.Array], EvaluationSums]
 class ExactGradients(Gradients):
     """`Gradients` whose results do not depend on the number of devices.
 
-    Attributes:
-      shards: Number of virtual shards: a power of two, at least twice the devices.
+    `shards` is the number of virtual shards: a power of two, at least twice the devices.
     """
 
     shards: int
 
     @classmethod
     def of(cls, gradients: Gradients, shards: int) -> "ExactGradients":
-        """Returns the exact variant of a computation of gradients.
-
-        Args:
-          gradients: The computation; its reduction is `pairwise`.
-          shards: Number of virtual shards.
-        """
+        """Returns the exact variant of a computation of gradients whose reduction is `pairwise`."""
         return cls(**vars(gradients), shards=shards)
 
     @property
@@ -85,7 +79,7 @@ class ExactGradients(Gradients):
         return self.part_placement
 
     def over_axes(self, sums: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Refuses what would have to be known of all virtual shards before their gradients."""
+        """Raises `UserError` for sums over all virtual shards that gradients need beforehand."""
         check_one_weight(sums)
         return sums
 
@@ -94,12 +88,8 @@ class ExactGradients(Gradients):
     ) -> GradientOutput:
         """Returns the gradients of the weighted mean loss of a global batch.
 
-        Args:
-          params: Trained parameters.
-          frozen: The other parameters.
-          model_state: The model state before the batch.
-          batch: The global batch, arrays of leading dim B, a multiple of the virtual shards.
-          key: The step's random key; each virtual shard draws from its own.
+        The leading dim of the batch is a multiple of the virtual shards, and each of them draws
+        from a random key that derives from `key`.
         """
         turns = self.shards // self.placement.batch_shards
 
@@ -142,9 +132,7 @@ class ExactGradients(Gradients):
 def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:
     """Returns an evaluation of a batch whose sums do not depend on the number of devices.
 
-    Args:
-      evaluate: Evaluates a batch or a part of it (see `BatchChecks.check_evaluation`).
-      order: The virtual shards and the placement.
+    `evaluate` evaluates a batch or a part of it (see `BatchChecks.check_evaluation`).
     """
     turns = order.shards // order.placement.batch_shards
 
@@ -188,8 +176,7 @@ def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:
 class ExactUpdate(Update):
     """An `Update` whose results do not depend on how the state is split over devices.
 
-    Attributes:
-      order: The order of its sums, of a global norm for example.
+    `order` is the order of its sums, for example of a global norm.
     """
 
     order: FixedOrder
@@ -228,5 +215,5 @@ class ExactUpdate(Update):
 
 
 def _as_dtypes_of(like: PyTree, tree: PyTree) -> PyTree:
-    """Returns a pytree of arrays in the dtypes of another one of the same structure."""
+    """Returns a pytree of arrays in the dtypes of `like`, which has the same structure."""
     return jax.tree.map(lambda x, y: y.astype(x.dtype), like, tree)

@@ -13,15 +13,9 @@ from spmdtrain.step.metrics import Sums
 
 
 def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None:
-    """Checks that a run can have the same bits on any number of devices.
+    """Raises `UserError` if a run with `exact` cannot have the same bits on any number of devices.
 
-    Args:
-      config: The run's options; `exact` is given.
-      placement: The strategy and its mesh.
-      reduction: The user's reduction of gradients; None without.
-
-    Raises:
-      UserError: If it cannot; names the option.
+    `reduction` is the user's reduction of gradients; None without.
     """
     shards = config.exact
     assert shards is not None
@@ -66,15 +60,7 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
 
 
 def check_exact_shards(shards: int, devices: int) -> None:
-    """Checks that the virtual shards divide over devices.
-
-    Args:
-      shards: Number of virtual shards.
-      devices: Number of devices that the batch is split over.
-
-    Raises:
-      UserError: If they do not.
-    """
+    """Raises `UserError` if the virtual shards do not divide over the devices of a batch."""
     if shards < 2 * devices or shards % devices:
         raise UserError(
             f"exact is {shards} on {devices} devices: each needs at least two virtual "
@@ -87,16 +73,9 @@ def check_exact_shards(shards: int, devices: int) -> None:
 def check_exact_batch(
     shards: int, microbatches: int, size: int, name: str = "global_batch_size"
 ) -> None:
-    """Checks that a global batch divides over the virtual shards.
+    """Raises `UserError` if a global batch does not divide over the virtual shards.
 
-    Args:
-      shards: Number of virtual shards.
-      microbatches: Number of parts of each.
-      size: Number of rows of the batch.
-      name: The option that sets it.
-
-    Raises:
-      UserError: If it does not.
+    Each shard has `microbatches` parts, and `name` is the option that sets the batch's `size`.
     """
     parts = shards * microbatches
     if size % parts:
@@ -108,13 +87,9 @@ def check_exact_batch(
 
 
 def check_one_weight(needed: Mapping[str, Any]) -> None:
-    """Checks that gradients need no sum of the whole batch before they are computed.
+    """Raises `UserError` if gradients need a sum of the whole batch before they are computed.
 
-    Args:
-      needed: The sums that they need, by the term of the loss.
-
-    Raises:
-      UserError: If they do; names the kind of loss.
+    `needed` has the sums that they need, by the term of the loss.
     """
     if any(isinstance(x, Sums) for x in needed.values()):
         raise UserError(

@@ -54,15 +54,7 @@ def update_with(
     trained: PyTree,
     extra: ExtraArguments,
 ) -> tuple[PyTree, PyTree]:
-    """Returns the updates and the new state of an optimizer, which gets the arguments it declares.
-
-    Args:
-      optimizer: The optimizer.
-      gradients: The gradients of the trained parameters.
-      opt_state: Its state.
-      trained: The trained parameters.
-      extra: The extra arguments of the step.
-    """
+    """Returns an optimizer's updates and new state; it gets the extra arguments it declares."""
     update: Any = optimizer.update
     given = extra.of(extra_names(optimizer))
     own = with_own_containers((gradients, opt_state, trained))
@@ -74,9 +66,6 @@ def extra_names(optimizer: optax.GradientTransformation) -> list[str]:
     """Returns the names of the extra arguments that an optimizer and its parts declare.
 
     The transformations that a chain or another wrapper calls are in the closures of its functions.
-
-    Args:
-      optimizer: The optimizer.
 
     Raises:
       UserError: If it requires an argument that a step does not have.
@@ -113,11 +102,9 @@ def evaluates_loss(optimizer: optax.GradientTransformation) -> bool:
 def reachable_functions(
     functions: Any, *, follows: Callable[[Callable[..., Any]], bool]
 ) -> Iterator[Callable[..., Any]]:
-    """Yields functions and those in their closures, and so on.
+    """Yields a function, or a tuple of several, and recursively the functions in their closures.
 
-    Args:
-      functions: A function, or a tuple of several.
-      follows: Whether the closure of a function is searched.
+    The closure of a function is searched if `follows` returns True for it.
     """
     seen: set[int] = set()
     pending = [functions]
@@ -151,7 +138,7 @@ def closure_of(function: Any) -> dict[str, Any]:
 
 
 def _held_by(function: Any) -> list[Any]:
-    """Returns the objects to which a function refers and which may call others."""
+    """Returns the objects that a function refers to and that may call other functions."""
     if isinstance(function, partial):
         return [function.func, *function.args, *function.keywords.values()]
     if inspect.ismethod(function):  # of `optax.MultiSteps`, for example

@@ -34,27 +34,22 @@ def finite_flags(
     *,
     is_last: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns whether each of `FLAGS` is finite after a step.
+    """Returns whether each of `FLAGS` is finite after a step, bool (4,).
 
     `optax.apply_if_finite` checks gradients only, and skips their update; a run has to stop.
 
     Values that were infinite before are compared only if they may be infinite on purpose: reading
     the old parameters would prevent their update in place, a third of a small step's time.
 
-    Within a dispatch of several steps on CPU, where reading the optimizer's state takes a sixth of
-    a small step's time, its flag is computed after the last one, because the states between its
-    steps are never read, and after the first one whose loss or parameters are not finite.
+    Within a dispatch of several steps on CPU, reading the optimizer's state takes a sixth of a
+    small step's time. So its flag is computed only after the last step, because the states in
+    between are never read, and after the first step whose loss or parameters are not finite.
 
     Args:
       loss: One or several numbers.
-      before: The state before the step.
-      after: The state after the step.
       places: The shardings of the state.
       is_last: A bool scalar, whether the step is the last one of a dispatch of several; None for a
         dispatch of one step.
-
-    Returns:
-      bool (4,).
     """
 
     def of_optimizer() -> jax.Array:
@@ -76,13 +71,12 @@ def finite_flags(
 def may_branch(places: PyTree | None) -> bool:
     """Returns whether a branch may reduce arrays: on CPUs, if every device has them whole.
 
-    The reduction of split arrays needs an all-reduce. XLA's CPU client runs one in a branch or in a
-    loop beside those outside of it, and not on all devices in the same order: its threads then wait
-    in different all-reduces, until it aborts after 40 seconds. On GPUs a branch would make the host
-    wait for the device, and XLA fuses the sums with the update.
+    The reduction of split arrays needs an all-reduce. XLA's CPU client runs an all-reduce in a
+    branch or loop concurrently with those outside, and not in the same order on all devices: its
+    threads then wait in different all-reduces, until it aborts after 40 seconds. On GPUs a branch
+    would make the host wait for the device, and XLA fuses the sums with the update.
 
-    Args:
-      places: The shardings of all arrays; None if they are not known.
+    `places` has the shardings of all arrays; None if they are not known.
     """
     shardings = jax.tree.leaves(places)
     if not shardings or next(iter(shardings[0].device_set)).platform != "cpu":
@@ -95,13 +89,8 @@ def stays_finite(
 ) -> jax.Array:
     """Returns whether no element became NaN or infinite, a bool scalar.
 
-    A scalar that was infinite before may stay so (the best loss so far, for example).
-
-    Args:
-      before: Arrays before a step.
-      after: The same arrays after it.
-      places: Their shardings.
-      arrays_too: Whether elements of arrays that were infinite before may stay so, too (a mask).
+    A scalar that was infinite before may stay so (the best loss so far, for example); with
+    `arrays_too` also elements of arrays (a mask). `places` has the shardings of the arrays.
     """
     flags, products = [], []
     for x, y, place in zip(*map(jax.tree.leaves, (before, after, places)), strict=True):
@@ -125,18 +114,14 @@ def stays_finite(
 
 
 SMALL_ARRAY = 2**14
-"""Elements up to which the copy of an array into one of many takes next to no time."""
+"""The largest size of an array that takes next to no time to copy into one with many others."""
 
 
 def uses_products(x: jax.Array, place: Sharding) -> bool:
     """Returns whether a product is the fastest check of an array.
 
-    XLA:CPU compares elements one by one, which makes a step of a small network a quarter slower. A
-    product with zeros, which is NaN if an element is not finite, costs next to nothing.
-
-    Args:
-      x: The array.
-      place: Its sharding.
+    XLA:CPU compares elements one by one, which makes a step of a small network a quarter slower.
+    The dot product with zeros is NaN if any element is not finite, and XLA:CPU vectorizes it.
     """
     device: Any = next(iter(place.device_set))
     whole, widths = place.is_fully_replicated, (jnp.float32, jnp.float64)

@@ -33,12 +33,10 @@ _SMALL = 2**16  # elements up to which every device adds up all of an array
 class FixedOrder:
     """Sums over all elements of an array, in an order that does not depend on the devices.
 
-    An array is cut into slices, whose number does not depend on the devices. They are added up one
-    after the other in a loop, and the sums of the slices as a binary tree.
+    An array is cut into a number of slices that does not depend on the devices. A loop adds up the
+    elements of one slice after the other, and a binary tree adds up the sums of the slices.
 
-    Attributes:
-      placement: The strategy and its mesh.
-      shards: Number of slices of a large array: a power of two, at least twice the devices.
+    `shards` is the number of slices of a large array: a power of two, at least twice the devices.
     """
 
     placement: Placement
@@ -49,11 +47,8 @@ class FixedOrder:
     ) -> PyTree:
         """Returns `function(*args)`, with each sum over all elements of an array in this order.
 
-        Args:
-          function: A traceable function.
-          *args: Pytrees of arrays.
-          zero: An integer 0 that XLA does not know to be 0, if the function adds to products: see
-            `_rounded`.
+        If the function adds to products, `zero` is an integer 0 that XLA does not know to be 0: see
+        `_rounded`.
 
         Raises:
           UserError: If it computes anything else whose order may depend on the devices.
@@ -101,19 +96,18 @@ def in_loop_of_one_turn(
 ) -> PyTree:
     """Returns `function(values, zero)`, compiled apart from the code around it.
 
-    XLA fuses the code of a loop with none outside of it. Otherwise the last operations before the
-    function, and so its bits, would depend on the number of devices: on one device XLA would fuse
-    the function with the gradients. XLA cannot remove the loop, because it does not know the number
-    of its turns.
+    XLA does not fuse the code of a loop with code outside of it. Without the loop, the last
+    operations before the function, and so its bits, would depend on the number of devices: on one
+    device XLA would fuse the function with the gradients. XLA cannot remove the loop, because it
+    does not know the number of its turns.
 
     XLA's CPU client does not order the collectives of a loop with those outside: without a data
-    dependency its threads may wait in different ones, forever. So each collective of the step has
-    to be needed by the loop, or to need a result of it.
+    dependency its threads may wait in different ones, forever. So for each collective of the step,
+    the loop has to need its result, or it has to need a result of the loop.
 
     Args:
       function: Returns values of the same shapes, each of which differs from the given one. Its
         second argument is an integer 0 that XLA does not know to be 0.
-      values: A pytree of arrays.
       before: With `values`, the results of all collectives before the loop.
     """
     turns = 2 - exist(before).astype(jnp.int32)  # 1, which XLA does not know
@@ -126,10 +120,9 @@ def in_loop_of_one_turn(
 
 
 def exist(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns True, a scalar that is known after the arrays are: XLA does not know its value.
+    """Returns True, as a scalar that depends on the arrays and that XLA does not know.
 
-    Args:
-      arrays: Arrays; random keys among them do not count.
+    Random keys among the arrays are ignored.
     """
     numbers = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.number)]
     count = sum(
@@ -182,11 +175,8 @@ def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
 
     LLVM replaces a product and a sum by a fused multiply-add, which rounds once instead of twice,
     in some loops and not in others: that depends on their length, and so on how an array is split.
-    It does not do so if integer arithmetic is between the two.
-
-    Args:
-      product: The product.
-      zero: An integer 0 that the compiler does not know to be 0.
+    It does not do so if integer arithmetic is between the two. `zero` is an integer 0 that the
+    compiler does not know to be 0.
     """
     if not jnp.issubdtype(product.dtype, jnp.floating):
         return product
@@ -203,12 +193,9 @@ def _is_total(equation: Any) -> bool:
 
 
 def _check_branches(equation: Any) -> None:
-    """Checks that no branch of a `cond` adds up a whole array.
+    """Raises `UserError` if a branch of a `cond` adds up a whole array.
 
     XLA's CPU client does not order the collectives of a branch with others.
-
-    Raises:
-      UserError: If one does.
     """
     for each in (x for branch in inner_jaxprs(equation) for x in equations(branch)):
         if each.primitive.name == "reduce_sum" and _is_total(each):
@@ -221,7 +208,7 @@ def _check_branches(equation: Any) -> None:
 
 def _check(equation: Any, *, in_loop: bool = False) -> None:
     """Raises `UserError` for an operation whose bits may depend on the devices."""
-    # Of a loop, which is not evaluated by its parts, products cannot be rounded.
+    # A loop is not evaluated by its parts, so its products cannot be rounded.
     kinds = [x.aval.dtype for x in equation.outvars if equation.primitive.name in _PRODUCTS]
     if in_loop and any(jnp.issubdtype(kind, jnp.inexact) for kind in kinds):
         raise _refusal("multiplies in a loop")
@@ -232,7 +219,7 @@ def _check(equation: Any, *, in_loop: bool = False) -> None:
     if equation.primitive.name in ("reduce_max", "reduce_min") and (
         len(equation.params["axes"]) < equation.invars[0].aval.ndim
     ):
-        # Its own bits do not depend on the order; of what is computed from it, that is not known.
+        # Its bits do not depend on the order, but those of what is computed from it may.
         raise _refusal("takes the maximum of some dims of an array")
     if equation.primitive.name in _REFUSED:
         raise _refusal(f"computes {equation.primitive.name}")

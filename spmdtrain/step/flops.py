@@ -51,13 +51,12 @@ class Flops:
     """Operations of a program on all devices together.
 
     Attributes:
-        total: All operations.
-        again: Part of `total` that rematerialization recomputes.
-        by_line: `total` by source line of the user, as `file.py:12 (name)`.
-        unknown_loops: Lines with a `while` of unknown trip count, whose body counts once.
-        kernels: The Pallas kernels that it calls, whose operations `total` includes.
-        has_reference: Whether kernels or optimized implementations are part of it, so that its
-            products may be others than those of the model's mathematics.
+      again: Part of `total` that rematerialization recomputes.
+      by_line: `total` by source line of the user, as `file.py:12 (name)`.
+      unknown_loops: Lines with a `while` of unknown trip count, whose body counts once.
+      kernels: The Pallas kernels that it calls, whose operations `total` includes.
+      has_reference: Whether it contains kernels or optimized implementations, so that its products
+        may differ from the products of the model's mathematics.
     """
 
     total: int = 0
@@ -74,16 +73,12 @@ class Flops:
 
 
 def count_flops(jaxpr: Any, without: Collection[str] = ()) -> Flops:
-    """Returns the operations of a jaxpr: `count_flops(jax.make_jaxpr(f)(x))`.
+    """Returns the operations of an open or closed jaxpr: `count_flops(jax.make_jaxpr(f)(x))`.
 
     The body of a `scan` counts for each iteration, a `cond` by its most expensive branch, the body
     of a `shard_map` once for each device along its axes, and a Pallas kernel as `kernel_flops`
     says. The check that the state is finite and the norms do not count, because they are not part
-    of the model.
-
-    Args:
-        jaxpr: An open or closed jaxpr.
-        without: Further source files whose operations do not count.
+    of the model; nor do operations of the source files in `without`.
     """
     flops = Flops()
     opened = getattr(jaxpr, "jaxpr", jaxpr)
@@ -96,13 +91,10 @@ def count_flops(jaxpr: Any, without: Collection[str] = ()) -> Flops:
 def model_flops(jaxpr: Any, retrace: Callable[[], Any]) -> Flops:
     """Returns the operations of the model's mathematics in a step: see `CONVENTION`.
 
-    Its own are `once`. Kernels without a reference implementation are among them.
-
-    Args:
-        jaxpr: The jaxpr of the step.
-        retrace: Returns the jaxpr in another context. It is called if `jaxpr` contains kernels or
-            optimized implementations, which may compute the model's products more than once, or
-            skip some.
+    The model's own operations are `once`. They include kernels without a reference implementation.
+    If `jaxpr` contains kernels or optimized implementations, which may compute the model's products
+    more than once, or skip some, `retrace` is called in another context and returns the jaxpr to
+    count.
     """
     flops = count_flops(jaxpr, (optimizer.__file__,))
     if flops.has_reference:
@@ -112,11 +104,9 @@ def model_flops(jaxpr: Any, retrace: Callable[[], Any]) -> Flops:
 
 
 class _Count:
-    """Adds the operations of jaxprs to `flops`.
+    """A count that adds the operations of jaxprs to `flops`.
 
-    Args:
-        flops: The sums.
-        left_out: Source files whose operations do not count.
+    Operations of the source files in `left_out` do not count.
     """
 
     def __init__(self, flops: Flops, left_out: Collection[str]) -> None:
@@ -125,17 +115,13 @@ class _Count:
     def add(
         self, jaxpr: Any, times: int, given: Mapping[Any, np.ndarray], *, again: bool
     ) -> list[np.ndarray | None]:
-        """Adds the operations of a jaxpr.
+        """Adds the operations of an open jaxpr; returns its results, None for unknown ones.
 
         Args:
-            jaxpr: An open jaxpr.
-            times: How often it runs, on all devices together.
-            given: Its known variables. Of an array that is divided into equal parts, along an axis
-                or over iterations, the value is that of a part.
-            again: Whether rematerialization recomputes it.
-
-        Returns:
-            Its results; None for those that are not known.
+          times: How often it runs, on all devices together.
+          given: Its known variables. For an array that is divided into equal parts, along an axis
+            or over iterations, the value of a part.
+          again: Whether rematerialization recomputes it.
         """
         known = dict(given)
 
@@ -234,7 +220,7 @@ def _known(x: Any) -> np.ndarray | None:
 def _operands_of(
     equation: Any, operands: Sequence[np.ndarray | None], inner: Any
 ) -> dict[Any, np.ndarray]:
-    """Returns the known variables of an inner jaxpr: constants of all of its iterations."""
+    """Returns the known variables of an inner jaxpr that are the same in all of its iterations."""
     operands = list(operands)
     match equation.primitive.name:
         case "while":

@@ -40,8 +40,10 @@ from spmdtrain.user_errors import locate_errors
 PyTree = Any
 
 INPUTS = ("image", "inputs", "x", "tokens")
-"""Names under which a batch may hold the model's input: `model_output` predicts from it, and it is
-cast to the compute dtype."""
+"""Names under which a batch may hold the model's input.
+
+`model_output` predicts from it, and it is cast to the compute dtype.
+"""
 
 
 def model_output(model: Any, batch: PyTree) -> PyTree:
@@ -49,10 +51,6 @@ def model_output(model: Any, batch: PyTree) -> PyTree:
 
     The input is the batch itself, the first element of a tuple, or the one entry of a dictionary
     that is named in `INPUTS`.
-
-    Args:
-      model: The model, a callable.
-      batch: The batch.
 
     Raises:
       UserError: If a dictionary has no such entry, or several.
@@ -71,17 +69,8 @@ def model_output(model: Any, batch: PyTree) -> PyTree:
 class Forward:
     """The model with its objective and predict function, in the compute dtype and layout of a run.
 
-    All methods are pure and traced under `jit`.
-
-    Args:
-      adapter: The model.
-      objective: The user's objective.
-      predict: The user's predict function.
-      layout: The shardings of the state.
-      context: Calls the model.
-      config: Its `compute_dtype`, `remat` and `batch_statistics` are read.
-      abstract_params: Parameters as shapes and dtypes.
-      frozen_state: Paths of the leaves of the model state that training does not change.
+    All methods are pure and traced under `jit`. Training does not change the leaves of the model
+    state whose paths are in `frozen_state`.
     """
 
     def __init__(
@@ -116,15 +105,9 @@ class Forward:
     ) -> tuple[metrics.BatchSums, PyTree]:
         """Returns the objective's weighted sums in training, and the model state after the batch.
 
-        The loss's sum is what is differentiated. The rows of a mixture also have a sum of the loss
-        for each component, "loss/NAME".
-
-        Args:
-          params: The trained parameters, None in place of the others.
-          frozen: The other parameters, None in place of the trained ones.
-          model_state: The model state before the batch.
-          batch: A batch, also `MarkedRows`.
-          key: The random key.
+        The loss's sum is differentiated. The rows of a mixture also have a sum of the loss for each
+        component, "loss/NAME". `params` has the trained parameters and `frozen` the others, each
+        with None in place of the rest. The batch may be `MarkedRows`.
         """
         marked = as_marked(batch)
         rows, mask = marked.rows, marked.mask
@@ -194,7 +177,6 @@ class Forward:
         """Returns the objective's weighted sums over the rows whose mask is 1.
 
         Args:
-          variables: The state's variables.
           batch: Arrays of leading dim B.
           mask: (B,), 0 for padding rows.
           draw: uint32 (2,), from which the random key derives (see `eval_key`).
@@ -270,7 +252,7 @@ class Forward:
 
     def _to_compute(self, params: PyTree) -> PyTree:
         """Casts and gathers parameters for the model: cast first, so fewer bytes are gathered."""
-        # What is computed from parameters comes before the cast, which would round its operands.
+        # Parameters are computed from others before the cast, which would round their operands.
         computes = self._computes
         if computes is None:
             return self._layout.gather(self._cast(params))

@@ -65,7 +65,7 @@ from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any
 Check = Callable[[Any, PyTree], None]
-"""A check of a program: of its open jaxpr and its arguments."""
+"""A check of a program: a function of its open jaxpr and its arguments."""
 
 
 class StepFunctions:
@@ -73,25 +73,19 @@ class StepFunctions:
 
     `train_program` returns the train step. `evaluate` and `predict` are functions of (variables,
     batch, mask, draw), where `draw` is uint32 (2,) (see `eval_key`). All take global arrays.
+    Without `config.jit`, they run operation by operation.
 
     Args:
-      adapter: The model.
       objective: Returns per-example values and weights for (model, batch).
       predict: Returns predictions for (model, batch).
-      optimizer: An optax optimizer.
-      placement: The strategy and its mesh.
       rules: Sharding rules for the state; the first match counts.
       axis_rules: The table from the names of the model's annotations to mesh axes.
       reduction: Reduces the gradients under `shard_map`. By default the configuration decides.
       media: Returns a pytree of arrays to log for (model, batch).
-      config: The run's options. Without `jit`, functions run operation by operation.
 
     Attributes:
       abstract_state: The state as shapes and dtypes.
-      layout: The layout of the state.
       shardings: The sharding of each leaf of the state between steps.
-      update: The optimizer with the parameters that it trains.
-      checks: The checks of batches.
       base: The frozen base model of low-rank factors; None without.
       compiler_options: Options for XLA, for all functions but `init`.
 
@@ -230,8 +224,7 @@ class StepFunctions:
     def init(self, seed: int) -> TrainState:
         """Returns the state before the first step, on the devices.
 
-        Args:
-          seed: The run's seed, from which the keys of initialization and of steps derive.
+        The keys of initialization and of steps derive from `seed`.
         """
         keys = [jax.random.key(derive_seed(seed, p)) for p in (Purpose.INIT, Purpose.STEP)]
         given = jax.tree.map(_placed, self._adapter.given, self.given_shardings)
@@ -256,7 +249,7 @@ class StepFunctions:
         )
 
     def _given_shardings(self, default: Sharding) -> PyTree:
-        """Returns the shardings of the arrays that a module holds: those of the same state leaf."""
+        """Returns shardings for the arrays that a module holds, each like its leaf of the state."""
         shardings, shapes = named_leaves(self.layout.on_device), named_leaves(self.abstract_state)
 
         def sharding(path: tuple[Any, ...], leaf: Any) -> Sharding:
@@ -324,9 +317,7 @@ class StepFunctions:
     def train_program(self, repeat: Repeat = Repeat.NONE, *, by_index: bool = False) -> Any:
         """Returns the train step (see `make_train_step`), compiled at its first call.
 
-        Args:
-          repeat: How the steps of a call are repeated.
-          by_index: Whether batches are `IndexedBatch`.
+        `by_index` tells whether batches are `IndexedBatch`.
         """
         key = repeat, by_index
         if key not in self._train_programs:
@@ -361,10 +352,7 @@ class StepFunctions:
         return self._own_reduction is not None
 
     def choose_reduction(self, batch: PyTree) -> str:
-        """Checks a batch, and chooses what reduces its gradients.
-
-        Args:
-          batch: A global batch of one step or its shapes.
+        """Checks a batch of one step, or its shapes, and chooses what reduces its gradients.
 
         Returns:
           The choice for the log, "" if there is nothing to say.
@@ -436,21 +424,13 @@ class StepFunctions:
     # -- evaluation ----------------------------------------------------------------------------
 
     def metric_names(self, rows: PyTree) -> list[str]:
-        """Returns the names of an evaluation's metrics. Nothing is computed.
-
-        Args:
-          rows: Examples of the dataset, arrays of leading dim N.
-        """
+        """Returns the names of an evaluation's metrics for such rows. Nothing is computed."""
         mask = jnp.ones(jax.tree.leaves(rows)[0].shape[0], bool)
         variables = self.abstract_state.variables
         return list(jax.eval_shape(self._forward.evaluate, variables, rows, mask, ABSTRACT_DRAW))
 
     def check_media(self, rows: PyTree) -> None:
-        """Traces `media`, so that its errors are raised now. Nothing is computed.
-
-        Args:
-          rows: Arrays of leading dim N, or their shapes.
-        """
+        """Traces `media` for rows or their shapes, so that its errors are raised now."""
         if self._media is not None:
             mask = jnp.ones(jax.tree.leaves(rows)[0].shape[0], bool)
             with use_placement(self._placement):
@@ -478,7 +458,7 @@ class StepFunctions:
 
 def _check_kept_key(config: RunConfig, name: str) -> None:
     """Checks that no option lets parts of a batch draw from one key of the model's state."""
-    # The keys of random streams derive from the step's key, of which each part has its own.
+    # The keys of random streams derive from the step's key, which differs in each part.
     shares = {
         f"exact is {config.exact}": config.exact is not None,
         "batch_statistics is replica": config.batch_statistics == "replica",

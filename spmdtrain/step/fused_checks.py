@@ -32,13 +32,13 @@ class Found(Protocol):
 
 @dataclass(frozen=True)
 class FusedChecks:
-    """The sums of a step.
+    """The norms of a step, and sums that show whether its state is finite.
 
     Attributes:
       norms: The norms of `norms.NORMS`, float32 (3,).
       of_params: NaN if a parameter is not finite.
-      of_optimizer: NaN if an element of an array of the optimizer's state, of the shape of a
-        parameter, is not finite.
+      of_optimizer: NaN if an array of the optimizer's state that has the shape of its parameter is
+        not finite.
       others: Names of the other leaves of the optimizer's state.
     """
 
@@ -64,12 +64,7 @@ class FusedChecks:
 
 
 def fuses_checks(placement: Placement, params: PyTree) -> bool:
-    """Returns whether the steps of a placement compute `FusedChecks`: on TPUs, of real parameters.
-
-    Args:
-      placement: The strategy and its mesh.
-      params: The parameters.
-    """
+    """Returns whether steps compute `FusedChecks`: on TPUs, if all parameters are real."""
     is_complex = any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params))
     return bool(placement.devices[0].platform == "tpu") and not is_complex
 
@@ -79,10 +74,8 @@ def fused_evaluation(
 ) -> tuple[Any, FusedChecks]:
     """Returns the result of an update, and its checks.
 
-    Args:
-      updated: Returns an object with the new `state`, and (gradients, updates), which hold None in
-        place of frozen parameters.
-      *args: Its arguments.
+    `updated(*args)` returns an object with the new `state`, and (gradients, updates), which hold
+    None in place of frozen parameters.
     """
 
     def extended(*args: PyTree) -> tuple[Any, PyTree]:
@@ -117,7 +110,7 @@ def _is_checked(x: Any) -> bool:
 
 
 def _owner(name: str, x: Any, params: dict[str, Any]) -> str | None:
-    """Returns the parameter at the end of the path of an array of its shape; None without."""
+    """Returns the parameter of the shape of `x` whose path ends the path `name`, if any."""
     parts = name.split("/")
     ends = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((end for end in ends if end in params and params[end].shape == x.shape), None)

@@ -34,7 +34,7 @@ from spmdtrain.xla.derivative_rules import is_differentiated
 
 PyTree = Any
 Wanted = Callable[[metrics.BatchSums], dict[str, Any]]
-"""Selects the sums of a part that its gradients need of the whole batch."""
+"""Selects the sums of a part whose totals over the whole batch its gradients need."""
 ON_ONE_DEVICE = Placement(DEFAULT, None)
 """The placement of code inside `shard_map`, where there is no mesh to split arrays over."""
 NO_SLOPE = (
@@ -45,13 +45,7 @@ NO_SLOPE = (
 
 
 class GradientOutput(NamedTuple):
-    """Gradients, metrics and model state of one batch.
-
-    Attributes:
-      gradients: Gradients of the trained parameters, in their dtypes.
-      metrics: Weighted sums of the loss and the metrics by name.
-      model_state: The model state after the batch.
-    """
+    """Gradients in the parameters' dtypes, weighted sums by name, and model state after a batch."""
 
     gradients: PyTree
     metrics: metrics.BatchSums
@@ -71,11 +65,9 @@ class Gradients:
     """A function from parameters and a global batch to the gradients of its weighted mean loss.
 
     Attributes:
-      objective: The function to differentiate with respect to `params`.
       microbatches: Number of parts of the batch that are computed one after the other.
-      placement: The strategy and its mesh.
-      reduction: Adds up the gradients of the devices under `shard_map`. By default XLA inserts
-        the reduction.
+      reduction: Adds up the gradients of the devices under `shard_map`. By default XLA inserts the
+        reduction.
       per_replica: Whether a reduction is allowed with model state and random numbers. Each replica
         then normalizes by its own examples and draws its own numbers, and the change of the model
         state is averaged over the replicas.
@@ -111,14 +103,14 @@ class Gradients:
     def batch_axes(self) -> list[tuple[str, int]]:
         """The named axis over which a part averages batch statistics, with its size.
 
-        With one, all parts compute the same model state, that of the global batch.
+        With an axis, all parts compute the model state of the global batch.
         """
         axis = self.part_placement.batch_axis
         return [] if axis is None else [(axis, self.parts)]
 
     @property
     def traced_on(self) -> Placement:
-        """The placement under which the objective is traced for checks: that of a step."""
+        """The placement under which the objective is traced for checks, the same as in a step."""
         return self.placement
 
     def __call__(
@@ -126,12 +118,7 @@ class Gradients:
     ) -> GradientOutput:
         """Returns the gradients of the weighted mean loss of a global batch.
 
-        Args:
-          params: Trained parameters.
-          frozen: The other parameters (see `Update.partition`).
-          model_state: The model state before the batch.
-          batch: The global batch, arrays of leading dim B.
-          key: The step's random key.
+        `params` are the trained parameters, and `frozen` the others (see `Update.partition`).
         """
         if self.reduction is not None and self.placement.mesh is not None:
             return self._under_shard_map(self.reduction, params, frozen, model_state, batch, key)
@@ -143,16 +130,9 @@ class Gradients:
     ) -> jax.Array:
         """Returns the weighted mean loss of a global batch, which can be differentiated.
 
-        XLA inserts the reductions. The model state and the random key of each microbatch are those
-        of `of_sum`. The backward pass recomputes a microbatch, so that the activations of one alone
+        XLA inserts the reductions. The model state and the random key of each microbatch are as in
+        `of_sum`. The backward pass recomputes each microbatch, so that only the activations of one
         are in memory.
-
-        Args:
-          params: Trained parameters.
-          frozen: The other parameters.
-          model_state: The model state before the batch.
-          batch: The global batch.
-          key: The step's random key.
         """
         if self.microbatches == 1:
             sums, _ = self.objective(params, frozen, model_state, batch, key)
@@ -183,15 +163,8 @@ class Gradients:
     ) -> GradientOutput:
         """Returns the gradients of the loss's weighted sum, accumulated over the microbatches.
 
-        Those of a `Combination` are of its mean: each term is divided already.
-
-        Args:
-          params: Trained parameters.
-          frozen: The other parameters.
-          model_state: The model state before the batch.
-          batch: The global batch, or a device's part of it.
-          key: The step's random key.
-          axes: Mesh axes over which the batch is split under `shard_map`.
+        For a `Combination` they are the gradients of its mean: each term is divided already. The
+        batch is the global one, or a device's part of it if `axes` split it under `shard_map`.
         """
         # `optax.MultiSteps` would count each microbatch as a step, keep the accumulated gradients
         # in the state, and weight microbatches equally. `optax.microbatching.microbatch` passes
@@ -247,7 +220,7 @@ class Gradients:
         key: jax.Array,
         whole: Callable[[Wanted, metrics.BatchSums], PyTree],
     ) -> GradientOutput:
-        """Computes the gradients of one part; `whole` maps its sums to those of the whole batch."""
+        """Computes the gradients of one part; `whole` maps its sums to sums of the whole batch."""
 
         def total(params: PyTree) -> tuple[PyTree, tuple[metrics.BatchSums, PyTree]]:
             sums, after = self.objective(params, frozen, model_state, batch, key)
@@ -268,7 +241,7 @@ class Gradients:
         return GradientOutput(gradients, sums, after)
 
     def over_axes(self, sums: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Returns sums of the loss over the devices of `axes`, which a part's gradients need."""
+        """Adds up sums of the loss, which a part's gradients need, over the devices of `axes`."""
         return jax.lax.psum(sums, axes) if axes and sums else sums
 
     def _over_axes(self, axes: tuple[str, ...], wanted: Wanted, sums: metrics.BatchSums) -> PyTree:
@@ -283,10 +256,10 @@ class Gradients:
         batches: tuple[PyTree, jax.Array],
         key: jax.Array,
     ) -> PyTree:
-        """Returns what is wanted of the loss, summed over all microbatches.
+        """Returns the sums of the loss that `wanted` selects, added up over all microbatches.
 
-        It evaluates the objective, but only the part of it that the result needs: of weights that
-        depend on the batch alone nothing of the model.
+        Only the part of the objective that the result needs is evaluated: nothing of the model, if
+        weights depend on the batch alone.
         """
 
         def one(model_state: PyTree, part: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
@@ -373,10 +346,9 @@ class Gradients:
 
 
 def _check_trains(params: PyTree, terms: dict[str, metrics.Sums]) -> None:
-    """Checks that the loss has derivatives; called in the function that is differentiated.
+    """Raises `UserError` if the gradient of the loss is proven to be 0 for every batch.
 
-    Raises:
-      UserError: If its gradient is proven to be 0 for every batch.
+    It is called in the function that is differentiated.
     """
     if any(map(is_differentiated, jax.tree.leaves(terms))):
         return
@@ -392,11 +364,8 @@ def _check_trains(params: PyTree, terms: dict[str, metrics.Sums]) -> None:
 def _slopes(loss: Any, whole: dict[str, metrics.Sums]) -> dict[str, metrics.Sums]:
     """Returns the derivatives of the loss by the total and the weight of each of its terms.
 
-    If the loss is no `Combination`, they are times its weight, by which `to_mean` divides.
-
-    Args:
-      loss: The sums of the loss, or the combination.
-      whole: The sums of each of its terms over the whole batch.
+    If the loss is no `Combination`, they are multiplied by its weight, because `to_mean` divides by
+    it. `whole` has the sums of each term over the whole batch.
     """
     if not isinstance(loss, Combination):
         of_batch = whole["loss"]
@@ -410,16 +379,9 @@ def _slopes(loss: Any, whole: dict[str, metrics.Sums]) -> dict[str, metrics.Sums
 
 
 def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTree:
-    """Evaluates a function without the operations that its result does not need.
+    """Returns `function(argument)`, without the operations that its result does not need.
 
     They are removed from the jaxpr, so this does not depend on the compiler.
-
-    Args:
-      function: A traceable function.
-      argument: Its argument.
-
-    Returns:
-      The value of `function(argument)`.
     """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(argument)
     needed, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
@@ -430,12 +392,13 @@ def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTr
 
 
 def to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
-    """Returns gradients of the weighted sum / `divided_by`, scaled to the mean; 0 without weight.
+    """Converts gradients of the weighted sum to gradients of the weighted mean.
+
+    They are zeros if the total weight is 0.
 
     Args:
-      gradients: The gradients.
       sums: The sums of the whole batch.
-      divided_by: The divisor of the gradients.
+      divided_by: The number by which the gradients are divided already.
     """
     loss = sums["loss"]
     if isinstance(loss, Combination):

@@ -53,9 +53,6 @@ def learning_rate(opt_state: PyTree) -> jax.Array | None:
 def changeable_learning_rate(opt_state: PyTree) -> float:
     """Returns the injected learning rate, which `with_learning_rate` can replace.
 
-    Args:
-      opt_state: The optimizer's state.
-
     Raises:
       UserError: If the optimizer has no injected learning rate, has several, or a schedule computes
         it.
@@ -76,11 +73,9 @@ def _rate_name(opt_state: PyTree) -> str:
 
 
 def with_learning_rate(state: TrainState, rate: float) -> TrainState:
-    """Returns a state with another injected learning rate. All processes call it.
+    """Returns a state with another injected learning rate (see `changeable_learning_rate`).
 
-    Args:
-      state: The state; see `changeable_learning_rate`.
-      rate: The new value, the same in all processes.
+    All processes call it, with the same rate.
     """
     rate_name = _rate_name(state.opt_state)
 
@@ -97,12 +92,9 @@ def with_learning_rate(state: TrainState, rate: float) -> TrainState:
 def initial_values(init: Callable[..., PyTree], *arguments: PyTree) -> dict[str, Any]:
     """Returns the initial values of an optimizer's injected hyperparameters, as numbers by path.
 
-    Those that a schedule computes are left out.
-
-    Args:
-      init: Returns the optimizer's state. It is traced, and only what the hyperparameters depend on
-        is computed.
-      *arguments: The arguments of `init`; shapes suffice.
+    Hyperparameters that a schedule computes are left out. `init` returns the optimizer's state;
+    shapes of its `arguments` suffice. It is traced, and only what the hyperparameters depend on is
+    computed.
     """
     program, shapes = jax.make_jaxpr(init, return_shape=True)(*arguments)
     constants = _constants(shapes)
@@ -129,13 +121,11 @@ def updated(
     """Returns a restored state with the new values of hyperparameters that have changed.
 
     Args:
-      state: The restored state.
-      shardings: Its shardings.
-      saved: The initial values when it was saved; empty if they were not recorded.
+      saved: The initial values when the state was saved; empty if they were not recorded.
       now: The initial values of this run.
       log: Called with a line for each change, and for each value that may have changed but is not
         used because there is no record.
-      rate_changed: Whether the configured learning rate differs from that of the saved run.
+      rate_changed: Whether the configured learning rate differs from the saved run's.
     """
     if not now or saved == now:
         return state

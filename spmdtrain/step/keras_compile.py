@@ -21,20 +21,13 @@ _OVERRIDES = ("train_step", "test_step", "predict_step", "compute_loss", "comput
 class CompiledKeras:
     """The arguments of `model.compile` as an objective and a predict function.
 
-    A batch is Keras' own: a tuple (x,), (x, y) or (x, y, sample_weight), a dictionary with these
-    names, or x alone. The loss is that of Keras: the mean over the batch of the loss of each output
-    times its sample weights, the sum of the outputs with their loss weights, and the model's own
-    losses (regularizers, `add_loss`).
-
-    Args:
-      model: The compiled Keras model.
-
-    Attributes:
-      optimizer: Its Keras optimizer.
-      steps_per_execution: Its number of steps per dispatch.
+    A batch has Keras' form: a tuple (x,), (x, y) or (x, y, sample_weight), a dictionary with these
+    names, or x alone. The loss is computed as by Keras: the mean over the batch of the loss of each
+    output times its sample weights, the sum of the outputs with their loss weights, and the model's
+    own losses (regularizers, `add_loss`).
 
     Raises:
-      UserError: If it is not compiled, or needs Keras' own training loop.
+      UserError: If the model is not compiled, or needs Keras' own training loop.
     """
 
     def __init__(self, model: Any) -> None:
@@ -79,10 +72,6 @@ class CompiledKeras:
     def objective(self, model: BoundKeras, batch: PyTree) -> dict[str, Any]:
         """Returns the losses and metrics of each example.
 
-        Args:
-          model: The model.
-          batch: The batch.
-
         Raises:
           UserError: If the batch, a loss or a metric does not fit the model's outputs.
         """
@@ -102,12 +91,7 @@ class CompiledKeras:
         return found
 
     def predict(self, model: BoundKeras, batch: PyTree) -> PyTree:
-        """Returns the model's output.
-
-        Args:
-          model: The model.
-          batch: The batch.
-        """
+        """Returns the model's output."""
         return model(_parts(batch, model.keras_model)[0])
 
     def describe_losses(self) -> str:
@@ -278,16 +262,12 @@ def _target(output: str, target: Any) -> Any:
 
 
 def _spread(given: Any, names: Sequence[str], what: str, *, shared: bool = False) -> list[Any]:
-    """Returns the part of an argument for each output.
+    """Returns the part of an argument for each output; raises `UserError` if it does not fit.
 
     Args:
       given: A dictionary by output, a list with an entry for each, or one object.
-      names: The names of the outputs.
       what: The argument, for the error.
       shared: Whether one object is for all outputs.
-
-    Raises:
-      UserError: If it does not fit.
     """
     if given is None:
         return [None] * len(names)

@@ -34,11 +34,11 @@ _ON_HOST = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversion
 class OutputMetric:
     """A Keras metric of one output.
 
-    Keras updates the variables of a metric with each batch, and computes the result from them. The
-    same update computes what a batch adds to the variables, if they are proven to be sums over the
-    batches. If they are proven to be sums over the examples too, it is computed of each example
-    alone, so that batches may be split and padded. Any other metric is updated on the host, with
-    one batch after the other.
+    Keras updates the variables of a metric with each batch, and computes the result from them. If
+    the variables are proven to be sums over the batches, the same update computes what a batch adds
+    to them. If they are proven to be sums over the examples too, it computes what each example
+    adds, so that batches may be split and padded. Any other metric is updated on the host, with one
+    batch after the other.
 
     Attributes:
       name: The name, as Keras reports it.
@@ -60,13 +60,7 @@ class OutputMetric:
     def __call__(
         self, targets: jax.Array, predictions: jax.Array, weights: jax.Array | None
     ) -> AddedState | PredictionMetric:
-        """Returns the output of an objective whose value over a dataset is the metric's result.
-
-        Args:
-          targets: Of the output.
-          predictions: The output.
-          weights: The sample weights.
-        """
+        """Returns the output of an objective whose value over a dataset is the metric's result."""
         mask = mask_of(predictions)
         batch = {"targets": targets, "predictions": predictions, "weights": weights, "mask": mask}
         batch = {name: x for name, x in batch.items() if x is not None}
@@ -119,15 +113,14 @@ class OutputMetric:
     # -- the update ----------------------------------------------------------------------------
 
     def _copies_of_row(self, batch: Mapping[str, Any]) -> int | None:
-        """Returns how many copies of an example form a batch that adds what the example adds.
+        """Returns how many copies of an example form the batch that shows what the example adds.
 
         It is 1, or 2 if Keras updates the metric with a batch of one example in another way; 0 if
-        it does not add up examples; None if it does not add up batches.
+        it does not add up examples; None if it does not add up batches. Errors of the metric's own
+        update are raised as they are.
 
         Raises:
           UserError: If it creates variables besides those that it has, or cannot be weighted.
-          TypeError: If its own update raises it.
-          ValueError: If its own update raises it.
         """
         if not has_variables(self.metric):  # the first update creates them: not within a step
             return None
@@ -233,12 +226,7 @@ class CompiledMetric:
 
     @classmethod
     def of(cls, keras: Any, given: Any) -> "CompiledMetric":
-        """Returns the metric.
-
-        Args:
-          keras: The module.
-          given: The name of a metric, a function, or a Keras metric.
-        """
+        """Returns the metric for a name, a function or a Keras metric; `keras` is the module."""
         metrics = keras.metrics
         if isinstance(given, str) and given.lower() in ("accuracy", "acc"):
             kinds = {
@@ -254,12 +242,7 @@ class CompiledMetric:
         return cls(name, {"": metric})
 
     def of_output(self, keras: Any, targets: jax.Array, predictions: jax.Array) -> OutputMetric:
-        """Returns the metric of an output.
-
-        Args:
-          keras: The module.
-          targets: Of the output; its rank decides what "accuracy" means.
-          predictions: The output.
+        """Returns the metric of an output; the rank of its targets decides what "accuracy" means.
 
         Raises:
           UserError: If the metric's result is not one number.

@@ -1,8 +1,8 @@
 """Floating-point operations of Pallas kernels.
 
-A kernel states them in its `cost_estimate`. If it does not, they are those of its body at each
-point of its grid. A branch counts at the points at which it is chosen, if that follows from the
-point and from constants, as with a causal mask; otherwise the most expensive branch counts.
+A kernel states them in its `cost_estimate`. Otherwise the operations of its body are added up over
+the points of its grid. A branch counts at the points at which it is chosen, if that follows from
+the point and from constants, as with a causal mask; otherwise the most expensive branch counts.
 """
 
 import enum
@@ -45,19 +45,14 @@ class KernelFlops:
     """One call of a kernel on one device.
 
     Attributes:
-        name: The name of the `pallas_call`.
-        line: Source line of the user that calls it, or "".
-        results: The shapes of its results.
-        flops: Its operations.
-        padded: The operations of a matrix unit that computes its products, with the dims padded to
-            the unit's size.
-        basis: What `flops` follows from.
-        operands: The shapes of its operands.
-        passes: How often it reads each whole operand and writes each whole result; None for those
-            that are not known. See `block_passes`.
-        stated_bytes: Bytes that its `cost_estimate` states; 0 without.
-        unknown_grid: Whether a dim of its grid is not known before it runs; it counts as 1.
-        unknown_loop: Whether it has a loop with an unknown trip count, whose body counts once.
+      line: Source line of the user that calls it, or "".
+      padded: The operations of a matrix unit that computes its products, with the dims padded to
+        the unit's size.
+      passes: How often it reads each whole operand and writes each whole result; None for those
+        that are not known. See `block_passes`.
+      stated_bytes: Bytes that its `cost_estimate` states; 0 without.
+      unknown_grid: Whether a dim of its grid is not known before it runs; it counts as 1.
+      unknown_loop: Whether it has a loop with an unknown trip count, whose body counts once.
     """
 
     name: str
@@ -76,16 +71,10 @@ class KernelFlops:
 def kernel_flops(
     equation: Any, line: str, operands: Sequence[np.ndarray | None]
 ) -> KernelFlops | None:
-    """Returns the operations of a call of a kernel.
+    """Returns the operations of a call of a kernel; None if they are unknown.
 
-    Args:
-        equation: Its equation, of one of `KERNEL_CALLS`.
-        line: Source line of the user.
-        operands: Its operands; None for those that are not known.
-
-    Returns:
-        The operations; None if they are unknown, as without a `cost_estimate` those of the matrix
-        instructions of a GPU.
+    They are unknown, for example, of the matrix instructions of a GPU without a `cost_estimate`.
+    The equation is of one of `KERNEL_CALLS`, and operands that are not known are None.
     """
     if equation.primitive.name == "mpmd_map":
         return _flops_of_programs(equation, line)
@@ -154,12 +143,12 @@ def _flops_of_programs(equation: Any, line: str) -> KernelFlops | None:
 
 
 class _Body:
-    """Sums the products of a kernel's body over the points of its grid.
+    """The sums of the products of a kernel's body over the points of its grid.
 
     Args:
-        grid: Sizes of the grid.
-        own: The dims of the grid that the body knows: all but those that `vmap` added.
-        jaxpr: The body. Points are distinguished along the dims whose `program_id` it reads.
+      grid: Sizes of the grid.
+      own: The dims of the grid that the body knows: all but those that `vmap` added.
+      jaxpr: The body. Points are distinguished along the dims whose `program_id` it reads.
     """
 
     def __init__(self, grid: Sequence[int], own: Sequence[int], jaxpr: Any) -> None:
@@ -178,16 +167,12 @@ class _Body:
     def add(
         self, jaxpr: Any, given: Mapping[Any, Known], active: np.ndarray, times: float
     ) -> list[Known | None]:
-        """Adds the products of a jaxpr.
+        """Adds the products of a jaxpr; returns its results, None for unknown ones.
 
         Args:
-            jaxpr: The jaxpr.
-            given: Its known variables.
-            active: The points at which it runs.
-            times: How often it runs at each of them.
-
-        Returns:
-            Its results; None for those that are not known.
+          given: Its known variables.
+          active: The points at which it runs.
+          times: How often it runs at each of them.
         """
         known = dict(given)
 

@@ -23,10 +23,7 @@ def table_element(
 ) -> np.ndarray | None:
     """Returns the element that a `get` reads of a table at each point; None if it is not known.
 
-    Args:
-        equation: The equation.
-        operands: Its operands; None for those that are not known.
-        points: Number of points.
+    Operands that are not known are None. `points` is the number of points.
     """
     table = operands[0]
     if not isinstance(table, ScalarTable) or equation.outvars[0].aval.shape:
@@ -78,9 +75,7 @@ _SAME = ("squeeze", "reshape", "broadcast_in_dim", "copy", "stop_gradient")
 def computed(equation: Any, operands: Sequence[Known | None]) -> np.ndarray | None:
     """Returns the scalar result of an equation at each point; None if it is not known.
 
-    Args:
-        equation: The equation.
-        operands: Its operands; None for those that are not known.
+    Operands that are not known are None.
     """
     name, aval = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
     values = [x for x in operands if isinstance(x, np.ndarray)]

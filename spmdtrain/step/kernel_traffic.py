@@ -1,10 +1,10 @@
 """Reads and writes of a Pallas kernel's blocks.
 
-A kernel copies a block of an operand if its index differs from that at the previous point of the
-grid, whose last dim runs fastest; it writes a block of a result after the last point with its index
-(https://docs.jax.dev/en/latest/pallas/grid_blockspec.html). So an operand whose index does not
-depend on an inner dim is read once, and one whose index does is read again for each point of the
-outer dims.
+A kernel copies a block of an operand if its index differs from the index at the previous point of
+the grid, whose last dim runs fastest. It writes a block of a result after the last point with its
+index (https://docs.jax.dev/en/latest/pallas/grid_blockspec.html). So an operand whose index does
+not depend on an inner dim is read once, and an operand whose index does is read again for each
+point of the outer dims.
 """
 
 import math
@@ -25,14 +25,13 @@ def block_passes(
 ) -> tuple[float | None, ...]:
     """Returns how often a kernel reads each whole operand and writes each whole result.
 
-    Args:
-        mapping: The `grid_mapping` of the `pallas_call`.
-        grid: Sizes of its grid.
-        tables: The operands that the index maps read; None for those that are not known.
+    The number is 1 if each block is copied once, and None if it is not known.
 
-    Returns:
-        For each operand but the tables, and for each result: 1 if each of its blocks is copied
-        once; None if it is not known.
+    Args:
+      mapping: The `grid_mapping` of the `pallas_call`.
+      grid: Sizes of its grid.
+      tables: The operands that the index maps read, which have no number in the result; None for
+        those that are not known.
     """
     points = math.prod(grid)
     if points > _MOST_POINTS:

@@ -19,12 +19,7 @@ _SCOPE = "layers"
 
 
 def unrolls(layers: int, unroll: bool | None) -> bool:
-    """Returns whether layers are compiled separately.
-
-    Args:
-      layers: Their number.
-      unroll: The user's choice; None chooses by their number.
-    """
+    """Returns whether layers are compiled separately; with `unroll` None their number decides."""
     return layers <= MAX_UNROLLED if unroll is None else unroll
 
 
@@ -38,7 +33,6 @@ def scan_layers(
 
     Args:
       layer: Maps (x, weights of a layer) to x and other results, or None for no others.
-      x: The input of the first layer.
       weights: Arrays whose first dim is the layer.
       unroll: Whether to compile every layer separately; None chooses by their number.
 
@@ -57,12 +51,9 @@ def scan_layers(
 
 
 def describe_layers(jaxpr: Any) -> str:
-    """Returns how a program computes layers for the log, such as "12 layers unrolled".
+    """Returns how an open jaxpr computes layers for the log, such as "12 layers unrolled".
 
     It is "" without `scan_layers`.
-
-    Args:
-      jaxpr: The open jaxpr of the program.
     """
     found = {
         (x.params["length"], x.params["unroll"] >= x.params["length"])

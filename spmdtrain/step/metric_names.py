@@ -13,19 +13,15 @@ LEARNING_RATE = "learning_rate"
 OF_EPOCH = ("epoch", LEARNING_RATE, "seconds", "examples_per_second", "input_wait")
 """Names of what a run itself writes into the line of an epoch."""
 RESERVED = ("step", "split", "trajectory", *OF_EPOCH, *NORMS)
-"""Names of what a run itself writes into lines of metrics and the history: no metrics."""
+"""Names that a run itself writes into lines of metrics and the history; no metric may have them."""
 
 
 def check_names(names: Iterable[str], whose: str, allowed: Collection[str] = ()) -> None:
-    """Checks that the names of metrics are strings, and none that a run itself writes.
+    """Raises `UserError` if the name of a metric is no text, or one that a run itself writes.
 
     Args:
-      names: The names.
       whose: The start of the error message, for example "the objective's".
       allowed: Names of values that this run does not write itself.
-
-    Raises:
-      UserError: If a name is not valid.
     """
     for name in names:
         if not isinstance(name, str):

@@ -38,19 +38,14 @@ class WeightedValues(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """A weighted sum, f32 scalars.
-
-    Attributes:
-      total: The sum of the weighted values.
-      weight: The sum of the weights.
-    """
+    """The sum of weighted values and the sum of the weights, f32 scalars."""
 
     total: Any
     weight: Any
 
 
 BatchSums = dict[str, Sums | Combination]
-"""The sums of a batch by name, and what is combined from their means."""
+"""The sums of a batch by name, and the combinations of their means."""
 EvaluationSums = dict[str, Any]
 """The same, with an `ArraySum` or `PredictedRows` for metrics that only evaluations compute."""
 
@@ -62,7 +57,7 @@ def weighted_sums(
     *,
     training: bool = False,
 ) -> EvaluationSums:
-    """Returns the weighted sums of an objective's outputs for a global batch.
+    """Returns the weighted sums of an objective's outputs for a global batch, by name.
 
     Args:
       outputs: Arrays of leading dim B, `WeightedValues`, pairs (values, weights), or a type of
@@ -70,9 +65,6 @@ def weighted_sums(
       batch_size: Number of rows B of the batch.
       mask: (B,), 0 for padding rows.
       training: Whether a training step calls it, which needs a mean of each output.
-
-    Returns:
-      The sums by name.
 
     Raises:
       UserError: If the outputs have another form or shape.
@@ -132,12 +124,9 @@ def combined_weights(sums: Mapping[str, Any]) -> dict[str, jax.Array]:
 def differentiated(sums: BatchSums, weights: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the f32 scalar whose gradients are added up over the parts of a batch.
 
-    It is the weighted sum of the loss, because the weight of the whole batch divides gradients of
-    any parts. With a `Combination`, each term has its own divisor, so it is divided here.
-
-    Args:
-      sums: The sums of a part of the batch.
-      weights: `combined_weights` of the whole batch.
+    It is the weighted sum of the loss, because the added gradients are divided by the weight of the
+    whole batch. Each term of a `Combination` has its own divisor, so it is divided here. `sums`
+    belong to a part, and `weights` are the `combined_weights` of the whole batch.
     """
     loss = sums["loss"]
     if isinstance(loss, Sums):
@@ -194,15 +183,12 @@ def component_losses(
 ) -> BatchSums:
     """Returns the weighted sums of the loss over the rows of each component of a mixture.
 
-    Args:
-      outputs: The objective's outputs.
-      component: int32 (B,), the number of each row's component.
-      names: The names of the components.
-      mask: (B,), 0 for padding rows.
+    The keys are `component_metric`, also for the terms of a `Combination`. The weight of a
+    component without rows is 0.
 
-    Returns:
-      The sums by `component_metric`, also those of the terms of a `Combination`. The weight of a
-      component without rows is 0.
+    Args:
+      component: int32 (B,), the number of each row's component.
+      mask: (B,), 0 for padding rows.
 
     Raises:
       UserError: If the objective itself returns a metric of such a name, or a `Scalar` as loss.
@@ -287,11 +273,11 @@ def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sum
 
 
 def _after(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the weights, which depend on the values for XLA on CPUs that split experts.
+    """Returns the weights; on CPUs that split experts they depend on the values.
 
     XLA's CPU client does not order a sum over devices and a loop of layers that contains others, so
-    its threads can wait in different ones forever. The sum of the weights does not need the loop,
-    but the gradients of a `Combination` need that sum. The dependency makes it wait for the loop.
+    its threads can wait in different ones forever. The gradients of a `Combination` need the sum of
+    the weights, which does not need the loop. The dependency makes it wait for the loop.
     """
     over = current_mesh()
     if over is None or over.parts(EXPERT) == 1 or current_device().platform != "cpu":
@@ -377,10 +363,7 @@ def loss_first(metrics: Mapping[str, float]) -> dict[str, float]:
 def stacked(sums: BatchSums) -> jax.Array:
     """Returns the sums by sorted name as one array (names, 2), for a single transfer.
 
-    The weight of a `Combination` is the sum of those of its terms.
-
-    Args:
-      sums: The sums of a batch by name.
+    The weight of a `Combination` is the sum of the weights of its terms.
     """
 
     def pair(value: Sums | Combination) -> Sums:
@@ -406,7 +389,7 @@ class Means:
 
     Args:
       sums: Initial (total, weight) by name.
-      combined: What is combined from the means of others, in place of a mean of its own.
+      combined: The metrics that are combined from the means of others.
     """
 
     def __init__(
@@ -430,7 +413,7 @@ class Means:
 
         Args:
           empty: The mean if the weight is 0. In a `Combination`, such a term counts as 0, unless
-            all of them are.
+            the weights of all terms are 0.
         """
         means = {n: float(t / w) if w else empty for n, (t, w) in self._sums.items()}
         for name, combination in self._combined.items():

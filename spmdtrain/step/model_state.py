@@ -15,10 +15,6 @@ def difference(after: PyTree, before: PyTree) -> PyTree:
 
     The change of a batch statistic is `new - old`. Counters and random key data are subtracted
     modulo their range. A flag is its new value.
-
-    Args:
-      after: The model state after the batch.
-      before: The model state before it.
     """
 
     def change(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -30,16 +26,12 @@ def difference(after: PyTree, before: PyTree) -> PyTree:
 
 
 def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
-    """Returns the model state with a change applied.
+    """Returns the model state with a change applied, which `difference` has returned.
 
     If n workers pulled the same state, each moves a statistic toward its batch's value, and
-    together they would move it n times as far: a variance could become negative. So the change of
-    a floating-point leaf is divided by 1 + staleness.
-
-    Args:
-      tree: The current model state.
-      more: The change, as `difference` returns it.
-      staleness: Number of updates since the change was computed.
+    together they would move it n times as far: a variance could become negative. So the change of a
+    floating-point leaf is divided by 1 + `staleness`, the number of updates since the change was
+    computed.
     """
 
     def added(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -51,17 +43,13 @@ def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
 
 
 def parts_of_replica(after: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns what a replica contributes to the model state after a step.
-
-    Args:
-      after: The model state after its rows of the batch.
-      before: The model state before them.
+    """Returns what a replica contributes to the model state after its rows of the batch.
 
     Returns:
-      Two trees with the structure of the state. The first, whose arrays are added up over the
-      replicas, has (2, *shape) for a floating-point leaf of `shape`: its value, and 1 where it
-      changed. The second, of whose arrays the largest counts, has the changes of counters and
-      flags. Each has None in place of the other's leaves.
+      Two trees with the structure of the state. The first has (2, *shape) for a floating-point leaf
+      of `shape`: its value, and 1 where it changed. Its arrays are added up over the replicas. The
+      second has the changes of counters and flags, and the largest of the replicas' values counts.
+      Each has None in place of the leaves of the other tree.
     """
 
     def floats(x: jax.Array, y: jax.Array) -> jax.Array | None:
@@ -77,14 +65,9 @@ def parts_of_replica(after: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
 def of_replicas(before: PyTree, sums: PyTree, counts: PyTree, replicas: int) -> PyTree:
     """Returns the model state after a step of all replicas: the mean of what changed.
 
-    What no replica changed keeps its bits. The mean is that of the values, because the mean of
-    their changes would lose the digits of values that are much smaller than before.
-
-    Args:
-      before: The model state before the step.
-      sums: The sums of the replicas' first parts (see `parts_of_replica`).
-      counts: The largest of their second parts.
-      replicas: Number of replicas.
+    What no replica changed keeps its bits. The values are averaged, because the mean of their
+    changes would lose the digits of values that are much smaller than before. `sums` and `counts`
+    are the sums and the maxima over the replicas of what `parts_of_replica` returns.
     """
 
     def leaf(x: jax.Array, found: jax.Array | None, change: jax.Array | None) -> jax.Array:

@@ -14,8 +14,10 @@ from spmdtrain.step.metric_names import NORMS
 
 PyTree = Any
 Changes = Callable[[], tuple[PyTree, PyTree]]
-"""Returns the gradients of the mean loss and the optimizer's updates, None in place of frozen
-parameters."""
+"""Returns the gradients of the mean loss and the optimizer's updates.
+
+Both have None in place of frozen parameters.
+"""
 _SMALL = 2**26  # bytes of gradients
 _FEW = 32  # arrays
 
@@ -23,9 +25,7 @@ _FEW = 32  # arrays
 def has_norms(step: Any, every: int) -> Any:
     """Returns whether `step_norms` computes the norms of a step: the first, and each `every`-th.
 
-    Args:
-      step: The number of the step, counted from 1; an integer or an array.
-      every: The cadence of the log.
+    `step` is counted from 1; an integer or an array.
     """
     return (step == 1) | (step % every == 0)
 
@@ -46,9 +46,7 @@ def step_norms(
 
     Args:
       params: The updated parameters.
-      layout: The shardings of the state.
       step: The number of the step, counted from 1.
-      every: The cadence of the log (see `has_norms`).
       changes: The gradients and the updates; None if they are not known.
       order: The order of the sums; None if it may depend on the devices.
     """
@@ -81,13 +79,10 @@ def step_norms(
 def recomputes_changes(params: PyTree, layout: Layout) -> bool:
     """Returns whether the norms of gradients and updates are computed in a branch: on one CPU.
 
-    The branch computes updates again (`recomputable`), because XLA would write them to memory for
-    it in every step. The gradients of all layers stay in memory until then, so networks have to be
-    small. On several devices a branch that uses reduced gradients changes last bits of the update.
-
-    Args:
-      params: The parameters; shapes suffice.
-      layout: The shardings of the state.
+    The branch computes the updates again (`recomputable`), because otherwise XLA would write them
+    to memory in every step. The gradients of all layers stay in memory until then, so networks have
+    to be small. On several devices a branch that uses reduced gradients changes last bits of the
+    update. Shapes of the parameters suffice.
     """
     places = layout.on_device.params
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))

@@ -20,7 +20,7 @@ from spmdtrain.tree import named_leaves, path_name, promoted
 
 PyTree = Any
 _LARGEST_SUM = 1e6
-"""Gradients of sums over a batch exceed smaller numbers: those of float16 and float8."""
+"""Gradients of sums over a batch can exceed smaller limits, such as those of float16 and float8."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Updated:
 
     Attributes:
       params: All parameters after it.
-      opt_state: The optimizer's state after it.
       updates: What was added to the trained parameters, None in place of the others.
-      gradients: The given gradients.
     """
 
     params: PyTree
@@ -44,10 +42,9 @@ class Updated:
 class Update:
     """The optimizer with the parameters that it trains and their average.
 
-    The average is a moving average, or that of a schedule-free optimizer.
+    The average is a moving average, or the average of a schedule-free optimizer.
 
     Attributes:
-      optimizer: An optax optimizer.
       frozen: Regular expressions; a parameter whose path one of them matches is not trained, and a
         leaf of the model state keeps its value.
       ema_decay: The decay of the moving average of the parameters; None for no average.
@@ -69,10 +66,7 @@ class Update:
             )
 
     def init(self, params: PyTree) -> PyTree:
-        """Returns the initial state of the optimizer for these parameters.
-
-        Args:
-          params: All parameters.
+        """Returns the initial state of the optimizer for these parameters, frozen ones included.
 
         Raises:
           UserError: If the optimizer compares an `nnx.State` or another tree with them.
@@ -101,7 +95,7 @@ class Update:
 
     @property
     def averaged_before(self) -> PyTree:
-        """The state's field of this name before the first step."""
+        """The field `averaged_before` of the state before the first step."""
         return {} if self.ema_decay is None else jnp.zeros((), jnp.int32)
 
     def __call__(
@@ -116,7 +110,6 @@ class Update:
 
         Args:
           params: All parameters.
-          opt_state: The optimizer's state.
           gradients: Gradients of the trained parameters, None in place of the others.
           extra: The arguments for optimizers that use more than the gradients.
           before: With the gradients, the results of all collectives of the step so far. They matter
@@ -128,7 +121,7 @@ class Update:
         return Updated(params, opt_state, updates, gradients)
 
     def partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the trained parameters and the others, each with None in the others' places."""
+        """Returns the trained parameters and the others, each with None in place of the rest."""
         # With `optax.selective_transform` instead, the gradients of the others would be computed
         # and reduced too, before it replaces their updates by 0.
         if not self.frozen:
@@ -146,12 +139,9 @@ class Update:
         return matches_any(self.frozen, name)
 
     def check(self, params: PyTree, opt_state: PyTree, state_names: Iterable[str] = ()) -> None:
-        """Checks the optimizer and the patterns of `freeze`.
+        """Checks the optimizer and the patterns of `freeze`; shapes suffice.
 
-        Args:
-          params: All parameters; shapes suffice.
-          opt_state: The optimizer's state; shapes suffice.
-          state_names: Paths of the layers' model state.
+        `state_names` has the paths of the layers' model state.
 
         Raises:
           UserError: If the optimizer cannot be used (see `check_optimizer`), if a pattern matches
@@ -184,16 +174,13 @@ class Update:
     ) -> PyTree:
         """Returns the average of the parameters after an update.
 
-        That of a schedule-free optimizer is computed from its state. Otherwise it is an exponential
-        moving average. The decay of update k, counted from 1, is at most (1 + k) / (10 + k), so
-        that the average soon forgets the initial values, as TensorFlow's
+        The average of a schedule-free optimizer is computed from its state. Otherwise it is an
+        exponential moving average. The decay of update k, counted from 1, is at most (1 + k) /
+        (10 + k), so that the average soon forgets the initial values, as TensorFlow's
         `ExponentialMovingAverage` with `num_updates` does.
 
-        Args:
-          averaged: The average before the update.
-          params: The parameters after it.
-          opt_state: The optimizer's state after it.
-          step: Number of updates in the average before it.
+        `averaged` is the average before the update, which contains `step` updates; `params` and
+        `opt_state` are those after the update.
         """
         if is_schedule_free(opt_state):
             return average_in(opt_state, params)
@@ -277,16 +264,9 @@ def merge(params: PyTree, frozen: PyTree) -> PyTree:
 def clipped(
     transformation: optax.GradientTransformation, gradients: PyTree, trained: PyTree, loss: Any
 ) -> PyTree:
-    """Applies the part of an optimizer that runs on workers, and keeps no state, to gradients.
+    """Applies the part of an optimizer that runs on workers to the whole gradients.
 
-    Args:
-      transformation: The part of the optimizer, gradient clipping for example.
-      gradients: The whole gradients.
-      trained: The trained parameters.
-      loss: The loss.
-
-    Returns:
-      The transformed gradients.
+    It is gradient clipping, for example, and keeps no state.
     """
     extra = ExtraArguments(jnp.asarray(loss), gradients)
     state = transformation.init(trained)

@@ -15,15 +15,10 @@ PyTree = Any
 def check_optimizer(
     optimizer: optax.GradientTransformation, opt_state: PyTree, *, averages: bool
 ) -> None:
-    """Checks that a step can run an optimizer, and that its result is what the optimizer promises.
+    """Raises `UserError` if a step cannot run an optimizer, or its result is not what it promises.
 
-    Args:
-      optimizer: The optimizer.
-      opt_state: Its state; shapes suffice.
-      averages: Whether the run keeps a moving average of the parameters.
-
-    Raises:
-      UserError: If not. Names the alternative.
+    Shapes of the state suffice. `averages` tells whether the run keeps a moving average of
+    parameters.
     """
     extra_names(optimizer)  # raises an error if the step does not have an argument
     if averages and is_schedule_free(opt_state):

@@ -1,7 +1,7 @@
 """The record of an optimizer in checkpoints, by which a resume recognizes the same optimizer.
 
-Its state does not identify an optimizer: those of adam, yogi and nadam have the same arrays. The
-record is made from the jaxpr of the update, in which numbers are kept apart from operations.
+An optimizer's state does not identify it: the states of adam, yogi and nadam have the same arrays.
+The record is made from the jaxpr of the update, in which numbers are kept apart from operations.
 """
 
 import hashlib
@@ -57,22 +57,19 @@ class OptimizerRecord:
 
 @runtime_checkable
 class NamesArguments(Protocol):
-    """An object whose method is an optimizer's update, and that is known by its arguments."""
+    """An object that has an optimizer's update as a method, and is identified by its arguments."""
 
     def known_arguments(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Returns the name of the optimizer and its arguments; None if they are not all of it."""
+        """Returns the optimizer's name and arguments; None if the arguments are not all of it."""
         ...
 
 
 def record_optimizer(optimizer: optax.GradientTransformation, params: PyTree) -> OptimizerRecord:
     """Returns the record of an optimizer.
 
-    Of parameters that differ in the numbers of their paths only, such as those of equal layers, the
-    first and the last stand for all: a trace of all takes half a second for GPT-2's.
-
-    Args:
-      optimizer: The optimizer.
-      params: The trained parameters, None in place of the others; shapes suffice.
+    Of parameters whose paths differ in numbers only, such as the parameters of equal layers, the
+    first and the last represent all: a trace of all takes half a second for GPT-2's. `params` has
+    None in place of frozen parameters; shapes suffice.
     """
     owner = getattr(optimizer.update, "__self__", None)
     if isinstance(owner, NamesArguments) and (arguments := owner.known_arguments()) is not None:
@@ -112,9 +109,7 @@ def changed_arguments(saved: OptimizerRecord, now: OptimizerRecord) -> list[str]
 def changed_constants(saved: OptimizerRecord, now: OptimizerRecord) -> list[str]:
     """Returns the differences of constants that no changed argument explains.
 
-    Args:
-      saved: An optimizer.
-      now: Another one, with the same operations.
+    Both optimizers have the same operations.
     """
     pairs = {pair for n, x in saved.named.items() for pair in _related(x, now.named.get(n, x))}
     explained = {(a, b) for a, b in pairs if a != b}
@@ -212,7 +207,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _representatives(params: PyTree) -> PyTree:
-    """Returns the first and the last of the parameters that only numbers in their paths tell apart.
+    """Returns the first and the last of the parameters whose paths differ in numbers only.
 
     The others are None.
     """
@@ -264,17 +259,15 @@ class _Value(NamedTuple):
 
     @classmethod
     def given(cls, name: str, is_update: bool) -> "_Value":
-        """Returns an input."""
         return cls(name, is_update, name)
 
     @classmethod
     def constant(cls, dtype: Any, number: Any) -> "_Value":
-        """Returns a constant."""
         return cls(f"constant {dtype}", False, _text(number))
 
 
 def _state_value(name: str, leaf: Any, params: Iterable[str]) -> _Value:
-    """Returns an array of the optimizer's state; that of a parameter without its path."""
+    """Returns the value of an array of the optimizer's state, without its parameter's path."""
     parts = name.split("/")
     tails = ("/".join(parts[start:]) for start in range(len(parts)))
     owner = next((tail for tail in tails if tail in params), None)
@@ -283,12 +276,7 @@ def _state_value(name: str, leaf: Any, params: Iterable[str]) -> _Value:
 
 
 class _Reader:
-    """Reads the jaxpr of an update.
-
-    Attributes:
-      numbers: As in `OptimizerRecord`.
-      constants: The same.
-    """
+    """A reader of the jaxpr of an update; `numbers` and `constants` are as in `OptimizerRecord`."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, list[str]] = {}

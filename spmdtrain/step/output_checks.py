@@ -11,17 +11,10 @@ from spmdtrain.step.outputs import AddedState, Combination, Scalar, is_of_evalua
 
 
 def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
-    """Checks that outputs do not have one value for each pair of examples.
+    """Raises `UserError` if an output has one value for each pair of examples.
 
     Values of shape (B, B, ...) result from combining (B, 1) with (B,) by mistake. They are accepted
     with explicit weights, or if an array of the batch has such a shape.
-
-    Args:
-      outputs: The objective's outputs.
-      batch: The batch.
-
-    Raises:
-      UserError: If an output has such a shape.
     """
     leaves = jax.tree.leaves(batch)
     pairs = (leaves[0].shape[0],) * 2
@@ -42,14 +35,10 @@ def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
 
 
 def is_of_tokens(loss: Any, batch: Any) -> bool:
-    """Returns whether a loss has a value for each token of the examples.
+    """Returns whether a loss, with weights or without, has a value for each token of the examples.
 
     That is, it has shape (B, T) with T > 1, and an array of the batch holds integers of shape
     (B, T) or (B, more than T). The sum of its weights is then the number of tokens trained on.
-
-    Args:
-      loss: The objective's loss, with weights or without.
-      batch: The batch.
     """
     if isinstance(loss, (Combination, Scalar)):
         return False
@@ -65,15 +54,9 @@ def is_of_tokens(loss: Any, batch: Any) -> bool:
 
 
 def check_precise(outputs: Mapping[str, Any]) -> None:
-    """Checks that the loss is not computed in 16 bits.
+    """Raises `UserError` if the loss is computed in 16 bits.
 
     Their rounding errors are larger than the changes of a loss in training.
-
-    Args:
-      outputs: The objective's outputs.
-
-    Raises:
-      UserError: If it is.
     """
     for name, value in loss_terms(outputs).items():
         value = value.value if isinstance(value, Scalar) else value

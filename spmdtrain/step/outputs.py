@@ -58,8 +58,8 @@ class Scalar:
     """One number for the batch that the objective receives, instead of a value for each example.
 
     The mean over several batches, microbatches or replicas is sum(weight * value) / sum(weight). It
-    is that of the whole batch if `value` does not depend on the batch (a penalty on parameters), or
-    if it is a mean whose denominator is `weight`.
+    equals the value for the whole batch if `value` does not depend on the batch
+    (a penalty on parameters), or if `value` is a mean whose denominator is `weight`.
 
     Attributes:
       value: A scalar.
@@ -73,11 +73,9 @@ class Scalar:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["total"], meta_fields=["finish"])
 @dataclass(frozen=True)
 class ArraySum:
-    """The sum of a `SumMetric` over the examples of a batch.
+    """The weighted sum of a `SumMetric` over the examples of a batch, an f32 array.
 
-    Attributes:
-      total: f32 array, the weighted sum.
-      finish: That of the metric.
+    `finish` is the function of the metric.
     """
 
     total: Any
@@ -146,7 +144,7 @@ class AddedState:
 
     Attributes:
       sums: (B, n), what each example adds; (n,) if it is known of the whole batch only.
-      finish: Called on the host with the sum over a dataset, as that of a `SumMetric`.
+      finish: Called on the host with the sum over a dataset, like `SumMetric.finish`.
       divisor: The entries whose sum divides the first one, so that the result is a mean that
         training steps can report; None if it is something else.
       of_rows: Whether `sums` has a row for each example.
@@ -166,7 +164,7 @@ class AddedState:
     def mean_of_batch(
         self, what: str, batch_size: int, mask: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the sum that a mean divides, and its divisor; see `SumMetric.of_batch`."""
+        """Returns the dividend and the divisor of the mean; see `SumMetric.of_batch`."""
         assert self.divisor is not None, "it is of evaluations only"
         total = self.of_batch(what, batch_size, mask).total
         return total[0], jnp.stack([total[number] for number in self.divisor]).sum()
@@ -181,11 +179,7 @@ class AddedState:
 class PredictedRows:
     """The arrays of a `PredictionMetric` for a batch.
 
-    Attributes:
-      arrays: Arrays (B, ...).
-      named: Arrays (B, ...) by name.
-      mask: (B,), 0 for padding rows.
-      compute: That of the metric.
+    All have leading dim B. `mask` is (B,), 0 for padding rows.
     """
 
     arrays: tuple[Any, ...]
@@ -241,13 +235,10 @@ class PredictionMetric:
 
 @jax.custom_jvp
 def counted(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns values times weights. Values of weight 0 do not change a sum, even if they are NaN.
+    """Returns values times weights, f32 arrays of the same shape.
 
-    The derivative with respect to a weight is the value, also where the weight is 0.
-
-    Args:
-      values: f32 array.
-      weights: f32 array of the same shape.
+    Values of weight 0 do not change a sum, even if they are NaN. The derivative with respect to a
+    weight is the value, also where the weight is 0.
     """
     return jnp.where(weights == 0, 0.0, values) * weights
 

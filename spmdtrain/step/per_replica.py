@@ -131,10 +131,10 @@ class PerReplica:
 def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) -> PerReplica:
     """Calls `function(examples, *whole)` on each replica with its own part of the batch.
 
-    Gradients computed in `function` are those of its own examples. In it replicas communicate only
-    through collectives over `BATCH_AXES` (a gradient *through* `psum` is that of all replicas'
-    sums), and `current_strategy()` is the default strategy. If a replica has several devices
-    (tensor parallelism), each computes all of it.
+    Gradients that `function` computes are gradients for its replica's examples alone. In it,
+    replicas communicate only through collectives over `BATCH_AXES` (a gradient *through* `psum` is
+    that of all replicas' sums), and `current_strategy()` is the default strategy. If a replica has
+    several devices (tensor parallelism), each computes all of it.
 
     Args:
       function: Returns arrays.

@@ -47,10 +47,6 @@ def padded_dot(equation: Any, lanes: int) -> float:
     The unit holds a block of one operand and streams the other one through it. The two dims of the
     block are rounded up to a multiple of `lanes`; of the two operands, the one that wastes less is
     taken.
-
-    Args:
-        equation: The equation.
-        lanes: Rows and columns of the unit.
     """
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape

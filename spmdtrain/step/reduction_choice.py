@@ -29,7 +29,7 @@ from spmdtrain.xla.padding import why_parts_differ
 
 PyTree = Any
 OF_STATE = "the model carries state"
-"""The beginning of the reason of a model whose state the global batch determines."""
+"""The beginning of the reason if the model has state, which depends on the global batch."""
 
 
 def requested_reduction(
@@ -37,15 +37,11 @@ def requested_reduction(
 ) -> Reduction | ScatteredReduction | None:
     """Returns the reduction that the user or the configuration requests; None if neither does.
 
-    Args:
-      function: The user's own reduction.
-      config: Its `collectives`, `batch_statistics` and `exact` are read.
-      placement: The strategy and its mesh.
-      layout: The shardings of the state.
+    `function` is the user's own reduction.
 
     Raises:
       UserError: If `function` is not callable, if nothing is split that `reduce_scatter` could
-        scatter, or if two of these options contradict each other.
+        scatter, or if two of the options contradict each other.
     """
     options = config.collectives
     if config.exact is not None:
@@ -102,17 +98,12 @@ def describe_request(config: RunConfig) -> str:
 def default_reduction(
     config: RunConfig, placement: Placement, layout: Layout
 ) -> Reduction | ScatteredReduction | None:
-    """Returns the reduction that is faster than that of XLA; None if there is none.
+    """Returns the reduction that is faster than XLA's; None if there is none.
 
     On CPU this is one all-reduce of the flattened gradients, with several processes three times as
     fast. GPU and TPU have dedicated links, and XLA combines its own collectives there. But on TPU
     it all-reduces gradients that it should reduce-scatter. The caller checks that the reduction
     computes the same gradients.
-
-    Args:
-      config: Its `jit` and `collectives.reduction` are read.
-      placement: The devices and the strategy.
-      layout: The shardings of the state.
     """
     if config.collectives.reduction is not None or not config.jit or placement.batch_shards == 1:
         return None
@@ -137,17 +128,12 @@ def shard_map_blocker(
     """Returns why gradients reduced under `shard_map` could differ from XLA's; None if they cannot.
 
     With `gradients.per_replica`, differences by batch statistics and random numbers are intended
-    and not reported.
+    and not reported. The parameters, the model state and the global batch are abstract.
 
     Args:
-      gradients: The computation of the gradients.
-      layout: The shardings of the state.
-      params: Abstract trained parameters.
-      frozen: Abstract parameters that are not trained.
-      model_state: Abstract model state.
-      batch: Abstract global batch.
-      values: Maps (params, frozen, model_state, batch) to the objective's values, computed
-        without batch statistics.
+      params: The trained parameters; `frozen` are the others.
+      values: Maps (params, frozen, model_state, batch) to the objective's values, computed without
+        batch statistics.
       in_context: Whether the model runs in a context that it does not have under `shard_map`; see
         `ModelContext`.
       batch_coupled: Whether the objective is declared to combine the examples of its batch.
@@ -239,18 +225,11 @@ def _depends_on_context(values: Callable[..., PyTree], *given: PyTree) -> bool:
 
 
 def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:
-    """Checks that a user's reduction returns the same gradients on all devices.
+    """Raises `UserError` if a user's reduction returns different gradients on the devices.
 
-    It is called once, with random arrays of the parameters' shapes. Without this check the devices'
-    copies of a parameter would differ from the first step on, without an error.
-
-    Args:
-      reduction: The user's function.
-      placement: The mesh; with one part of the batch there is nothing to check.
-      params: The parameters; only shapes and dtypes are read.
-
-    Raises:
-      UserError: If the devices' results differ.
+    The reduction is called once, with random arrays of the parameters' shapes and dtypes. Without
+    this check the devices' copies of a parameter would differ from the first step on, without an
+    error.
     """
     if placement.mesh is None or placement.batch_shards == 1:
         return

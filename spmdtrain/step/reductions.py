@@ -23,24 +23,17 @@ def all_reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 def scatter(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     """Returns this device's part, along a dim, of the sum of an array over the axes.
 
-    Args:
-      x: This device's share of a gradient.
-      axes: Mesh axes to sum over, in the order in which they split the dim.
-      dim: The dim that is split.
+    `axes` are in the order in which they split the dim.
     """
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns the same sums, with a fraction of the bytes over the axis `replica`.
+    """Returns the sums of `all_reduce`, with a fraction of the bytes over the axis `replica`.
 
-    Arrays are reduce-scattered within each group; then each device all-reduces its part over the
-    slow links between the groups; then the parts are gathered within the group. This is
-    tf.distribute's HierarchicalCopyAllReduce.
-
-    Args:
-      gradients: This device's share of the gradients.
-      axes: Mesh axes to sum over; the groups span all but `replica`.
+    Arrays are reduce-scattered within each group, which spans all axes but `replica`; then each
+    device all-reduces its part over the slow links between the groups; then the parts are gathered
+    within the group. This is tf.distribute's HierarchicalCopyAllReduce.
     """
     inner = tuple(axis for axis in axes if axis != "replica")
     parts = jax.lax.axis_size(inner)
@@ -55,14 +48,10 @@ def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def one_device(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns the same sums, reduced to the first device along a binary tree and broadcast back.
+    """Returns the sums of `all_reduce`, reduced to the first device along a binary tree.
 
-    This is tf.distribute's ReductionToOneDevice: 2 * ceil(log2(devices)) collective permutes of
-    each array instead of an all-reduce.
-
-    Args:
-      gradients: This device's share of the gradients.
-      axes: Mesh axes to sum over.
+    The first device broadcasts them back. This is tf.distribute's ReductionToOneDevice: 2 *
+    ceil(log2(devices)) collective permutes of each array instead of an all-reduce.
     """
     size, index = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     strides = [2**power for power in range((size - 1).bit_length())]
@@ -88,28 +77,21 @@ _MAX_GATHERED = 2**12  # elements up to which one collective is cheaper than two
 
 
 def flattened(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns the same sums, with small arrays concatenated into one array for each dtype.
+    """Returns the sums of `all_reduce`, with small arrays concatenated into one for each dtype.
 
     Gloo makes a call for each array, which takes a millisecond even for a small one.
-
-    Args:
-      gradients: This device's share of the gradients.
-      axes: Mesh axes to sum over.
     """
     return _packed(lambda x: jax.lax.psum(x, axes), gradients)
 
 
 def pairwise(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns the same sums, whose bits do not depend on how many devices computed the shares.
+    """Returns the sums of `all_reduce`, with bits that do not depend on the number of devices.
 
-    The shares are added up in the order of a binary tree. If each share is the sum of a subtree,
-    the result is that of the whole tree. Each device adds up its part of every array, so as many
-    bytes are sent as in a ring all-reduce. Small arrays, such as batch statistics, are gathered and
-    added up on each device instead, by one collective.
-
-    Args:
-      gradients: This device's share of the gradients.
-      axes: Mesh axes to sum over; the number of devices is a power of two.
+    The devices' shares are added up in the order of a binary tree. If each share is the sum of a
+    subtree, the result is the sum of the whole tree. Each device adds up its part of every array,
+    so as many bytes are sent as in a ring all-reduce. Small arrays, such as batch statistics, are
+    gathered and added up on each device instead, by one collective. The number of devices is a
+    power of two.
     """
     size = jax.lax.axis_size(axes)
     if size == 1:
@@ -177,10 +159,6 @@ def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
 
     The range of float16 ends at 65504, and its precision falls below 6e-5. So arrays are scaled for
     float16 by the power of two that brings the largest value near the upper end.
-
-    Args:
-      reduction: The reduction to wrap.
-      dtype: "bfloat16", "float16" or another dtype.
     """
 
     def reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
@@ -205,7 +183,7 @@ def _scale(gradients: PyTree, axes: tuple[str, ...]) -> jax.Array:
 
 
 def scale_arrays(gradients: PyTree, by: jax.Array | float) -> PyTree:
-    """Returns arrays times a number, in their dtypes; those of 16 bits are multiplied in f32."""
+    """Returns arrays times a number, in their dtypes; 16-bit arrays are multiplied in f32."""
     return jax.tree.map(
         lambda x: (x.astype(accumulation_dtype(x.dtype)) * by).astype(x.dtype), gradients
     )

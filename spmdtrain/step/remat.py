@@ -51,12 +51,6 @@ def remat_gathers(function: F) -> F:
     """Marks a layer like `remat`, and never keeps the weights that it gathers.
 
     The backward pass gathers them again, with the option `none` too.
-
-    Args:
-      function: See `remat`.
-
-    Returns:
-      A function of the same arguments.
     """
 
     @wraps(function)
@@ -74,16 +68,10 @@ def _keep_all_but_gathers(primitive: Any, *args: Any, **params: Any) -> bool:
 
 
 def with_policy(objective: Callable[..., Any], policy: str, *args: Any) -> Any:
-    """Calls an objective with rematerialization.
+    """Calls `objective(*args)` with rematerialization.
 
-    Args:
-      objective: The function.
-      policy: The option `remat`. It applies to the parts marked by `remat`, or to the whole
-        objective if it has none.
-      *args: Its arguments.
-
-    Returns:
-      Its result.
+    `policy` is the option `remat`. It applies to the parts marked by `remat`, or to the whole
+    objective if it has none.
     """
     if policy == "none":
         return objective(*args)

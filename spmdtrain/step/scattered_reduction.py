@@ -1,4 +1,4 @@
-"""The reduction of gradients by which each device gets its own part of the sums."""
+"""The reduction of gradients by which each device gets a part of the sums."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,16 +19,14 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class ScatteredReduction:
-    """Reduces gradients by reduce-scatters, for strategies that split them.
+    """A reduction of gradients by reduce-scatters, for strategies that split them.
 
     Parameters that are split over batch axes are gathered explicitly, stacked layers one at a time
     (`ParamGathers`), and their gradients are scattered where the backward pass has computed them.
-    Those of other parameters are scattered after it, if the optimizer's state is split. What no
+    Gradients of other parameters are scattered after it, if the optimizer's state is split. What no
     axis splits is all-reduced.
 
-    Attributes:
-      layout: The shardings of the state.
-      dtype: Dtype of the transfer; None for that of the gradients.
+    `dtype` is the dtype of the transfer; None for the dtype of the gradients.
     """
 
     layout: Layout
@@ -37,19 +35,16 @@ class ScatteredReduction:
     def gathers(self, size: int) -> AbstractContextManager[Any]:
         """Returns a context manager in which the layout gathers the devices' parts explicitly.
 
-        Args:
-          size: The batch size. The gradients are divided by it before they are added up, which
-            keeps the sums within the range of 16 bits.
+        `size` is the batch size. The gradients are divided by it before they are added up, which
+        keeps the sums within the range of 16 bits.
         """
         return use_gathers(ParamGathers(partial(self._scatter_dims, 1 / size)))
 
     def finish(self, gradients: PyTree, size: int) -> PyTree:
-        """Returns the sums over all batch axes, divided by `size`, split as the optimizer's state.
+        """Returns the sums over all batch axes divided by `size`, split as the optimizer's state.
 
-        Args:
-          gradients: Each device's share. Those of split parameters are already scattered and
-            divided over the axes that split them.
-          size: The batch size.
+        `size` is the batch size, and `gradients` are each device's share. The gradients of split
+        parameters are already scattered and divided over the axes that split them.
         """
 
         def finish_leaf(x: jax.Array, has: PartitionSpec, wanted: PartitionSpec) -> jax.Array:

@@ -16,7 +16,7 @@ PyTree = Any
 
 
 def is_schedule_free(opt_state: PyTree) -> bool:
-    """Returns whether the state of an optimizer holds that of a schedule-free one."""
+    """Returns whether the state of an optimizer contains the state of a schedule-free one."""
     return bool(_nodes(opt_state))
 
 
@@ -24,10 +24,6 @@ def average_in(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the average of the parameters, in at least float32.
 
     Parameters that the schedule-free optimizer does not update are returned as they are.
-
-    Args:
-      opt_state: The state of the optimizer.
-      params: All parameters.
     """
     wide = jax.tree.map(lambda x: jnp.asarray(x, promoted(x.dtype, jnp.float32)), params)
     averages: dict[str, jax.Array] = {}

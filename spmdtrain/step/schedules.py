@@ -28,11 +28,7 @@ _FACTORS: Mapping[type[Any], str] = {
 
 
 def scales_updates(opt_state: PyTree) -> bool:
-    """Returns whether an optimizer's state holds a rate, a scale of the updates or a schedule.
-
-    Args:
-      opt_state: The state, or its shapes.
-    """
+    """Returns whether an optimizer's state, or its shapes, has a rate, a scale or a schedule."""
 
     def scales(node: Any) -> bool:
         return _has_scale(node) or isinstance(node, optax.ScaleByScheduleState)
@@ -45,13 +41,8 @@ def step_rate(
 ) -> jax.Array | None:
     """Returns the learning rate of an update, with the scale of plateaus and line searches.
 
-    Args:
-      optimizer: The optimizer.
-      before: Its state before the update.
-      after: Its state after it.
-
-    Returns:
-      f32 scalar; None if the rate is constant or not known.
+    It is an f32 scalar; None if the rate is constant or not known. `before` and `after` are the
+    optimizer's states before and after the update.
     """
     rate = learning_rate(after)
     if rate is None:

@@ -90,7 +90,7 @@ def synchronized_loops(
       slices: Arrays of leading dim `turns`.
       turns: Number of virtual shards of this device, a power of two.
       shards: Number of virtual shards of all devices.
-      reduce: Maps sums over this device's virtual shards to those over all of them.
+      reduce: Maps sums over this device's virtual shards to sums over all virtual shards.
 
     Returns:
       The sums over this device's virtual shards, and the shared results.
@@ -216,9 +216,9 @@ class _Segment:
 
     Attributes:
       jaxpr: The equations. The results are the summands, then the values of `kept`.
-      cuts: The results of the sums over all virtual shards that follow: those of the first
+      cuts: The results of the sums over all virtual shards that follow. They belong to the first
         summands.
-      sums: The numbers of the summands of the function that the other summands are.
+      sums: Of the other summands, the numbers among the summands of the function.
       kept: Variables whose values later segments need, or which are shared results.
     """
 
@@ -232,9 +232,7 @@ class _Segment:
     ) -> tuple[Leaves, Leaves]:
         """Returns the summands and the values of `kept` of a turn.
 
-        Args:
-          read: Returns the value of a variable in a turn.
-          turn: The number of the turn.
+        `read` returns the value of a variable in a turn.
         """
         values = [read(x, turn) for x in self.jaxpr.invars]
         results = jax.core.eval_jaxpr(self.jaxpr, (), *values)
@@ -243,7 +241,7 @@ class _Segment:
 
 
 class _Cutter:
-    """Cuts a jaxpr at its sums over the virtual shards.
+    """A cut of a jaxpr at its sums over the virtual shards.
 
     An equation is in the first segment that can evaluate it. Equations that need only constants,
     such as parameters, and those that repeat a smaller array are in each segment that needs them,

@@ -55,14 +55,9 @@ class TrainState:
 
 
 def check_same_arrays(before: PyTree, after: PyTree) -> None:
-    """Checks that a step keeps the arrays of a state; otherwise no checkpoint could be restored.
+    """Raises `UserError` if a step adds or removes arrays of a state, or changes a shape or dtype.
 
-    Args:
-      before: The state before the step.
-      after: The state after it.
-
-    Raises:
-      UserError: If an array is added or removed, or has another shape or dtype.
+    No checkpoint could be restored then.
     """
     old, new = (
         {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(state).items()}
@@ -82,9 +77,6 @@ def first_average(params: PyTree) -> PyTree:
 
     In bfloat16 an average of decay 0.999 would never change, because each of its steps is smaller
     than half the distance to the next number.
-
-    Args:
-      params: The initial parameters.
     """
     return jax.tree.map(lambda x: jnp.array(x, accumulation_dtype(x.dtype)), params)
 
@@ -92,9 +84,7 @@ def first_average(params: PyTree) -> PyTree:
 def averaged_steps(step: jax.Array, before: PyTree) -> jax.Array:
     """Returns the number of updates in a moving average, which its decay follows.
 
-    Args:
-      step: Number of updates so far.
-      before: `averaged_before` of the state.
+    `step` is the number of updates so far, and `before` the state's `averaged_before`.
     """
     return sum(jax.tree.leaves(before), start=step)
 

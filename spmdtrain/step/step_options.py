@@ -11,11 +11,7 @@ from spmdtrain.xla.presets import Flag, Parameters, preset_flags
 
 
 def step_options(config: RunConfig, placement: Placement) -> dict[str, Value]:
-    """Returns the options for a step: the user's, and those of other options of the run.
-
-    Args:
-      config: The run's options.
-      placement: The strategy and its mesh.
+    """Returns the XLA options for a step: the user's, and those that other options of the run need.
 
     Raises:
       UserError: If options contradict each other, or XLA rejects one of the user's.
@@ -33,10 +29,7 @@ def step_options(config: RunConfig, placement: Placement) -> dict[str, Value]:
 def describe_preset(config: RunConfig, placement: Placement, options: Mapping[str, Value]) -> str:
     """Returns the options that the preset has added, for the log; "" if there are none.
 
-    Args:
-      config: The run's options.
-      placement: The strategy and its mesh.
-      options: From `step_options`.
+    `options` is the result of `step_options`.
     """
     given = {option.partition("=")[0] for option in config.compiler_options}
     names = [f.name for f in _flags(config, placement) if f.name in options and f.name not in given]

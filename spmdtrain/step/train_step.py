@@ -51,10 +51,10 @@ class StepOutput:
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
       rate: The learning rate of the update, if it changes and is known (see `step_rate`).
       combined: The metrics that are combined from the means of others, by name.
-      norms: f32 (3,), the norms of `NORMS`: of all updated parameters, of the mean gradients of
-        the trained ones before the optimizer transforms them, and of what the optimizer added to
-        those. They are meaningless if `has_norms` is false for the step. The step of a `Loop` has
-        the first only.
+      norms: f32 (3,), the norms of `NORMS`: of all updated parameters, of the mean gradients of the
+        trained ones before the optimizer transforms them, and of what the optimizer added to those.
+        They are meaningless if `has_norms` is false for the step. The step of a `Loop` has the
+        first only.
     """
 
     metrics: dict[str, jax.Array]
@@ -91,17 +91,12 @@ def make_train_step(
     """Returns the jitted train step, a function (state, batch) -> (state, output).
 
     Args:
-      gradients: Computes the gradients of the global batch's weighted mean loss.
-      update: Applies the optimizer.
-      layout: The shardings of the state.
-      placement: The strategy and its mesh.
       repeat: How the steps of a call are repeated. If at all, the arrays of batch and output have a
         leading dim of steps.
       by_index: Whether the batch is an `IndexedBatch`.
       log_every: The cadence of the log, for `step_norms`.
       order: The order of the sums of norms; None if it may depend on the devices.
       jit: Whether to compile. If not, operations run one by one.
-      compiler_options: Options for XLA.
     """
 
     def updated(state: TrainState, batch: PyTree) -> tuple[_Updated, tuple[PyTree, PyTree]]:
@@ -184,13 +179,13 @@ def batch_shardings(placement: Placement, repeat: Repeat, *, by_index: bool) -> 
 
 
 def _in_memory_of(before: TrainState, after: TrainState) -> TrainState:
-    """Returns the state after a step in the memories of that before it, which a loop carries.
+    """Returns the new state with each array in the memory space of the old one, as in a loop.
 
     Without a loop, the shardings of the program's results suffice.
     """
     structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
     if structures[0] != structures[1]:
-        return after  # which the loop refuses
+        return after  # the loop refuses it
 
     def copied(old: jax.Array, new: jax.Array) -> jax.Array:
         memory = jax.typeof(old).memory_space
@@ -211,15 +206,8 @@ def make_gradient_step(
     """Returns the jitted step of a worker of parameter servers: gradients without an update.
 
     It is a function (variables, batch, key, step) -> (gradients of the trained parameters, change
-    of the model state, weighted means, stacked sums, combined metrics).
-
-    Args:
-      gradients: Computes the gradients of the global batch's weighted mean loss.
-      update: Selects the trained parameters.
-      placement: The worker's strategy and mesh.
-      on_worker: The part of the optimizer that is applied to the whole gradient.
-      jit: Whether to compile.
-      compiler_options: Options for XLA.
+    of the model state, weighted means, stacked sums, combined metrics). `on_worker` is the part of
+    the optimizer that is applied to the whole gradient.
     """
 
     def gradient_step(

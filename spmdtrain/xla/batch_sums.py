@@ -21,13 +21,10 @@ _LINEAR = frozenset({"add", "add_any", "broadcast_in_dim", "neg", "reshape", "sq
 
 
 def sum_or_mean(op: Op) -> Value:
-    """Returns the class of a sum or a mean over the rows of a batch; None if it computes none.
+    """Returns the class of a sum or a mean over the rows of a batch; None for anything else.
 
     A mean is a sum as well, because the number of rows counts as a constant in sums. A test whether
     this number is 0 is never true.
-
-    Args:
-      op: The operation.
     """
     if op.first.primitive.name == "eq" and isinstance(op.ins[0], Mixed) and op.ins[0].power:
         return NEVER if getattr(op.first.invars[1], "val", None) == 0 else None
@@ -40,9 +37,6 @@ def _sum(op: Op) -> Mixed | None:
 
     The sum is of values that each depend on one row. Sums of such sums, and their multiples by
     constants, are such sums as well, and the number of rows is a constant here.
-
-    Args:
-      op: The operation.
     """
     name = op.first.primitive.name
     sums = [isinstance(x, Mixed) and x.is_sum for x in op.ins]
@@ -75,9 +69,6 @@ def _mean(op: Op) -> Mixed | None:
 
     It is a sum over the rows divided by a multiple of their number. Multiples of such means by
     fixed values, and their sums with values that depend on at most one row, are such means as well.
-
-    Args:
-      op: The operation.
     """
     name = op.first.primitive.name
     is_mean = [isinstance(x, Mixed) and x.is_mean for x in op.ins]
@@ -100,12 +91,12 @@ def _mean(op: Op) -> Mixed | None:
 
 
 def _is_plain(value: Value) -> bool:
-    """Returns whether an array depends on no row, or each of its rows on one."""
+    """Returns whether an array depends on no row, or each of its rows on one row of the batch."""
     return value is FIXED or (isinstance(value, Rows) and not value.positional)
 
 
 def _divides(total: Value, number: Value, power: int) -> bool:
-    """Returns whether a number of this power makes a mean of a sum over the rows."""
+    """Returns whether a number of this power turns a sum over the rows into a mean."""
     is_sum = isinstance(total, Mixed) and total.is_sum
     return is_sum and isinstance(number, Mixed) and number.power == power
 
@@ -115,22 +106,16 @@ def sum_over_parts(op: Op) -> Value:
 
     It is fixed if it adds up sums over the rows of each part, because it is then the sum over all
     rows of the batch. The number of a row within its part must not matter to these sums.
-
-    Args:
-      op: The operation.
     """
     known = all(x is FIXED or (isinstance(x, Mixed) and x.is_sum) for x in op.ins)
     return FIXED if known and op.params.get("axis_index_groups") is None else op.mixed()
 
 
 def adds_to_first(program: Any, count: int) -> bool:
-    """Returns whether a program adds something to each of its first arguments.
+    """Returns whether a closed jaxpr adds something to each of its first `count` arguments.
 
-    Result i is then argument i plus something that does not depend on the first arguments.
-
-    Args:
-      program: The closed jaxpr, with `count` results.
-      count: The number of first arguments.
+    It has `count` results. Result i is argument i plus something that does not depend on the first
+    arguments.
     """
     given = [*range(count), *[None] * (len(program.jaxpr.invars) - count)]
     return _additions(program.jaxpr, given) == list(range(count))
@@ -140,12 +125,11 @@ _OTHER = -1
 
 
 def _additions(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
-    """Returns the argument to which each result adds something.
+    """Returns, for each result of an open jaxpr, the argument to which it adds something.
 
-    Args:
-      jaxpr: An open jaxpr.
-      given: For each of its arguments, the number of the first argument that it equals but for an
-        added value; None if it does not depend on them, `_OTHER` if it does in another way.
+    `given` has, for each argument, the number of the first argument that it equals except for an
+    added value; None if it does not depend on the first arguments, `_OTHER` if it does in another
+    way.
     """
     known: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -178,7 +162,7 @@ def _addition(equation: Any, ins: Sequence[int | None]) -> int | None:
 
 
 def _adds_rows(op: Op) -> bool:
-    """Returns whether each row is added at indices that are its own: `bincount`, for example."""
+    """Returns whether each row is added at indices of this row: `bincount`, for example."""
     _, indices, updates = op.ins
     numbers = op.params["dimension_numbers"]
     if not isinstance(indices, Rows) or not isinstance(updates, Rows):

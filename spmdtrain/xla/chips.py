@@ -12,19 +12,19 @@ class Chip:
     """Specification of one chip; rates are peaks per second.
 
     Attributes:
-        name: Name in a topology, such as "v5e" or "h100".
-        flops: Floating-point operations on bfloat16.
-        memory: Bytes that one JAX device may use; less than the physical memory.
-        bandwidth: Bytes between the chip and its memory.
-        links: Number of links to other chips; 1 for a GPU, its NVLink.
-        link: Bytes over one link, in one direction.
-        network: Bytes to other slices or hosts, in one direction.
-        torus: Number of dims of the torus; 0 if all chips of a host are directly connected.
-        devices: JAX devices per chip.
-        source: Where the peaks are published.
-        latency: Seconds that a tiny collective takes; 0 if the hops determine it.
-        clock: Cycles per second in which the compiler's estimates count; None if unknown.
-        element_rates: Operations on elements, by their kind; empty if unknown.
+      name: Name in a topology, such as "v5e" or "h100".
+      flops: Floating-point operations on bfloat16.
+      memory: Bytes that one JAX device may use; less than the physical memory.
+      bandwidth: Bytes between the chip and its memory.
+      links: Number of links to other chips; 1 for a GPU, its NVLink.
+      link: Bytes over one link, in one direction.
+      network: Bytes to other slices or hosts, in one direction.
+      torus: Number of dims of the torus; 0 if all chips of a host are directly connected.
+      devices: JAX devices per chip.
+      source: Where the peaks are published.
+      latency: Seconds that a tiny collective takes; 0 if the hops determine it.
+      clock: Cycles per second in which the compiler's estimates count; None if unknown.
+      element_rates: Operations on elements, by their kind; empty if unknown.
     """
 
     name: str
@@ -182,11 +182,7 @@ KINDS = (
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Returns the chip of a device by the name that JAX gives to it; None if it is not known.
-
-    Args:
-        device_kind: `jax.Device.device_kind`, for example "TPU v5 lite".
-    """
+    """Returns the chip of a `jax.Device.device_kind`, such as "TPU v5 lite"; None if unknown."""
     for pattern, name in KINDS:
         if re.fullmatch(pattern, device_kind):
             return CHIPS[name]
@@ -194,13 +190,10 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def memory_of(device_kind: str) -> int | None:
-    """Returns the bytes of memory of a device; None if its chip is not known.
+    """Returns the bytes of memory of a `jax.Device.device_kind`; None if its chip is not known.
 
-    A name may state less than the memory of the chip: "NVIDIA A100-SXM4-40GB", or a part of a GPU
+    The name may state less than the memory of the chip: "NVIDIA A100-SXM4-40GB", or a part of a GPU
     as in "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
-
-    Args:
-        device_kind: `jax.Device.device_kind`.
     """
     chip = chip_of(device_kind)
     if chip is None:
@@ -210,13 +203,9 @@ def memory_of(device_kind: str) -> int | None:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak FLOP/s of one JAX device on bfloat16.
+    """Returns the peak FLOP/s of one JAX device on bfloat16, by its `jax.Device.device_kind`.
 
-    Args:
-        device_kind: `jax.Device.device_kind`.
-
-    Returns:
-        The peak; None if the chip is not known, or if the device is a part of a GPU (MIG).
+    It is None if the chip is not known, or if the device is a part of a GPU (MIG).
     """
     chip = chip_of(device_kind)
     is_part = re.search(r"\bmig\b", device_kind.lower())

@@ -36,13 +36,10 @@ def configure_collectives(options: CollectiveOptions, processes: int) -> None:
 
     Call it before the first use of a device. A timeout is rounded up to whole seconds and holds for
     the rest of this process. It has no effect on accelerators, where `compiler_options` rejects it.
-
-    Args:
-        options: The collective options of the run.
-        processes: Number of processes of the job.
+    `processes` is the number of processes of the job.
 
     Raises:
-        UserError: If an option is not supported, or the devices are already initialized.
+      UserError: If an option is not supported, or the devices are already initialized.
     """
     if options.cpu_implementation is not None:
         _use_cpu_implementation(options.cpu_implementation, processes)
@@ -62,12 +59,11 @@ def compiler_options(
     """Returns the XLA options with which a step is compiled.
 
     Args:
-        options: The collective options of the run.
-        platform: Platform of the devices, such as "cpu", "gpu" or "tpu".
-        gathers: Whether the step of the strategy also contains all-gathers and reduce-scatters.
+      platform: Platform of the devices, such as "cpu", "gpu" or "tpu".
+      gathers: Whether the step of the strategy also contains all-gathers and reduce-scatters.
 
     Raises:
-        UserError: If an option would have no effect on this platform.
+      UserError: If an option would have no effect on this platform.
     """
     if platform not in ("cpu", "tpu", *_GPU):
         for name in ("reduce_dtype", "combine_threshold_bytes", "cpu_implementation", "timeout"):
@@ -112,15 +108,7 @@ def compiler_options(
 
 
 def check_reduce_dtype(options: CollectiveOptions, platform: str) -> None:
-    """Checks that a platform reduces in `options.reduce_dtype`.
-
-    Args:
-        options: The collective options of the run.
-        platform: Platform of the devices.
-
-    Raises:
-        UserError: If it does not.
-    """
+    """Raises `UserError` if a platform does not reduce in `options.reduce_dtype`."""
     if options.reduce_dtype == "bfloat16" and platform == "cpu":
         raise UserError(
             "collectives.reduce_dtype=bfloat16 has no effect on CPU, where XLA reduces bfloat16 in "

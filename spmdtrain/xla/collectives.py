@@ -51,11 +51,11 @@ class Carried:
     """One array of a collective.
 
     Attributes:
-        parameters: Model parameters that the array contains, or whose gradients or new values it
-            contains.
-        is_parameter: Whether it contains the parameters themselves.
-        bytes: Size, as in `Collective`.
-        elements: Number of elements in `bytes`.
+      parameters: Model parameters that the array contains, or whose gradients or new values it
+        contains.
+      is_parameter: Whether it contains the parameters themselves.
+      bytes: Size, as in `Collective`.
+      elements: Number of elements in `bytes`.
     """
 
     parameters: tuple[str, ...]
@@ -69,22 +69,22 @@ class Collective:
     """One collective instruction of a compiled step.
 
     Attributes:
-        kind: XLA's name, such as "all-reduce", without `-start`.
-        axes: Mesh axes along which the devices of a group differ, in mesh order; empty if unknown.
-            A group may span a part of an axis: see `group_size`.
-        group_size: Number of devices that communicate; 0 if unknown. For a permute, the longest
-            chain of devices that send to each other.
-        bytes: Size of the whole payload on one device, summed over the arrays: the result of an
-            all-gather, the operand of a reduce-scatter (the result if the group is unknown). For
-            other kinds operand and result have the same size; a ragged all-to-all counts its
-            result buffer, an upper bound.
-        arrays: Number of arrays in the collective.
-        op_name: JAX operation that it comes from (one of them if XLA combined several), or "".
-        line: Source line of the user that it comes from, or "".
-        times: Number of executions in a step: the product of the trip counts of its loops.
-        overlapped: Whether XLA runs other instructions at the same time.
-        group: Partition ids of one of its groups; empty if unknown.
-        carries: Its arrays; empty unless `collectives_of` was called with origins.
+      kind: XLA's name, such as "all-reduce", without `-start`.
+      axes: Mesh axes along which the devices of a group differ, in mesh order; empty if unknown. A
+        group may span a part of an axis: see `group_size`.
+      group_size: Number of devices that communicate; 0 if unknown. For a permute, the longest chain
+        of devices that send to each other.
+      bytes: Size of the whole payload on one device, summed over the arrays: the result of an
+        all-gather, the operand of a reduce-scatter (the result if the group is unknown). For other
+        kinds operand and result have the same size; a ragged all-to-all counts its result buffer,
+        an upper bound.
+      arrays: Number of arrays in the collective.
+      op_name: JAX operation that it comes from (one of them if XLA combined several), or "".
+      line: Source line of the user that it comes from, or "".
+      times: Number of executions in a step: the product of the trip counts of its loops.
+      overlapped: Whether XLA runs other instructions at the same time.
+      group: Partition ids of one of its groups; empty if unknown.
+      carries: Its arrays; empty unless `collectives_of` was called with origins.
     """
 
     kind: str
@@ -103,19 +103,17 @@ class Collective:
 def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
     """Returns the collectives of a compiled step: `collectives(compiled.as_text(), mesh)`.
 
-    A collective in a loop is listed once. Collectives whose groups are single devices are omitted
-    because they send nothing. If its groups cannot be parsed, a collective has empty `axes` and
-    `group_size` 0 instead of raising an error, because a report must not end a run.
+    They are in the order of the text. A collective in a loop is listed once. Collectives whose
+    groups are single devices are omitted because they send nothing. If its groups cannot be parsed,
+    a collective has empty `axes` and `group_size` 0 instead of raising an error, because a report
+    must not end a run.
 
     Args:
-        hlo_text: Optimized HLO.
-        mesh: Mesh of the step. XLA's partition ids are positions in `mesh.devices.flat`.
-
-    Returns:
-        The collectives in the order of the text.
+      hlo_text: Optimized HLO.
+      mesh: Mesh of the step. XLA's partition ids are positions in `mesh.devices.flat`.
 
     Raises:
-        UnreadableProgramError: If XLA wrote the program in an unknown format.
+      UnreadableProgramError: If XLA wrote the program in an unknown format.
     """
     return collectives_of(Module(hlo_text), mesh)
 
@@ -124,10 +122,7 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
 def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -> list[Collective]:
     """Returns the collectives of a parsed program; see `collectives`.
 
-    Args:
-        module: The program.
-        mesh: Mesh of the step.
-        origins: Origins of its values; if given, `Collective.carries` is set.
+    With the origins of the program's values, `Collective.carries` is set.
     """
     result: list[Collective] = []
     pieces: dict[tuple[str, ...], int] = {}
@@ -245,12 +240,7 @@ def _between_slices(
 
 
 def describe_collectives(step: Sequence[Collective], mesh: Mesh) -> str:
-    """Returns a line such as `1 all-reduce, 1.08 MB, over data=8`.
-
-    Args:
-        step: Collectives of a step, which are summed by kind and axes.
-        mesh: Mesh of the step.
-    """
+    """Returns a line such as `1 all-reduce, 1.08 MB, over data=8`, summed by kind and axes."""
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for each in step:
         groups.setdefault((each.kind, each.axes), []).append(each.bytes)
@@ -265,9 +255,7 @@ def describe_collectives(step: Sequence[Collective], mesh: Mesh) -> str:
 def find_collectives(hlo_text: str, mesh: Mesh | None) -> "list[Collective] | str":
     """Returns the collectives of a compiled step, or the reason why they are not known.
 
-    Args:
-        hlo_text: Optimized HLO.
-        mesh: Mesh of the step; without one the step has no collectives.
+    `hlo_text` is optimized HLO. Without a mesh the step has no collectives.
     """
     if mesh is None:
         return []

@@ -38,10 +38,7 @@ def keep_programs(folder: str | None) -> None:
     """Enables the persistent compilation cache, which all processes of the user share.
 
     Without a folder, an existing JAX setting (JAX_COMPILATION_CACHE_DIR) has priority. A read-only
-    folder is only read.
-
-    Args:
-        folder: Folder of the cache; None for the user's own cache, "off" for no cache.
+    folder is only read. `folder` is None for the user's own cache, "off" for no cache.
     """
     current = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if folder == OFF or (folder is None and current is not None):
@@ -98,14 +95,10 @@ jax.monitoring.register_event_listener(_count_hit)
 
 
 def compile_step(lowered: Any, began: float) -> tuple[Any, str]:
-    """Compiles a train step, or reads it from the persistent cache.
+    """Compiles a lowered train step, or reads it from the persistent cache.
 
-    Args:
-        lowered: The lowered step.
-        began: When its trace began, by `time.perf_counter`.
-
-    Returns:
-        The compiled step, and what was done in which time, for the log.
+    Returns the compiled step, and what was done in which time, for the log. `began` is when the
+    trace began, by `time.perf_counter`.
     """
     before, traced = getattr(_hits, "count", 0), time.perf_counter()
     compiled = lowered.compile()
@@ -125,15 +118,15 @@ def merge_compiler_options(
     """Returns the compiler options of the user, of other options of the run, and of a preset.
 
     Args:
-        user: Options of the user as NAME=VALUE.
-        ours: Options that follow from other options of the run.
-        sharding: Its devices are those to compile for.
-        preset: Options that the others replace. Those that XLA does not know, because its version
-            is another one, are omitted.
+      user: Options of the user as NAME=VALUE.
+      ours: Options that follow from other options of the run.
+      sharding: Its devices are those to compile for.
+      preset: Options that the others replace. Those that XLA does not know, because its version is
+        another one, are omitted.
 
     Raises:
-        UserError: If an option is given twice, or XLA rejects it for these devices, which the
-            compilation of a trivial program shows.
+      UserError: If an option is given twice, or XLA rejects it for these devices, which the
+        compilation of a trivial program shows.
     """
     options = dict(ours)
     for option in user:
@@ -166,9 +159,6 @@ def options_for_one_run(platform: str) -> dict[str, Value] | None:
 
     On CPUs, LLVM's first level of optimization compiles an initialization faster, and the values of
     JAX's initializers have the same bits (see the tests). Other backends have no such option.
-
-    Args:
-        platform: The platform of the devices, such as "cpu".
     """
     return {"xla_backend_optimization_level": 1} if platform == "cpu" else None
 
@@ -249,8 +239,8 @@ def _write(
 ) -> None:
     """Writes a compiled program to the cache: on CPU in every process, elsewhere in process 0.
 
-    JAX writes in process 0 only, which serves all processes if their keys are equal. On CPU the key
-    covers the process, so that each finds only what it wrote itself.
+    JAX writes in process 0 only, whose programs serve all processes if their keys are equal. On CPU
+    the key depends on the process, so each process finds only what it wrote itself.
     """
     if backend.platform != "cpu" or jax_distributed.global_state.process_id in (None, 0):
         _write_in_process_0(

@@ -1,4 +1,4 @@
-"""Derivatives: of which values JAX takes them, and the rules that users define for them."""
+"""Derivatives: the values that JAX differentiates, and the rules that users define for them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +19,8 @@ _WRAPPERS = "custom_derivatives.py"  # JAX's, of users' rules
 def may_combine_more(equation: Any) -> bool:
     """Returns whether a rule for derivatives may combine what its function does not.
 
-    Args:
-        equation: A call of a `custom_jvp` or a `custom_vjp`. The rules of JAX and of this package
-            are known not to.
+    `equation` calls a `custom_jvp` or a `custom_vjp`. The rules of JAX and of this package are
+    known not to.
     """
     is_forward = equation.primitive.name == "custom_jvp_call"
     rule = equation.params.get("jvp_jaxpr_fun" if is_forward else "bwd")
@@ -29,7 +28,7 @@ def may_combine_more(equation: Any) -> bool:
     if is_forward and file.name == _WRAPPERS:  # `defjvps`
         file = _file_of(equation.params["call_jaxpr"].jaxpr.debug_info)
     is_known = any(file.is_relative_to(folder) for folder in _TRUSTED)
-    return not is_known or file.name == _WRAPPERS  # the latter of a `custom_gradient`
+    return not is_known or file.name == _WRAPPERS  # the wrapper of a `custom_gradient`
 
 
 def _file_of(debug_info: Any) -> Path:
@@ -40,12 +39,9 @@ def _file_of(debug_info: Any) -> Path:
 def trace_derivatives(equation: Any) -> Any:
     """Traces an equation together with its derivatives in forward mode.
 
-    Args:
-        equation: The equation.
-
     Returns:
-        A closed jaxpr of (values of the equation's variables, tangents of those that are inexact)
-        -> (results, tangents of those that are inexact).
+      A closed jaxpr of (values of the equation's variables, tangents of those that are inexact) ->
+      (results, tangents of those that are inexact).
     """
 
     def run(function: Function, values: list[jax.Array], tangents: list[jax.Array]) -> Any:
@@ -60,12 +56,9 @@ def trace_derivatives(equation: Any) -> Any:
 def trace_gradients(equation: Any) -> Any:
     """Traces an equation together with its derivatives in reverse mode.
 
-    Args:
-        equation: The equation.
-
     Returns:
-        A closed jaxpr of (values of the equation's variables, cotangents of the inexact results)
-        -> (results, gradients of the variables that are inexact).
+      A closed jaxpr of (values of the equation's variables, cotangents of the inexact results) ->
+      (results, gradients of the variables that are inexact).
     """
 
     def run(function: Function, values: list[jax.Array], cotangents: list[jax.Array]) -> Any:
@@ -102,11 +95,8 @@ def is_differentiated(x: jax.Array) -> bool:
     """Returns whether the derivative that JAX takes while it traces this call may pass through `x`.
 
     It does not where JAX knows the derivative of `x` to be 0: of a constant, an integer, or a value
-    under `stop_gradient`.
-
-    Args:
-        x: A value in the function whose gradient is taken; not in a function within it that is
-            traced alone, such as one under `jax.jit` or in a loop.
+    under `stop_gradient`. `x` is a value in the function whose gradient is taken; not in a function
+    within it that is traced alone, such as one under `jax.jit` or in a loop.
     """
     found = []
 
@@ -127,9 +117,5 @@ def is_differentiated(x: jax.Array) -> bool:
 
 
 def is_inexact(x: Any) -> bool:
-    """Returns whether an array, or its abstract value, has a dtype with derivatives.
-
-    Args:
-        x: The array.
-    """
+    """Returns whether an array, or its abstract value, has a dtype with derivatives."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))

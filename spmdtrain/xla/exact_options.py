@@ -19,9 +19,5 @@ _BY_PLATFORM: Mapping[str, Mapping[str, Value]] = {
 
 
 def exact_options(platform: str) -> dict[str, Value]:
-    """Returns the compiler options of a step with `exact`.
-
-    Args:
-      platform: Platform of the devices, such as "cpu", "gpu" or "tpu".
-    """
+    """Returns the compiler options of a step with `exact` on a platform, such as "gpu"."""
     return dict(_BY_PLATFORM.get("gpu" if platform in ("cuda", "rocm") else platform, {}))

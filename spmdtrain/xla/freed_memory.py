@@ -33,8 +33,8 @@ def keep_freed_memory() -> None:
     pages: a quarter of the time of a small transformer. With one arena, no `mmap` and no trimming,
     the memory stays. Without fast bins, threads that share the arena rarely wait for each other.
 
-    Call it before a second thread allocates: a thread keeps the arena of its first allocation.
-    It does nothing if the user has set the allocator, with another C library, and on a machine with
+    Call it before a second thread allocates: a thread keeps the arena of its first allocation. It
+    does nothing if the user has set the allocator, with another C library, and on a machine with
     NVIDIA or AMD GPUs or TPUs.
     """
     if not _is_glibc() or any(name in os.environ for name in _SETTINGS) or not _is_cpu_only():

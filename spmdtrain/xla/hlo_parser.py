@@ -52,11 +52,8 @@ class UnreadableProgramError(UserError):
 def reading_program() -> Iterator[None]:
     """Converts errors of parsing into `UnreadableProgramError`; also usable as a decorator.
 
-    The text comes from XLA, whose next version may change the format.
-
-    Raises:
-        UnreadableProgramError: If the text is in an unknown format.
-        UserError: If the block raises it.
+    The text comes from XLA, whose next version may change the format. A `UserError` is raised as it
+    is.
     """
     try:
         yield
@@ -123,10 +120,10 @@ class Module:
     """A compiled program.
 
     Args:
-        text: `compiled.as_text()`, or one instruction of it.
+      text: `compiled.as_text()`, or one instruction of it.
 
     Raises:
-        UnreadableProgramError: If the text is in an unknown format.
+      UnreadableProgramError: If the text is in an unknown format.
     """
 
     @reading_program()
@@ -156,7 +153,7 @@ class Module:
         self.unknown_loops: list[Instruction] = []
         """Loops with an unknown trip count, which count as one iteration."""
         self.choices: list[Instruction] = []
-        """Conditionals, of which only one branch runs."""
+        """Conditionals that run only one of their branches."""
         self.with_rare_branch: list[Instruction] = []
         """Conditionals with a branch that seldom runs (`RARE_BRANCH`)."""
         self._sizes: dict[str, int] = {}
@@ -232,11 +229,8 @@ class Module:
         """Returns the trip count of a `while`, or None if it is unknown.
 
         On GPU and CPU the text contains it. On TPU it follows from the loop if the condition is
-        `i < N`, the body computes `i + K`, and `i` starts with a constant.
-
-        Args:
-            loop: An instruction; None is returned if it is not a `while`.
-            within: Its computation.
+        `i < N`, the body computes `i + K`, and `i` starts with a constant. It is None for other
+        instructions.
         """
         if loop.opcode != "while":
             return None
@@ -301,14 +295,8 @@ class Module:
     def line_of(self, instruction: Instruction) -> str:
         """Returns the source line of the user that an instruction comes from, or "".
 
-        This is the innermost frame outside of libraries and of this package's core. Operations of
-        the optimizer, for example, have none.
-
-        Args:
-            instruction: The instruction.
-
-        Returns:
-            The line as `file.py:12 (name)`.
+        This is the innermost frame outside of libraries and of this package's core, as
+        `file.py:12 (name)`. Operations of the optimizer, for example, have none.
         """
         if match := _SOURCE.search(instruction.attributes):
             return f"{match[1]}:{match[2]}"
@@ -332,7 +320,7 @@ def _whole_lines(text: str) -> Iterator[str]:
     XLA writes the metadata of a Pallas kernel as an object with a line for each field.
 
     Raises:
-        ValueError: If the text ends within an instruction.
+      ValueError: If the text ends within an instruction.
     """
     begun, depth = "", 0
     for line in text.splitlines():
@@ -349,7 +337,7 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 
 def _source(instruction: Instruction | None, within: Computation) -> Instruction | None:
-    """Returns the instruction of which another is a copy, or that instruction itself."""
+    """Returns the instruction that another one copies, or that instruction itself."""
     for _ in within.instructions:  # bounded, in case of cyclic copies
         if instruction is None or instruction.opcode not in ("copy", "bitcast"):
             break

@@ -15,11 +15,10 @@ class Array:
     """One array of a shape.
 
     Attributes:
-        dtype: XLA's name of the dtype.
-        dims: Its dims.
-        space: Memory space; 0 is the main memory.
-        order: The dims in the order of the layout, the minor one first; empty if unknown.
-        tile: Sizes of the layout's tiles, of the last dims in the layout's order; empty without.
+      dtype: XLA's name of the dtype.
+      space: Memory space; 0 is the main memory.
+      order: The dims in the order of the layout, the minor one first; empty if unknown.
+      tile: Sizes of the layout's tiles, of the last dims in the layout's order; empty without.
     """
 
     dtype: str
@@ -51,11 +50,7 @@ class Array:
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:
-    """Returns the arrays of a shape.
-
-    Args:
-        shape: A shape such as `f32[8,128]{1,0:T(8,128)S(1)}`, or a tuple of shapes.
-    """
+    """Returns the arrays of `f32[8,128]{1,0:T(8,128)S(1)}`, or of a tuple of such shapes."""
     arrays = []
     for match in _ARRAY.finditer(shape):
         order, _, rest = (match["layout"] or "").partition(":")
@@ -75,9 +70,7 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 def element_of(shape: str, path: Sequence[int]) -> str:
     """Returns the first array at a path within a shape, such as `bf16[8,128]`.
 
-    Args:
-        shape: The shape.
-        path: Indices into nested tuples.
+    `path` has indices into nested tuples.
     """
     for place in path:
         depth, parts = 0, [""]

@@ -8,11 +8,7 @@ from jax.sharding import AxisType
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields every equation of a jaxpr, including those of loops, branches and inner functions.
-
-    Args:
-        jaxpr: An open jaxpr.
-    """
+    """Yields every equation of an open jaxpr, including those of loops, branches and functions."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in inner_jaxprs(equation):
@@ -20,11 +16,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def constrains_sharding(jaxpr: Any) -> bool:
-    """Returns whether an operation of a jaxpr constrains the sharding of arrays.
-
-    Args:
-        jaxpr: An open jaxpr.
-    """
+    """Returns whether an operation of an open jaxpr constrains the sharding of arrays."""
     return any(map(_is_constraint, equations(jaxpr)))
 
 
@@ -37,21 +29,13 @@ def _is_constraint(equation: Any) -> bool:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Yields the open jaxprs in an equation's parameters: a loop's body, branches, a function.
-
-    Args:
-        equation: An equation of a jaxpr.
-    """
+    """Yields the open jaxprs in an equation's parameters: a loop's body, branches, a function."""
     for inner, _ in inner_programs(equation):
         yield inner
 
 
 def inner_programs(equation: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Yields the open jaxprs in an equation's parameters, each with its constants.
-
-    Args:
-        equation: An equation of a jaxpr.
-    """
+    """Yields the open jaxprs in an equation's parameters, each with its constants."""
     for value in equation.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(part, "jaxpr", part)  # the open jaxpr of a closed one
@@ -63,9 +47,6 @@ def scan_operands(equation: Any) -> tuple[int, int]:
     """Returns how many of the operands of a `scan` are constants and how many are carried.
 
     The constants are its first operands, the carried values follow.
-
-    Args:
-        equation: The equation of a `scan`.
     """
     params = equation.params
     if "ft_in" in params:  # JAX 0.11 and later
@@ -75,16 +56,7 @@ def scan_operands(equation: Any) -> tuple[int, int]:
 
 
 def evaluate(jaxpr: Any, equation: Any, read: Callable[[Any], Any]) -> list[Any]:
-    """Evaluates one equation of a jaxpr.
-
-    Args:
-        jaxpr: The open jaxpr.
-        equation: One of its equations.
-        read: Returns the value of a variable.
-
-    Returns:
-        The values of the equation's results.
-    """
+    """Returns the results of an equation of an open jaxpr; `read` returns a variable's value."""
     given = variables(equation.invars)
     alone = jaxpr.replace(
         constvars=[],

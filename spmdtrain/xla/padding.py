@@ -28,14 +28,13 @@ def why_padding_matters(
 ) -> str | None:
     """Returns why padding could change the results of a function for the rows of a batch.
 
-    Args:
-        function: A traceable function of (fixed, batch); its results have leading dim B, or do not
-            depend on the batch.
-        fixed: Arguments that are the same for all batches; abstract arrays suffice.
-        batch: Arrays of leading dim B > 1; abstract ones suffice.
+    The reason names the source line. It is None if the results are proven unchanged.
 
-    Returns:
-        The reason, with the source line; None if the results are proven unchanged.
+    Args:
+      function: A traceable function of (fixed, batch); its results have leading dim B, or do not
+        depend on the batch.
+      fixed: Arguments that are the same for all batches; abstract arrays suffice.
+      batch: Arrays of leading dim B > 1; abstract ones suffice.
     """
     results = _results(function, fixed, batch, 2 * size_of(batch))
     if isinstance(results, str):
@@ -57,23 +56,20 @@ def why_parts_differ(
 ) -> str | None:
     """Returns why a function of a part of a batch could return other values for its rows.
 
-    Args:
-        function: See `why_padding_matters`.
-        fixed: See `why_padding_matters`.
-        batch: See `why_padding_matters`.
-        parts: Number of equal parts.
-        own_draws: Whether each part may draw its own random numbers.
-        gradients: Whether the function is differentiated. The rules that users have defined are
-            examined, too.
-        vjps: Whether the function may contain a `jax.custom_vjp` of rows, if the gradients by its
-            backward pass are proven to be those of each row alone, or sums of these over the rows.
-        axes: Named axes, with their sizes, over which the function may add up sums of its rows.
-        averages: Whether the mean of the results over equal parts is all that counts, so that they
-            may contain means over the rows.
+    The result is None if a row's values are proven to depend on this row alone, and on sums over
+    all rows of all parts: not on other rows, their number, or its index.
 
-    Returns:
-        The reason; None if a row's values are proven to depend on this row alone, and on sums over
-        all rows of all parts: not on other rows, their number, or its index.
+    Args:
+      function: See `why_padding_matters`, also for `fixed` and `batch`.
+      parts: Number of equal parts.
+      own_draws: Whether each part may draw its own random numbers.
+      gradients: Whether the function is differentiated. The rules that users have defined are
+        examined, too.
+      vjps: Whether the function may contain a `jax.custom_vjp` of rows, if its backward pass is
+        proven to compute the gradients of each row alone, or sums of such gradients over the rows.
+      axes: Named axes, with their sizes, over which the function may add up sums of its rows.
+      averages: Whether only the mean of the results over equal parts counts, so that they may
+        contain means over the rows.
     """
     other = _other_size(batch, parts)
     results = _results(function, fixed, batch, other, not own_draws, gradients, vjps, axes)
@@ -92,15 +88,12 @@ def why_not_means(
 ) -> list[tuple[str | None, bool]]:
     """Returns for each number of a batch why its mean over equal parts may be another number.
 
-    Args:
-        function: A traceable function of (fixed, batch) that is differentiated; it returns numbers.
-        fixed: See `why_padding_matters`.
-        batch: See `why_padding_matters`.
-        parts: Number of equal parts, each with random numbers of its own.
+    `function` is differentiated and returns numbers; see `why_padding_matters` for it, `fixed` and
+    `batch`. Each of the equal parts has random numbers of its own.
 
     Returns:
-        The reason, None if the number is proven to be a mean over the rows or independent of them;
-        and whether it is proven to be a sum over the rows.
+      The reason, None if the number is proven to be a mean over the rows or independent of them;
+      and whether it is proven to be a sum over the rows.
     """
     found = _results(function, fixed, batch, _other_size(batch, parts), False, True, True)
     if isinstance(found, str):
@@ -122,15 +115,9 @@ def _other_size(batch: PyTree, parts: int) -> int:
 def why_not_sums(function: Callable[[PyTree], PyTree], batch: PyTree) -> str | None:
     """Returns why the results of a function of a batch may not be sums over its rows.
 
-    Such a sum adds up a value of each row, which depends on this row alone. So the sum over a batch
-    is that of the sums over any parts of it, single rows included.
-
-    Args:
-        function: A traceable function of the batch.
-        batch: See `why_padding_matters`.
-
-    Returns:
-        The reason; None if all results are proven to be such sums.
+    Such a sum adds up a value of each row, which depends on this row alone. So the sums over any
+    parts of a batch, single rows included, add up to the sum over the batch. The result is None if
+    all results are proven to be such sums. For `batch` see `why_padding_matters`.
     """
     traced = traces_of(lambda _, rows: function(rows), (), batch, 2 * size_of(batch))
     if isinstance(traced, str):
@@ -158,8 +145,7 @@ def _results(
 ) -> list[Value] | str:
     """Classifies the results by comparing a trace of the batch with one of `other` rows.
 
-    Returns:
-        The results; the reason instead if they are not known or hold the rows in another dim.
+    It returns the reason instead if they are not known or hold the rows in another dim.
     """
     traced = traces_of(function, fixed, batch, other, axes)
     if isinstance(traced, str):

@@ -94,7 +94,7 @@ def _reduce(op: Op) -> "Value | list[Value]":
 
 
 def _along(name: str) -> Rule:
-    """Returns the rule of an operation along one dim, which must not be that of the rows."""
+    """Returns the rule of an operation along one dim, which must not be the dim of the rows."""
 
     def rule(op: Op) -> Value:
         value, axis = op.same(), op.params.get(name, len(op.shape(0)) - 1)

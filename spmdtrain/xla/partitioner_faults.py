@@ -34,7 +34,9 @@ NONE: frozenset[str] = frozenset()
 
 
 def check_partitioning(jaxpr: Any, args: Any, axes: Mapping[str, int], rows: Sequence[str]) -> None:
-    """Checks that a program has no operation that XLA's partitioner computes wrongly.
+    """Raises `UserError` if XLA's partitioner computes an operation of a program wrongly.
+
+    The error names the source line, the dim and the axes.
 
     Args:
       jaxpr: The open jaxpr of the program.
@@ -42,9 +44,6 @@ def check_partitioning(jaxpr: Any, args: Any, axes: Mapping[str, int], rows: Seq
         a sharding is taken for the rows of a batch.
       axes: The sizes of the mesh's axes.
       rows: The axes that split the rows of a batch.
-
-    Raises:
-      UserError: If it has one; names the source line, the dim and the axes.
     """
     used = {axis: size for axis, size in axes.items() if size > 1}
     if not used or not any(map(_is_suspect, equations(jaxpr))):
@@ -64,7 +63,7 @@ def _is_suspect(equation: Any) -> bool:
 
 
 def _with_pair(constraint: Any) -> tuple[str, tuple[str, str]] | None:
-    """Returns the axis of one dim of a matrix and the two of the other, if it is split so."""
+    """Returns the axis of one dim of a matrix and the two axes of the other, if it is split so."""
     sharding = constraint.params["sharding"]
     if not isinstance(sharding, NamedSharding) or len(_shape(constraint.invars[0])) != 2:
         return None
@@ -103,12 +102,12 @@ def _from_spec(spec: PartitionSpec, rank: int, axes: Mapping[str, int]) -> Split
 
 
 class _Splits:
-    """Follows the splits of dims through the operations of a program."""
+    """The splits of dims, followed through the operations of a program."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self._axes = axes
-        # Results computed from a product: the axes that split its contracted dim, and those of the
-        # free dim of the second matrix.
+        # Results computed from a product: the axes that split its contracted dim, and the axes that
+        # split the free dim of the second matrix.
         self._products: dict[Any, tuple[frozenset[str], frozenset[str]]] = {}
 
     def of_results(self, jaxpr: Any, given: Sequence[Split]) -> list[Split]:
@@ -285,7 +284,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _calls(equation: Any) -> bool:
-    """Returns whether an equation is a call of a function: one jaxpr of all its results."""
+    """Returns whether an equation calls a function: one jaxpr that has all of its results."""
     found = [len(x.outvars) for x in inner_jaxprs(equation)]
     return found[0] == len(equation.outvars) and len(found) == 1
 
@@ -295,7 +294,7 @@ def _union(*splits: Split) -> Split:
 
 
 def _by_position(output: Any, ins: Sequence[Split]) -> Split:
-    """Returns the split of a result whose dims are those of the operands of its rank.
+    """Returns the split of a result that has the dims of the operands of the same rank.
 
     An operand of another rank may split every dim.
     """

@@ -23,13 +23,7 @@ class Parameters(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of XLA.
-
-    Attributes:
-        name: Its name.
-        value: Its value.
-        reason: The measured effect, as a sentence for the user.
-    """
+    """An option of XLA; the reason is the measured effect, as a sentence for the user."""
 
     name: str
     value: Value
@@ -83,11 +77,6 @@ PRESETS: dict[tuple[str, Parameters], tuple[Flag, ...]] = {
 
 
 def preset_flags(device_kind: str, parameters: Parameters) -> tuple[Flag, ...]:
-    """Returns the flags of the preset for a device; none for a chip without a preset.
-
-    Args:
-        device_kind: The name that JAX gives to the device.
-        parameters: The placement of the parameters.
-    """
+    """Returns the flags of the preset for a `jax.Device.device_kind`; none without a preset."""
     chip = chip_of(device_kind)
     return () if chip is None else PRESETS.get((chip.name, parameters), ())

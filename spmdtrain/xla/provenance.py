@@ -1,4 +1,4 @@
-"""Model parameters from which a value of a compiled step is computed, or which it becomes."""
+"""The model parameters that a value of a compiled step comes from, or whose update it feeds."""
 
 import math
 import re
@@ -44,9 +44,9 @@ class Origin:
     """Relation of a value to the model parameters.
 
     Attributes:
-        parameters: Model parameters, such as `dense/kernel`, that the value is a form of, or whose
-            gradients or new values it is.
-        is_source: Whether the value is a moved or converted form of the parameters.
+      parameters: Model parameters, such as `dense/kernel`. The value consists of copies or
+        conversions of them, or it feeds their gradients or new values.
+      is_source: Whether the value is a moved or converted form of the parameters.
     """
 
     parameters: tuple[str, ...]
@@ -71,15 +71,14 @@ _Step = Callable[[_Value], "Iterator[_Value | str]"]
 
 
 class Origins:
-    """Follows values through a program, back to its arguments and on to its results.
+    """The paths of values through a program, back to its arguments and on to its results.
 
     Args:
-        module: The program.
-        parameters: Names of the model parameters by JAX's name of the argument, such as
-            `state.params['dense']['kernel']`. A result is identified by the argument whose buffer
-            it reuses.
-        devices: Number of devices over which the state may be sharded. An array smaller than one
-            such shard is not a form of the value any more.
+      parameters: Names of the model parameters by JAX's name of the argument, such as
+        `state.params['dense']['kernel']`. A result is identified by the argument whose buffer it
+        reuses.
+      devices: Number of devices over which the state may be sharded. An array smaller than one such
+        shard is not a form of the value any more.
     """
 
     def __init__(self, module: Module, parameters: Mapping[str, str], devices: int) -> None:
@@ -108,12 +107,10 @@ class Origins:
     def parameters_of(
         self, instruction: Instruction, within: Computation, index: int = 0
     ) -> Origin:
-        """Returns the model parameters that a value is a form of, or whose update it becomes.
+        """Returns the parameters that a value is computed from by copies and conversions, or feeds.
 
-        Args:
-            instruction: The instruction that produces the value.
-            within: Its computation.
-            index: Index of the value if the instruction has several results.
+        A value feeds a parameter if the parameter's update is computed from it. `index` selects the
+        value if the instruction has several results.
         """
         value = self._value(instruction, within, index)
         for step in (self._behind, self._ahead):
@@ -128,13 +125,8 @@ class Origins:
     ) -> Instruction:
         """Returns an instruction that computed a value which was only moved since then.
 
-        Args:
-            instruction: The instruction that produces the value.
-            within: Its computation.
-            index: Index of the value if the instruction has several results.
-
-        Returns:
-            The first such instruction with an operation name; `instruction` if there is none.
+        It is the first such instruction with an operation name; `instruction` if there is none.
+        `index` selects the value if the instruction has several results.
         """
         start = self._value(instruction, within, index)
         seen, waiting = {start}, [start]
@@ -176,7 +168,7 @@ class Origins:
         return within.instructions.get(value.name), within
 
     def _behind(self, value: _Value) -> Iterator[_Value | str]:
-        """Yields the values or arguments of which a value is a form."""
+        """Yields the values or arguments that a value is a moved or converted form of."""
         instruction, within = self._get(value)
         if instruction is None:
             return
@@ -302,7 +294,7 @@ def _moves(opcode: str) -> bool:
 def _given(
     instruction: Instruction, path: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the operands whose data a result is, each with the path within the operand."""
+    """Yields the operands whose data form a result, each with the path within the operand."""
     base = _base(instruction.opcode)
     if instruction.opcode.endswith("-done"):
         yield instruction.operands[0], path

@@ -1,7 +1,7 @@
 """Values that a branch computes again, instead of receiving them.
 
 If a branch uses a value that is also needed outside of it, XLA writes the value to memory in each
-execution, also in those that skip the branch, and compiles the code outside differently, which
+execution, also in those that skip the branch. It also compiles the code outside differently, which
 changes last bits. Therefore a branch computes cheap values again, from arrays that are in memory
 anyway.
 """
@@ -40,7 +40,7 @@ def recomputable(
       function: A traceable function that returns (first, second).
       *args: Its arguments, pytrees of arrays.
       beside: Whether the second result is computed again beside the first one instead of after it:
-        not from the first result, and from scalars that XLA takes for others, so that it does not
+        not from the first result, and from scalars that XLA cannot recognize, so that it does not
         reuse what it computes for the first. It then fuses sums of both into one pass over their
         operands.
 
@@ -92,7 +92,7 @@ def recomputable(
 
 
 def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[jax.Array]:
-    """Returns the results of a jaxpr as arrays, also those that are constants, Python's numbers.
+    """Returns the results of a jaxpr as arrays, also Python numbers, which are constant results.
 
     The state of `optax.contrib.dog` has one.
     """

@@ -31,7 +31,7 @@ from spmdtrain.xla.traces import (
 
 
 class Classifier:
-    """Classifies the values in two traces of the same function.
+    """A classification of the values in two traces of the same function.
 
     Args:
       sizes: The number of rows of each.
@@ -198,7 +198,7 @@ class Classifier:
         return None
 
     def _with_derivatives(self, op: Op) -> list[Value]:
-        """Classifies a function whose derivatives its user has defined, by both of them."""
+        """Classifies a function by its values and by derivatives that the user has defined."""
         try:
             first, second = trace_derivatives(op.first), trace_derivatives(op.second)
         except Exception:  # of any class, as the user's rule raises them
@@ -220,10 +220,8 @@ class Classifier:
         """Classifies a function whose backward pass its user has defined, by both passes.
 
         The gradient of an array that does not depend on the batch is a sum over the rows. So is the
-        cotangent of such a result: of it, the backward pass must be linear.
-
-        Returns:
-            The classes of its results; `Mixed` with the reason if this is not proven.
+        cotangent of such a result, and the backward pass must be linear in it. The results are
+        `Mixed` with the reason if this is not proven.
         """
         count, what = len(op.first.outvars), "the backward pass of a custom_vjp"
         try:
