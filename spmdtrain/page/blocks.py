@@ -57,13 +57,10 @@ class TableBlock:
     """A table. One that is wider than the page scrolls.
 
     Attributes:
-      columns: The titles of the columns.
-      rows: The cells, as text; each row has a cell for each column.
-      numeric: The columns that are aligned to the right.
-      marked: The rows that are highlighted.
-      title: The title.
+      numeric: The indices of the columns that are aligned to the right.
+      marked: The indices of the rows that are highlighted.
       folded: Whether the table is shown only after a click on the title.
-      colors: The number of a color for each row, which is shown in its first cell.
+      colors: The number of a color for each row, which is shown in the row's first cell.
     """
 
     columns: Sequence[str]
@@ -111,13 +108,7 @@ class MediaType(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ImageBlock:
-    """A picture, stored in the page.
-
-    Attributes:
-      content: The bytes of the file.
-      media_type: Its type.
-      title: The title, also the description for screen readers.
-    """
+    """A picture, stored in the page. Its title is also the description for screen readers."""
 
     content: bytes = field(repr=False)
     media_type: MediaType = MediaType.PNG
@@ -155,11 +146,10 @@ Block = (
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under one title; it is left out if it has no blocks.
+    """A part of a page under one title. It is left out if it has no blocks.
 
     Attributes:
       title: The title, also in the page's navigation; empty for the part below the page's title.
-      blocks: Its content.
       note: A sentence under the title.
     """
 
@@ -170,15 +160,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
-
-    Attributes:
-      title: The title.
-      sections: The parts in their order.
-      subtitle: A line below the title.
-      badges: Short texts beside the title, such as a status: text to tone.
-      footer: A line at the end.
-    """
+    """A page. `badges` maps short texts beside the title, such as a status, to their tones."""
 
     title: str
     sections: Sequence[Section]

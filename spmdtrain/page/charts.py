@@ -1,8 +1,8 @@
 """Charts of a page: Vega-Lite specifications made with Altair.
 
-The page's stylesheet has the colors for light and dark; its script gives them to Vega. A chart
-uses `COLORS` numbers of colors or the names of values in the order of the scale's domain, and
-never a color itself.
+The page's stylesheet defines the colors for light and dark mode, and its script passes them to
+Vega. A chart refers to a color by its number, below `COLORS`, or by the position of a value in the
+domain of the scale, never by the color itself.
 """
 
 import copy
@@ -29,7 +29,6 @@ class Series:
     """A line of a chart.
 
     Attributes:
-      name: The name in the legend.
       x: Positions in ascending order.
       y: Values; None is a gap.
       color: The number of its color, from 0; the same number is the same color in all charts.
@@ -61,9 +60,8 @@ class ChartBlock:
       title: The title above the chart; untrusted text.
       spec: The Vega-Lite specification as JSON. It has `"width": "container"`.
       data: The datasets that the specification names: rows, or series of `line_chart`.
-      legend: Entries above the chart; charts of Vega-Lite's own legend have none.
+      legend: Entries above the chart; empty if the chart has a legend of Vega-Lite.
       note: A line below the chart.
-      width: The columns that it takes on a wide screen.
       hover: Whether the values next to the pointer are shown for each series (`line_chart` only).
         The other charts show the `tooltip` of their encoding.
       logarithmic: Whether a button offers a logarithmic axis (`line_chart` only).
@@ -81,11 +79,7 @@ class ChartBlock:
 
 
 def altair() -> Any:
-    """Returns the module `altair`.
-
-    Raises:
-      UserError: If it is not installed.
-    """
+    """Returns the module `altair`; raises `UserError` if it is not installed."""
     return import_extra("altair", "report", "charts")
 
 
@@ -99,18 +93,15 @@ def chart_block(
     width: Width = Width.FULL,
     legend: Sequence[LegendEntry] = (),
 ) -> ChartBlock:
-    """Returns a chart of a page.
+    """Returns the block of an Altair chart.
 
     Args:
-      title: The title.
       chart: An Altair chart. Its data are `altair.NamedData(NAME)`, and its encodings have a
         `tooltip`.
       rows: NAME to the rows of the dataset.
-      height: The height in pixels; None keeps that of the chart.
-      note: A line below the chart.
-      width: The columns that it takes on a wide screen.
-      legend: Entries above the chart. They wrap on a phone, where one of Vega-Lite's own legends
-        would be cut off: the encoding then has `legend=None`.
+      height: The height in pixels; None keeps the height of the chart.
+      legend: Entries above the chart, for an encoding with `legend=None`. They wrap on a phone,
+        where a legend of Vega-Lite would be cut off.
     """
     size = {"width": "container"} | ({} if height is None else {"height": height})
     spec = chart.properties(**size).to_dict()
@@ -133,15 +124,10 @@ def line_chart(
     """Returns a chart of lines over a common axis, with a legend and the values at the pointer.
 
     Args:
-      title: The title.
-      series: The lines.
       values: The text beside each name in the legend, such as the last value.
-      x_title: The title of the horizontal axis.
       y_format: The format of the vertical axis, in the notation of d3-format.
       zero: Whether the vertical axis starts at zero.
       height: The height in pixels.
-      note: A line below the chart.
-      width: The columns that it takes on a wide screen.
     """
     names = [foreign(line.name, _LONGEST_NAME) for line in series]
     data = [
@@ -175,14 +161,14 @@ def line_chart(
 
 
 def _spans_magnitudes(series: Sequence[Series]) -> bool:
-    """Returns whether all values are positive, and the largest is a multiple of the smallest."""
+    """Returns whether all values are positive and the largest is many times the smallest."""
     values = [y for line in series for y in line.y if y is not None and math.isfinite(y)]
     return bool(values) and min(values) > 0 and max(values) > _LOGARITHMIC_FROM * min(values)
 
 
 @functools.cache
 def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str, Any]:
-    """Returns the specification of `line_chart`; to make and to check one takes Altair 50 ms."""
+    """Returns the specification of `line_chart`, cached because Altair takes 50 ms to make it."""
     alt = altair()
     x = alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False))
     label = "datum.value === 0 ? '0' : datum.label"  # d3 writes `0k` and `0%`
@@ -207,5 +193,5 @@ def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str
 
 
 def _without_config(spec: dict[str, Any]) -> dict[str, Any]:
-    """Returns a specification without Altair's own theme and without an address."""
+    """Returns a specification without the theme of Altair and the address of the schema."""
     return {name: value for name, value in spec.items() if name not in ("config", "$schema")}

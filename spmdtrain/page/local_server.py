@@ -1,4 +1,4 @@
-"""A server of one page, on this machine alone."""
+"""A server of one page, for browsers on this machine only."""
 
 import http.server
 import json
@@ -17,12 +17,12 @@ ADDRESS = "127.0.0.1"
 
 
 class PageServer:
-    """Serves a page that changes, on 127.0.0.1 alone.
+    """Serves a page that changes, on 127.0.0.1 only.
 
     Args:
-      read: Returns the page and its version. It is called in one thread at a time. A page with the
-        same version is the same.
-      port: The port; 0 chooses a free one.
+      read: Returns the page and its version. It is called in one thread at a time. Two pages with
+        the same version are equal.
+      port: 0 chooses a free port.
 
     Raises:
       UserError: If the port cannot be used.
@@ -70,7 +70,7 @@ class PageServer:
         return render_page(page, follow=version)
 
     def update(self, version: str) -> dict[str, Any] | None:
-        """Returns what has changed since a version as JSON; None if nothing has."""
+        """Returns what has changed since `version` as a JSON object; None if nothing has."""
         with self._lock:
             page, newest = self._read()
         return None if newest == version else page_content(page) | {"version": newest}

@@ -21,7 +21,6 @@ def render_page(page: Page, *, follow: str | None = None) -> str:
     """Returns a page as HTML. All text of the page is escaped.
 
     Args:
-      page: The page.
       follow: The version of the page, if a server offers newer ones; see `local_server`.
 
     Raises:
@@ -53,13 +52,9 @@ def render_page(page: Page, *, follow: str | None = None) -> str:
 
 
 def page_content(page: Page) -> dict[str, Any]:
-    """Returns what changes in a page that is followed.
+    """Returns the parts of a followed page that change.
 
-    Args:
-      page: The page.
-
-    Returns:
-      A JSON object: `title`, the HTML of the `main` element, and `charts` by their ids.
+    They are a JSON object: `title`, the HTML of the `main` element, and `charts` by their ids.
     """
     sections = [section for section in page.sections if section.blocks]
     charts: dict[str, Mapping[str, Any]] = {}
@@ -99,7 +94,7 @@ def _environment() -> Any:
 
 
 def _one_line(value: Any) -> Any:
-    """Returns text without control characters, as an argument of the template; else the value."""
+    """Returns a text without control characters, any other argument of the template as it is."""
     return foreign(value, _LONGEST_TEXT) if type(value) is str else value
 
 
@@ -116,7 +111,7 @@ def _vega() -> str:
 
 
 def _script_safe(code: str) -> str:
-    """Returns JavaScript that can stand in a script element; changes only texts in it."""
+    """Returns JavaScript that may stand in a script element; only string literals in it change."""
     return re.sub("<(?=/script|!--)", r"\\x3c", code, flags=re.IGNORECASE)
 
 

@@ -54,14 +54,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-      arguments: The command line without the program; by default that of the process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs the command with the given or the process's arguments and returns the exit code."""
     with exit_if_output_is_closed():
         options = tyro.cli(
             Options, args=arguments, prog="python -m spmdtrain.replay", description=__doc__
@@ -72,15 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def execute(options: Options, terminal: Terminal) -> int:
     """Executes the parsed command.
 
-    Args:
-      options: The options.
-      terminal: Receives the tables.
-
     Returns:
       The exit code: 0 if what was compared is equal, 5 (`DIFFERENT`) if it differs.
 
     Raises:
-      UserError: If options contradict each other, or a run does not have what they need.
+      UserError: If options contradict each other, or a run lacks what they need.
       StorageError: If a file cannot be read or written.
     """
     if options.step is not None and options.step < 1:
@@ -110,7 +99,7 @@ def execute(options: Options, terminal: Terminal) -> int:
 
 
 def _refuse_others(options: Options, name: str, what: str) -> None:
-    """Raises `UserError` if an option is given that another one does not use."""
+    """Raises `UserError` if options are given that the option `name` does not use."""
     unused = {
         "against": ("devices", "examples", "config", "keep"),
         "examples": ("devices", "keep", "per_layer", "parameters"),
@@ -121,7 +110,7 @@ def _refuse_others(options: Options, name: str, what: str) -> None:
 
 
 def _compare(options: Options, terminal: Terminal) -> int:
-    """Finds the first step at which two runs differ."""
+    """Finds the first step at which two runs differ and prints it."""
     assert options.against is not None
     first, second = read_run(options.run), read_run(options.against)
     steps = None if options.step is None else [options.step]
@@ -154,7 +143,7 @@ def _compare(options: Options, terminal: Terminal) -> int:
 
 
 def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -> int:
-    """Makes a step again and compares it with what the run has recorded."""
+    """Makes a step again and compares it with the record of the run."""
     if step in run.failed and step not in run.steps:
         raise UserError(
             f"step {step} of {run.workdir} failed, so nothing of it is recorded "
@@ -233,7 +222,7 @@ def _print_arrays(
 
 @contextlib.contextmanager
 def _folder(keep: str | None) -> Iterator[Path]:
-    """Yields an empty folder, which is removed in the end unless it is to be kept."""
+    """Yields an empty folder, which is removed at the end unless `keep` names it."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="spmdtrain-replay-") as folder:
             yield Path(folder)

@@ -1,4 +1,4 @@
-"""Comparison of what two runs have recorded of the same steps."""
+"""Comparison of the records of two runs for the same steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from spmdtrain.checkpoints.read_arrays import check_saved_items, holds, read_hos
 from spmdtrain.replay.recorded_run import RecordedRun, RecordedStep, manifest_at
 
 TOLERANCE = 1e-5
-"""The relative difference of losses and gradients that is promised on any number of devices."""
+"""The relative difference of losses and gradients that is promised for any number of devices."""
 _PROMISED = ("loss", "gradient_norm")
 
 
@@ -38,10 +38,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A step of two runs.
+    """The records of one step in two runs, compared.
 
     Attributes:
-      step: The step.
       metrics: The metrics that both have recorded, by name.
       hashes: The hashes of the state; None if one of them is not known.
       arrays: Whether each array of the state is equal, by path; empty without hashes.
@@ -59,7 +58,7 @@ class StepComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all that both have recorded is equal, bit for bit."""
+        """Whether everything that both runs have recorded is equal, bit for bit."""
         same = self.hashes is None or self.hashes[0] == self.hashes[1]
         return same and all(pair.is_equal for pair in self.metrics.values())
 
@@ -81,13 +80,7 @@ class StepComparison:
 
 
 def compare_step(step: int, first: RecordedStep, second: RecordedStep) -> StepComparison:
-    """Returns the comparison of a step of two runs.
-
-    Args:
-      step: The step.
-      first: What one run has recorded of it.
-      second: What the other run has recorded.
-    """
+    """Compares one step of two runs."""
     names = [name for name in first.metrics if name in second.metrics]
     names.sort(key=lambda name: _PROMISED.index(name) if name in _PROMISED else len(_PROMISED))
     metrics = {name: Pair(first.metrics[name], second.metrics[name]) for name in names}
@@ -101,13 +94,7 @@ def compare_step(step: int, first: RecordedStep, second: RecordedStep) -> StepCo
 def compare_steps(
     first: RecordedRun, second: RecordedRun, steps: Iterable[int] | None = None
 ) -> list[StepComparison]:
-    """Returns the comparisons of all steps of which two runs have recorded the same things.
-
-    Args:
-      first: A run.
-      second: Another run.
-      steps: The steps to compare; None for all.
-    """
+    """Compares all steps, or the given ones, for which two runs have recorded the same things."""
     both = first.steps.keys() & second.steps.keys()
     chosen = both if steps is None else both & set(steps)
     found = (compare_step(s, first.steps[s], second.steps[s]) for s in sorted(chosen))
@@ -116,13 +103,13 @@ def compare_steps(
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """The difference of an array in two checkpoints: that of the elements which differ most.
+    """The differences between the elements of an array in two checkpoints.
 
     Attributes:
-      absolute: The difference; NaN if an element is NaN in one of them alone.
-      relative: It relative to the largest element of the first array.
+      absolute: The largest difference of an element; NaN if an element is NaN in only one of them.
+      relative: `absolute` divided by the largest magnitude in the first array.
       elements: Number of elements that differ.
-      size: Number of elements.
+      size: Number of all elements.
     """
 
     absolute: float
@@ -132,12 +119,7 @@ class ArrayDifference:
 
 
 def difference_of(first: np.ndarray, second: np.ndarray) -> ArrayDifference:
-    """Returns how far two arrays of one shape differ; integers and keys as numbers.
-
-    Args:
-      first: An array.
-      second: Another one of the same shape and dtype.
-    """
+    """Compares two arrays of one shape and dtype; integers and random keys count as numbers."""
     kind = np.complex128 if jnp.issubdtype(first.dtype, np.complexfloating) else np.float64
     a, b = first.astype(kind), second.astype(kind)
     differs = (a != b) & ~(np.isnan(a) & np.isnan(b))
@@ -150,18 +132,9 @@ def difference_of(first: np.ndarray, second: np.ndarray) -> ArrayDifference:
 def array_differences(
     first: RecordedRun, second: RecordedRun, step: int, names: Sequence[str]
 ) -> dict[str, ArrayDifference]:
-    """Returns how far arrays differ, if both runs have a checkpoint of a step.
+    """Returns how far the named arrays differ after a step, by path; {} if a checkpoint is missing.
 
     The arrays are read one at a time.
-
-    Args:
-      first: A run.
-      second: Another run.
-      step: The step.
-      names: The paths of the arrays.
-
-    Returns:
-      The differences by path; {} if a run has no checkpoint of the step.
 
     Raises:
       CheckpointCorruptedError: If a checkpoint is corrupted.

@@ -28,10 +28,7 @@ def print_examples(run: RecordedRun, step: int, file: str | None, terminal: Term
     """Prints the examples of a step: where each comes from, and its values in short.
 
     Args:
-      run: The run.
-      step: The step.
-      file: The experiment's file; None for that which the run has recorded.
-      terminal: Receives a table.
+      file: The experiment's file; None for the file that the run has recorded.
 
     Raises:
       UserError: If the examples cannot be found.
@@ -77,7 +74,7 @@ def _of_dataset(
 def _of_stream(
     run: RecordedRun, data: ShardedStream, config: RunConfig, step: int, augment: Augment | None
 ) -> Iterator[_Example]:
-    """Yields the examples of a step of a stream, which is read from the last checkpoint on."""
+    """Yields the examples of a step of a stream, read from the last checkpoint before the step."""
     first = max((saved for saved in run.checkpoints.steps if saved < step), default=0)
     positions = {}
     if first:

@@ -30,8 +30,9 @@ class RecordedStep:
     """The record of a step.
 
     Attributes:
-      metrics: The metrics of its line of training; the loss alone if only a hash was logged.
-      sums: The checksum of each array of the state after it by path, in the order of the state.
+      metrics: The metrics of its line of training; only the loss if only a hash was logged.
+      sums: The checksum of each array of the state after the step by path, in the order of the
+        state.
     """
 
     metrics: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
@@ -48,19 +49,17 @@ class RecordedRun:
     """The record of a run in its workdir.
 
     Attributes:
-      workdir: The folder or URL.
-      config: Its configuration, JSON values; {} if `config.json` is missing.
+      config: The configuration as JSON values; {} if `config.json` is missing.
       experiment: The experiment's file; None if it is not known.
       experiment_sha256: The SHA-256 of that file at the last start; "" if unknown.
       versions: Versions of libraries by name.
-      device_kind: The kind of its devices; empty if it is not known.
-      devices: Numbers of devices by the step from which a start began.
-      processes: Numbers of processes by the step from which a start began.
-      steps: The steps by number, ascending.
-      checkpoints: Its checkpoints.
-      first_step: The step from which it began: above 0 for a fork.
-      last_step: The last step that it is known to have made.
-      failed: Why steps have failed, by step.
+      device_kind: "" if it is not known.
+      devices: The number of devices of each start, by the step from which it began.
+      processes: The number of processes of each start, by the step from which it began.
+      steps: The recorded steps by number, ascending.
+      first_step: The step from which the run began: above 0 for a fork.
+      last_step: The last step that the run is known to have made.
+      failed: The reason of each failed step.
     """
 
     workdir: str
@@ -87,16 +86,13 @@ class RecordedRun:
 
 
 def _made_by(starts: Mapping[int, int], step: int) -> int | None:
-    """Returns the number of the start that made a step, of those by the steps of the starts."""
+    """Returns the value of the start that made a step; `starts` has the first steps as keys."""
     before = [first for first in starts if first < step]
     return starts[max(before)] if before else None
 
 
 def read_run(workdir: str) -> RecordedRun:
-    """Returns what the workdir of a run records.
-
-    Args:
-      workdir: The folder or URL.
+    """Reads the record of a run from its workdir, a folder or URL.
 
     Raises:
       UserError: If it is not the workdir of a run.
@@ -144,7 +140,7 @@ def read_run(workdir: str) -> RecordedRun:
 
 
 def _by_start(events: Sequence[RunEvent], name: Literal["devices", "processes"]) -> dict[int, int]:
-    """Returns a number of each start by the step from which it began."""
+    """Returns a number of each start by the step from which the start began."""
     found: dict[int, int] = {}
     for event in events:
         if event["event"] == "start" and name in event:
@@ -165,12 +161,7 @@ def _saved_step(workdir: str) -> int:
 
 
 def manifest_at(source: Source, step: int) -> Manifest | None:
-    """Returns the manifest of the checkpoint of a step; None if there is none that is valid.
-
-    Args:
-      source: The checkpoints.
-      step: The step.
-    """
+    """Returns the manifest of the checkpoint of a step; None if it is missing or corrupted."""
     if step not in source.steps:
         return None
     folder = source.path(step)
@@ -182,7 +173,7 @@ def manifest_at(source: Source, step: int) -> Manifest | None:
 
 
 def _saved_sums(source: Source, step: int) -> Mapping[str, str]:
-    """Returns the checksums in the manifest of a checkpoint, if it has the whole state."""
+    """Returns the checksums in the manifest of a checkpoint; {} if it lacks a part of the state."""
     manifest = manifest_at(source, step)
     if manifest is None or manifest.identity.lora.source:  # the base model is not part of it
         return {}

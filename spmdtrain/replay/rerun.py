@@ -1,4 +1,4 @@
-"""Steps of a run, made again from a checkpoint into a folder of their own."""
+"""Repetition of steps of a run, from a checkpoint into a new folder."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ class Rerun:
     """A part of a run that was made again.
 
     Attributes:
-      folder: The workdir with its log, its hashes and the state after the last step.
+      folder: The workdir with the log, the hashes and the state after the last step.
       first: The step of the checkpoint from which it began; 0 without one.
       placement: Its devices and mesh, in words.
       devices: Number of its devices.
@@ -42,21 +42,15 @@ def rerun(
     folder: Path,
     terminal: Terminal,
 ) -> Rerun:
-    """Makes a step again, and those between it and the newest valid checkpoint before it.
+    """Makes a step again, and the steps between the newest valid checkpoint before it and the step.
 
-    The new run is a fork of the old one, with its configuration, in a folder of its own. The old
-    one is only read.
+    The new run is a fork of the old one with the same configuration; the old one is only read.
 
     Args:
-      run: The run.
-      step: The step.
       devices: Number of devices; None for all that the run's configuration asks for.
-      file: The experiment's file; None for that which the run has recorded.
-      folder: An empty or absent folder, which holds the workdir of each attempt.
+      file: The experiment's file; None for the file that the run has recorded.
+      folder: An empty or absent folder, in which each attempt gets a workdir.
       terminal: Receives a line for each checkpoint that is corrupted.
-
-    Returns:
-      The new run.
 
     Raises:
       UserError: If the run cannot be continued here, or no checkpoint is valid.
@@ -87,7 +81,7 @@ def _forked(
     step: int,
     terminal: Terminal,
 ) -> RunConfig:
-    """Returns the configuration of a fork, which logs and saves what will be compared."""
+    """Returns the configuration of a fork that logs and saves what will be compared."""
     fork_from, init_from = config.fork_from, config.init_from
     if first is not None:
         manifest = manifest_at(run.checkpoints, first)
@@ -130,7 +124,7 @@ def _forked(
 
 
 def _names_values(init_from: str, checkpoint: str) -> bool:
-    """Returns whether a run always begins with the same parameters."""
+    """Returns whether `init_from` always gives the same parameters."""
     return is_weights_file(init_from) or names_step(f"{init_from}@{checkpoint}")
 
 

@@ -28,7 +28,7 @@ _OWN = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """The options of the run command that a configuration needs."""
+    """The options of the run command that are needed to parse a configuration."""
 
     config: str
     preset: str | None = None
@@ -37,12 +37,11 @@ class _Options:
 def restore_config(
     run: RecordedRun, file: str | None, terminal: Terminal
 ) -> tuple[ExperimentFile, RunConfig]:
-    """Returns the experiment of a run, executed, and its resolved configuration.
+    """Executes the experiment of a run and returns it with the run's resolved configuration.
 
     Args:
-      run: The run.
-      file: The experiment's file; None for that which the run has recorded.
-      terminal: Receives a line with the file, if the run has named it.
+      file: The experiment's file; None for the file that the run has recorded, which the terminal
+        then names.
 
     Raises:
       UserError: If the file or the configuration is not known, or they do not belong together, or
@@ -85,7 +84,7 @@ def restore_config(
 
 
 def _distrust(path: str, workdir: str) -> str | None:
-    """Returns why a file that a run names as its experiment is not executed unasked, or None."""
+    """Returns why a file that a run names is not executed without `--config`; None if it is."""
     status = os.stat(path)
     if not os.path.isabs(path):
         return "that is no absolute path"
@@ -102,8 +101,7 @@ def config_on_devices(config: RunConfig, devices: int | None, terminal: Terminal
     """Returns a run's configuration on other devices; strategy and mesh are kept if they fit.
 
     Args:
-      config: The configuration.
-      devices: Number of devices; None for those that it asks for.
+      devices: Number of devices; None for the devices that the configuration asks for.
       terminal: Receives a warning if strategy and mesh are replaced.
 
     Raises:
@@ -133,7 +131,7 @@ def config_on_devices(config: RunConfig, devices: int | None, terminal: Terminal
 def _arguments(
     saved: Mapping[str, Any], default: Any, path: str, prefix: str = ""
 ) -> Iterator[str]:
-    """Yields the arguments of the run command that make a configuration from the defaults."""
+    """Yields the arguments of the run command that turn the defaults into a saved configuration."""
     before = config_as_json(default)
     hints = typing.get_type_hints(type(default))
     exclusive = {name: other for pair in EXCLUSIVE for name, other in (pair, pair[::-1])}

@@ -20,16 +20,10 @@ SHOWN = 10
 def other_conditions(
     run: RecordedRun, made: Rerun, step: int, file: str | None = None
 ) -> list[str]:
-    """Returns lines about the files, devices and versions with which a step was first made.
+    """Returns a line for each condition under which a replay differs from the run.
 
-    Args:
-      run: The run.
-      made: The replay.
-      step: The step.
-      file: The experiment's file; None for that which the run has recorded.
-
-    Returns:
-      A line for each difference. Without one, the same bits are expected.
+    Without any difference, the same bits are expected. If `file` is None, the experiment's file is
+    the one that the run has recorded.
     """
     found = []
     path = file or run.experiment
@@ -62,12 +56,7 @@ def other_conditions(
 
 
 def metrics_table(compared: StepComparison, titles: tuple[str, str]) -> Table:
-    """Returns the table of the metrics and the hash of a step.
-
-    Args:
-      compared: The step.
-      titles: The titles of the columns of both runs.
-    """
+    """Returns the table of the metrics and the hash of a step; `titles` name the two runs."""
     table = Table("", *map(foreign, titles), "relative difference", title=f"step {compared.step}")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -83,12 +72,9 @@ def metrics_table(compared: StepComparison, titles: tuple[str, str]) -> Table:
 def arrays_table(
     compared: StepComparison, far: Mapping[str, ArrayDifference], *, every: bool
 ) -> Table:
-    """Returns the table of the arrays that differ after a step.
+    """Returns the table of the arrays that differ after a step, at most `SHOWN`, or of all arrays.
 
-    Args:
-      compared: The step.
-      far: How far arrays differ, as far as that is known.
-      every: Whether all arrays have a row, also equal ones.
+    `far` may lack arrays; their cells stay empty.
     """
     table = _table("array", far)
     names: Iterable[str] = compared.different_arrays[:SHOWN]
@@ -101,9 +87,7 @@ def arrays_table(
 def layers_table(compared: StepComparison, far: Mapping[str, ArrayDifference]) -> Table:
     """Returns the table of the layers after a step, in the order of the state.
 
-    Args:
-      compared: The step.
-      far: How far arrays differ, as far as that is known.
+    `far` may lack arrays; their cells stay empty.
     """
     layers: dict[str, list[str]] = {}
     for name in compared.arrays:
@@ -125,7 +109,7 @@ def _table(kind: str, far: Mapping[str, ArrayDifference]) -> Table:
 
 
 def _cells(names: Iterable[str], far: Mapping[str, ArrayDifference]) -> list[str]:
-    """Returns the cells of the arrays that differ most in a group of arrays."""
+    """Returns the cells with the largest differences in a group of arrays."""
     known = [far[name] for name in names if name in far]
     if not known:
         return ["", "", ""] if far else []

@@ -1,1 +1,1 @@
-"""The page of one or several runs: curves, what was run, checkpoints, failures and samples."""
+"""The page of one or several runs: curves, program, checkpoints, failures and samples."""

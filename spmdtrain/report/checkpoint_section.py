@@ -13,7 +13,7 @@ _MOST_METRICS = 6
 
 
 def checkpoint_section(runs: Sequence[RunData]) -> Section:
-    """Returns the section of checkpoints, the newest of each run first."""
+    """Returns the section of checkpoints, with the newest checkpoint of each run first."""
     blocks = [table for run in runs if (table := _table(run, len(runs) > 1)) is not None]
     return Section("Checkpoints", blocks)
 

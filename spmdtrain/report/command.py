@@ -46,14 +46,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-      arguments: The command line without the program; by default that of the process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs the command, by default with the arguments of the process, and returns its exit code."""
     with exit_if_output_is_closed():
         options = tyro.cli(
             Options,
@@ -65,14 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Options, terminal: Terminal) -> int:
-    """Executes the parsed command.
-
-    Args:
-      options: The options.
-      terminal: Receives progress and messages.
-
-    Returns:
-      The exit code.
+    """Executes the parsed command and returns its exit code.
 
     Raises:
       UserError: If an option or a workdir is not valid, or a library is missing.
@@ -117,11 +103,7 @@ class RunReport:
         self._version = 0
 
     def refresh(self, terminal: Terminal | None = None) -> None:
-        """Reads what has changed.
-
-        Args:
-          terminal: Shows the progress, if it is a terminal.
-        """
+        """Reads what has changed; shows the progress on `terminal` if it is a terminal."""
         if terminal is None:
             changed = [reader.refresh() for reader in self._readers]
         else:
@@ -151,15 +133,11 @@ class RunReport:
 
 
 def follow_runs(report: RunReport, port: int, terminal: Terminal) -> int:
-    """Serves the page until Ctrl-C.
+    """Serves the page until Ctrl-C and returns the exit code 0.
 
     Args:
-      report: The page.
-      port: The port; 0 chooses a free one.
+      port: 0 chooses a free port.
       terminal: Receives the address.
-
-    Returns:
-      The exit code, 0.
 
     Raises:
       UserError: If the port cannot be used.
@@ -173,15 +151,7 @@ def follow_runs(report: RunReport, port: int, terminal: Terminal) -> int:
 
 
 def page_file(output: str | None, workdirs: Sequence[str]) -> epath.Path:
-    """Returns the file of a page.
-
-    Args:
-      output: The file; None for the default.
-      workdirs: The workdirs of the runs.
-
-    Raises:
-      UserError: If it is a folder.
-    """
+    """Returns the file to write; raises `UserError` if `output` is a folder."""
     if output is None:
         return folder_of(workdirs[0] if len(workdirs) == 1 else ".") / FILE_NAME
     path = folder_of(output)
@@ -191,15 +161,7 @@ def page_file(output: str | None, workdirs: Sequence[str]) -> epath.Path:
 
 
 def write_page(html: str, path: epath.Path) -> None:
-    """Writes a page.
-
-    Args:
-      html: The page.
-      path: The file.
-
-    Raises:
-      StorageError: If the file cannot be written.
-    """
+    """Writes a page; raises `StorageError` if the file cannot be written."""
     try:
         no_follow.write(path.parent, path.name, lambda file: file.write(html.encode()))
     except failures(path) as error:

@@ -82,8 +82,7 @@ class _Plot:
 def curve_sections(runs: Sequence[RunData]) -> list[Section]:
     """Returns the sections of curves, without empty ones.
 
-    Args:
-      runs: The runs. The curves of several are in the same charts, with a color for each run.
+    The curves of several runs are in the same charts, with a color for each run.
     """
     groups = {
         _METRICS: _of_one_run(runs[0]) if len(runs) == 1 else _of_runs(runs),

@@ -79,7 +79,7 @@ def _shares(runs: Sequence[RunData]) -> ChartBlock:
 
 
 def _legend(values: Mapping[Activity, str]) -> list[LegendEntry]:
-    """Returns the legend of the activities that are present, each with a text."""
+    """Returns the legend of the activities in `values`, each with its text."""
     return [
         LegendEntry(activity, color, values[activity])
         for activity, color in _COLORS.items()
@@ -88,7 +88,6 @@ def _legend(values: Mapping[Activity, str]) -> list[LegendEntry]:
 
 
 def _color() -> Any:
-    """Returns the encoding of activities as colors."""
     alt = altair()
     domain = sorted(_COLORS, key=lambda activity: _COLORS[activity])
     return alt.Color("what:N", scale=alt.Scale(domain=[str(x) for x in domain]), legend=None)
@@ -147,7 +146,7 @@ def _timeline(starts: Sequence[RunStart], name: str) -> ChartBlock:
 
 
 def _shortened(found: Sequence[Span]) -> tuple[list[tuple[float, float]], bool]:
-    """Returns begin and end of each part with long times down shortened, and whether any was."""
+    """Returns begin and end of each span, long times down shortened, and whether any was."""
     up = sum(s.end - s.begin for s in found if s.activity is not Activity.DOWN)
     longest = max(_DOWN_SHARE * up, 1.0)
     removed, is_shorter = 0.0, False

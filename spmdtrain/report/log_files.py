@@ -1,4 +1,4 @@
-"""Reading of the growing files of a run: only what is new since the last reading."""
+"""Incremental reading of the growing files of a run."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +23,14 @@ from spmdtrain.files.validation import (
 
 OnBytes = Callable[[int], None]
 PIECE = 2**24
-"""Bytes that one reading returns at most, and so the longest line."""
+"""The most bytes that one reading returns; a longer line cannot be read."""
 _TAIL = 2**12  # bytes, several lines
 _TOGETHER = 2**10  # lines that are decoded at once
 
 
 @dataclass(frozen=True)
 class FileState:
-    """Identity, size in bytes and time of a file, one of which changes if the file does."""
+    """Identity, size in bytes and time of a file. At least one of them changes if the file does."""
 
     inode: int
     """For an object at a URL its generation, which each upload changes."""
@@ -39,13 +39,9 @@ class FileState:
 
 
 def file_state(path: epath.Path) -> FileState | None:
-    """Returns the state of a file; None if there is none.
+    """Returns the state of a local file or an object at a URL; None if there is none.
 
-    Args:
-      path: A local file, or an object at a URL.
-
-    Raises:
-      StorageError: If the file cannot be accessed.
+    Raises `StorageError` if it cannot be accessed.
     """
     try:
         if is_url(path):
@@ -60,14 +56,11 @@ def file_state(path: epath.Path) -> FileState | None:
 
 
 class GrowingFile:
-    """A file of lines that another process appends to.
+    """A file of lines that another process appends to. It need not exist.
 
     A run that resumes replaces its `metrics.jsonl`: then all lines are read again. At a URL each
-    upload replaces the object. The new one continues the old one if the bytes before the first new
-    one are the same, because lines are only cut off at the end and appended.
-
-    Args:
-      path: The file, which need not exist.
+    upload replaces the object. Since lines are only cut off at the end and appended, the new object
+    continues the old one if the last bytes that were read are unchanged.
     """
 
     def __init__(self, path: epath.Path) -> None:
@@ -96,7 +89,7 @@ class GrowingFile:
 
         Returns:
           Whether the file was replaced, so that earlier lines no longer count, and the lines; None
-          if nothing is left to read.
+            if nothing is left to read.
 
         Raises:
           StorageError: If the file cannot be accessed.
@@ -137,10 +130,9 @@ class GrowingFile:
 def take_objects(
     lines: Sequence[bytes], take: Callable[[Mapping[str, Any]], None], on_bytes: OnBytes
 ) -> None:
-    """Passes the JSON object of each line to a function, and the bytes done to another one.
+    """Passes the JSON object of each line to a function, and the progress to another one.
 
     Args:
-      lines: The lines.
       take: Receives each object; `{}` for a line that is not one.
       on_bytes: Receives the number of bytes since its last call.
     """
@@ -152,17 +144,10 @@ def take_objects(
 
 
 def read_object(path: epath.Path) -> tuple[dict[str, Any] | None, str]:
-    """Reads a JSON object.
+    """Reads a JSON object; returns it and what is wrong with it, if anything.
 
-    Args:
-      path: The file.
-
-    Returns:
-      The object, None if there is no file or it is not valid; and what is wrong with it, if
-      anything.
-
-    Raises:
-      StorageError: If the file cannot be accessed.
+    The object is None if the file is missing or not valid. Raises `StorageError` if it cannot be
+    accessed.
     """
     try:
         content = parse_object(read_bytes(path, LARGEST))

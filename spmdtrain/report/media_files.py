@@ -40,15 +40,11 @@ class MediaItem:
     """One item of `media.jsonl`.
 
     Attributes:
-      step: The step.
-      split: The split, such as `eval`.
+      split: Such as `eval`.
       name: The name that the run gave.
-      kind: What it is.
       file: The picture's path in the workdir, if it is an image or a figure.
-      captions: The texts of the images that the picture shows, in rows.
-      text: The text.
+      captions: The texts of the images in the picture, row by row.
       edges: The edges of a histogram's bins, one more than `counts`.
-      counts: The count of each bin.
       columns: The titles of a table's columns.
       rows: The cells of the first rows of a table.
       row_count: The number of all its rows.
@@ -70,12 +66,11 @@ class MediaItem:
 
 @dataclass
 class MediaLog:
-    """The items of `media.jsonl` in the order of the file; of very many those of the last steps.
+    """The items of `media.jsonl` in the order of the file; of very many, the last steps only.
 
     Attributes:
-      items: The items.
       invalid: Number of lines that are not valid.
-      dropped: Number of the older items that are left out.
+      dropped: Number of older items that are left out.
     """
 
     items: list[MediaItem] = field(default_factory=list)
@@ -94,13 +89,13 @@ class MediaLog:
             self.items = [self.items[n] for n in sorted(kept[-_MOST_ITEMS:])]
 
     def newest(self) -> Sequence[MediaItem]:
-        """Returns the items, the newest first; of an item that was logged again the newest."""
+        """Returns the items, the newest first. An item that was logged again counts once."""
         unique = {(x.step, x.split, x.name, n): x for n, x in _numbered(self.items)}
         return sorted(unique.values(), key=lambda item: -item.step)
 
 
 def _numbered(items: Sequence[MediaItem]) -> list[tuple[int, MediaItem]]:
-    """Returns items with their number among those of the same step, split and name.
+    """Returns each item with its number among the items of the same step, split and name.
 
     A step that is repeated after a restart logs the same items again, with the same files.
     """
@@ -120,11 +115,7 @@ def _numbered(items: Sequence[MediaItem]) -> list[tuple[int, MediaItem]]:
 
 
 def _parse_item(content: Mapping[str, Any]) -> MediaItem:
-    """Returns the item of a line.
-
-    Raises:
-      Malformed: If it is not valid.
-    """
+    """Returns the item of a line; raises `Malformed` if it is not valid."""
     step, kind = content.get("step"), content.get("kind")
     if type(step) is not int or step < 0 or kind not in tuple(MediaKind):
         raise Malformed("not an item")
@@ -177,11 +168,7 @@ def _cell(value: Any) -> str:
 
 
 def _inner_path(value: Any) -> str:
-    """Returns the path of a file below `media/`.
-
-    Raises:
-      Malformed: If it leads elsewhere.
-    """
+    """Returns the path of a file below `media/`; raises `Malformed` if it leads elsewhere."""
     path = PurePosixPath(_string(value))
     parts = path.parts
     if "\0" in str(path) or path.is_absolute() or ".." in parts or parts[:1] != ("media",):
@@ -192,17 +179,10 @@ def _inner_path(value: Any) -> str:
 
 
 def read_picture(folder: epath.Path, file: str) -> tuple[bytes, MediaType]:
-    """Returns the content and the type of a picture.
+    """Returns the content and the type of a picture, whose path is relative to the workdir.
 
     A link is not followed, because another user may have written the workdir, and the page may be
-    given away.
-
-    Args:
-      folder: The workdir.
-      file: The picture's path below it.
-
-    Raises:
-      UserError: If it cannot be read, or is neither PNG nor SVG.
+    given away. Raises `UserError` if the file cannot be read, or is neither PNG nor SVG.
     """
     try:
         if is_url(folder):

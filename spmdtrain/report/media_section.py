@@ -25,7 +25,7 @@ _MOST_BYTES = 700_000  # of pictures and texts in a page; base64 adds a third
 
 
 def media_section(runs: Sequence[RunData]) -> Section:
-    """Returns the section of samples."""
+    """Returns the section of samples, images, histograms and tables."""
     blocks: list[Block] = []
     left_out = 0
     for run in runs:

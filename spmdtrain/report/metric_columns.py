@@ -15,7 +15,7 @@ Values: TypeAlias = Sequence["float | None"]
 _MOST_VALUES, _KEPT_VALUES = 2**15, 2**13  # of a column, before and after it is thinned
 _MOST_MEANS, _VALUES_PER_MEAN = 2**13, 16
 MOST_COLUMNS = 10_000
-"""Metrics of one file of which values are kept."""
+"""The number of metrics of one file whose values are kept."""
 _NOT_PERFORMANCE = {"step", "time"}
 
 
@@ -23,7 +23,7 @@ class Column:
     """The values of one metric. None is a value that was NaN or infinite.
 
     Of more than 32,768 values it keeps about 8,192: the extremes and gaps of each part of the
-    curve, and in place of the others the means of 16 or more.
+    curve. The other values are replaced by the means of 16 or more.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,6 @@ class Column:
         self._means = np.zeros((0, 3))  # step, value and number of the values before that thinning
 
     def add(self, step: int, value: float | None) -> None:
-        """Appends a value."""
         steps = self._steps
         if steps and step <= steps[-1]:
             self._is_ordered = False
@@ -46,11 +45,11 @@ class Column:
 
     @property
     def count(self) -> int:
-        """Number of values of the curve, with those that were left out."""
+        """Number of values of the curve, including the values that are no longer kept."""
         return self._dropped + len(self._steps)
 
     def by_step(self) -> tuple[Steps, Values]:
-        """Returns the values in the order of their steps; of equal steps the newest value."""
+        """Returns the values in the order of their steps, for equal steps the newest value."""
         if self._is_ordered:
             return self._steps, self._values
         newest = dict(zip(self._steps, self._values, strict=True))
@@ -61,22 +60,18 @@ class Column:
         return steps, values
 
     def means(self, parts: int) -> tuple[list[float], list[float]]:
-        """Returns the mean of each part of the curve, at the part's mean step.
-
-        Args:
-          parts: The number of parts, of about equally many values.
-        """
+        """Returns the means of `parts` parts of about equally many values, at their mean steps."""
         steps, values = self.by_step()
         if not self._thinned:
             return mean_curve(steps, values, parts)
         return mean_curve_of_means(self._all_means(), parts)
 
     def _all_means(self) -> np.ndarray:
-        """Returns step, value and number of the means, and of the values added after them."""
+        """Returns step, value and count of the means; a newer value is a mean of one."""
         return np.concatenate([self._means, self._means_of_new(1)])
 
     def _means_of_new(self, size: int) -> np.ndarray:
-        """Returns the means of `size` values each that were added since the last thinning."""
+        """Returns the means of groups of `size` values that were added since the last thinning."""
         new = zip(self._steps[self._thinned :], self._values[self._thinned :], strict=True)
         newest = {step: value for step, value in new if value is not None}
         rows = np.array([(s, newest[s], 1.0) for s in sorted(newest)]).reshape(-1, 3)
@@ -124,7 +119,7 @@ class MetricColumns:
         """Number of lines that are not lines of metrics."""
 
     def add(self, content: Mapping[str, Any]) -> None:
-        """Adds the object of a line; counts it as invalid if it is not one of metrics."""
+        """Adds the object of a line; counts it as invalid if it is not a line of metrics."""
         if not is_metrics(content):
             self.invalid += 1
             return
@@ -156,7 +151,7 @@ class PerformanceColumns:
         self.invalid = 0
 
     def add(self, content: Mapping[str, Any]) -> None:
-        """Adds the object of a line; counts it as invalid if it is not one of performance."""
+        """Adds the object of a line; counts it as invalid if it is not a line of performance."""
         step, time = content.get("step"), content.get("time")
         if type(step) is not int or step < 0 or not is_number(time):
             self.invalid += 1
@@ -169,7 +164,7 @@ class PerformanceColumns:
 
 
 def new_column(columns: dict[K, Column], key: K) -> Column:
-    """Adds a column and returns it. Of a file with very many names the first ones are kept."""
+    """Returns a new column, which is added unless the file has very many names already."""
     column = Column()
     if len(columns) < MOST_COLUMNS:
         columns[key] = column

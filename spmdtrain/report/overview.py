@@ -25,11 +25,7 @@ _SILENCE = 600  # seconds without an event after which a running run may have be
 
 
 def overview(runs: Sequence[RunData]) -> Section:
-    """Returns the part below the title.
-
-    Args:
-      runs: The runs: the values of one in large type, or a table of several.
-    """
+    """Returns the part below the title: values of one run in large type, or a table of several."""
     notes = [
         NoteBlock(f"{_of(run, runs)}{run.status_name}: {reason}", Tone.BAD)
         for run in runs
@@ -52,7 +48,7 @@ def _of(run: RunData, runs: Sequence[RunData]) -> str:
 
 
 def _silence(run: RunData) -> str:
-    """Returns a note if a run that is running has logged nothing for long, else ""."""
+    """Returns a note if a running run has logged nothing for long, else ""."""
     if run.status_name != Status.RUNNING or not run.events.starts:
         return ""
     silent = time.time() - max(start.last_time for start in run.events.starts)
@@ -132,7 +128,7 @@ def goodput(run: RunData) -> float | None:
 
 
 def _table(runs: Sequence[RunData]) -> TableBlock:
-    """Returns a table with the results of each of several runs."""
+    """Returns a table with the results of the runs."""
     tests = list(dict.fromkeys(n for run in runs for n in last_values(run, Split.TEST)))
     tests = tests[:_MOST_METRICS]
     bests = [best_value(run) for run in runs]

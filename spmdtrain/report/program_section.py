@@ -20,11 +20,7 @@ _HIDDEN = {"workdir"}
 
 
 def program_section(runs: Sequence[RunData]) -> Section:
-    """Returns the section about what was run.
-
-    Args:
-      runs: The runs. Of several, the fields that differ are shown first.
-    """
+    """Returns the section about what was run; of several runs, differing fields are shown first."""
     blocks: list[Block] = []
     fields = [flat_fields(run.config) for run in runs]
     if len(runs) > 1 and (rows := _differences(fields)):
@@ -86,7 +82,7 @@ def _differences(fields: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
 
 def _configuration(fields: Mapping[str, str]) -> list[Block]:
-    """Returns the fields of the experiment, and those that differ from the framework's defaults."""
+    """Returns the fields of the experiment, and the fields that differ from framework defaults."""
     defaults = flat_fields(config_as_json(RunConfig()))
     groups = {name.split(".")[0] for name in defaults}
     own = [Fact(n, v) for n, v in fields.items() if n.split(".")[0] not in groups]
@@ -106,7 +102,7 @@ def _configuration(fields: Mapping[str, str]) -> list[Block]:
 
 
 def _environments(runs: Sequence[RunData]) -> list[Block]:
-    """Returns versions and devices: two lists for one run, or a table of what differs."""
+    """Returns versions and devices: two lists for one run, a table for several."""
     facts = [_devices(run) for run in runs]
     versions = [
         {foreign(n, 60): foreign(v, 60) for n, v in object_in(run.config_file, "versions").items()}

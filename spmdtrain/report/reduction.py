@@ -13,18 +13,15 @@ def reduce_curve(
 ) -> tuple[list[float], list[float | None]]:
     """Returns at most `most` points of a curve, with the smallest and largest value of each part.
 
-    The curve is divided into parts of equally many points. Of each part the smallest and the
-    largest value are kept, and its first gap if it has one; of the curve also the first and the
-    last point. Libraries that do the same (`tsdownsample`) have no gaps.
+    The curve is divided into parts of equally many points. The smallest and the largest value of
+    each part are kept, the first gap of a part, and the first and the last point of the curve.
+    Libraries that do the same (`tsdownsample`) have no gaps.
 
     Args:
       x: Positions in ascending order.
       y: Values; None is a gap.
-      most: The number of points, at least 8. A curve that has no more is returned as it is, with
-        its values rounded to 6 digits, except for the first and the last one.
-
-    Returns:
-      Positions and values.
+      most: At least 8. A curve that has no more points keeps all of them. Values are rounded to 6
+        digits, except for the first and the last one.
     """
     assert most >= 8, most
     count = len(x)
@@ -39,12 +36,7 @@ def reduce_curve(
 
 
 def extremes(y: Sequence[float | None], most: int) -> set[int]:
-    """Returns the indices of the values that are kept of a long curve.
-
-    Args:
-      y: Values; None is a gap.
-      most: The largest number of indices.
-    """
+    """Returns at most `most` indices of values of a long curve to keep; None in `y` is a gap."""
     values = np.array([math.nan if value is None else value for value in y], dtype=np.float64)
     kept = {0, len(y) - 1}
     parts = (most - 2) // (3 if np.isnan(values).any() else 2)
@@ -81,14 +73,10 @@ def mean_curve(
 
 
 def merge_means(rows: np.ndarray, size: int) -> np.ndarray:
-    """Returns the means of groups of `size` neighboring rows.
+    """Returns the means of groups of `size` neighboring rows; the last group may have fewer.
 
-    Args:
-      rows: Position, value and weight, of shape (rows, 3).
-      size: The number of rows of a group; the last group may have fewer.
-
-    Returns:
-      Mean position, mean value and sum of the weights of each group.
+    Rows before and after have position, value and weight, in shape (rows, 3). The weight of a group
+    is the sum of its weights.
     """
     if size == 1 or not len(rows):
         return rows
@@ -96,7 +84,7 @@ def merge_means(rows: np.ndarray, size: int) -> np.ndarray:
 
 
 def mean_curve_of_means(rows: np.ndarray, parts: int) -> tuple[list[float], list[float]]:
-    """Returns the mean of each part of a curve of which means are known, as `mean_curve` does.
+    """Returns the means of parts of a curve as `mean_curve` does, from means of shorter parts.
 
     Args:
       rows: Position, value and weight of the means, of shape (rows, 3).

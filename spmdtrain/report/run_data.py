@@ -1,4 +1,4 @@
-"""The content of a workdir, and its repeated reading."""
+"""The content of a workdir, and its incremental reading."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,13 +34,9 @@ class RunData:
       config_file: The content of `config.json`.
       status: The content of `status.json`.
       program: The content of `program.json`.
-      metrics: The lines of `metrics.jsonl`.
       evaluator: The lines of `metrics.evaluator.jsonl`.
-      performance: The lines of `performance.jsonl`.
-      events: The lines of `events.jsonl`.
-      media: The items of `media.jsonl`.
       checkpoints: The checkpoints; None if they cannot be listed.
-      faults: Files that could not be read, a sentence for each file.
+      faults: A sentence for each file that could not be read.
     """
 
     workdir: str
@@ -58,7 +54,6 @@ class RunData:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the run."""
         return object_in(self.config_file, "config")
 
     @property
@@ -68,7 +63,7 @@ class RunData:
 
     @property
     def step(self) -> int:
-        """The last step that is known."""
+        """The last step that is known; 0 without one."""
         saved = self.status.get("step")
         steps = [saved] if type(saved) is int else []
         return max(*steps, self.metrics.last_step(), *(s.last_step for s in self.events.starts), 0)
@@ -81,11 +76,7 @@ def object_in(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 class RunReader:
-    """Reads the workdir of a run, and again what has grown.
-
-    Args:
-      workdir: The folder or `gs://` URL.
-      name: The name of the run in the page.
+    """Reads the workdir of a run, a folder or `gs://` URL, and later only what has grown.
 
     Raises:
       UserError: If it is not the workdir of a run.
@@ -109,16 +100,10 @@ class RunReader:
         return sum(log.unread() for log in self._logs.values())
 
     def refresh(self, on_bytes: Callable[[int], None] = lambda done: None) -> bool:
-        """Reads what has changed since the last call.
+        """Reads what has changed since the last call; returns whether anything has.
 
-        Args:
-          on_bytes: Receives the numbers of bytes of the logs that have been read.
-
-        Returns:
-          Whether anything has changed.
-
-        Raises:
-          StorageError: If a file cannot be accessed.
+        `on_bytes` receives the number of bytes of the logs since its last call. Raises
+        `StorageError` if a file cannot be accessed.
         """
         state = self._states()
         if state == self._state:

@@ -15,11 +15,7 @@ from spmdtrain.report.run_data import RunData
 
 
 def run_page(runs: Sequence[RunData]) -> Page:
-    """Returns the page of runs; sections without content are left out.
-
-    Args:
-      runs: The runs, at least one.
-    """
+    """Returns the page of at least one run; sections without content are left out."""
     names = [run.name for run in runs]
     tones = {status.value: tone for status, tone in TONES.items()}
     badges = {}
@@ -42,13 +38,9 @@ def run_page(runs: Sequence[RunData]) -> Page:
 
 
 def run_names(workdirs: Sequence[str]) -> list[str]:
-    """Returns a short name for each workdir: as many last parts of the path as tell it apart.
+    """Returns a short name for each workdir: as many last parts of the path as make it unique.
 
-    Args:
-      workdirs: The paths or URLs.
-
-    Raises:
-      UserError: If one is given twice.
+    Raises `UserError` if a workdir is given twice.
     """
     parts = [PurePosixPath(path.rstrip("/") or "/").parts for path in workdirs]
     if len(set(parts)) < len(parts):

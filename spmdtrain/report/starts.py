@@ -41,7 +41,7 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """An event `phases`: seconds of each phase since the start."""
+    """An event `phases`: the seconds of each phase since the start."""
 
     time: float
     step: int
@@ -56,7 +56,6 @@ class RunStart:
       time: When it began, in seconds since 1970.
       step: The step that it started from.
       processes: The number of processes; None if it is not recorded.
-      readings: The events `phases`.
       last_time: The time of its last event.
       last_step: The last step that is known.
       status: How it ended; empty if its end is not recorded, because it was killed or is running.
@@ -84,7 +83,6 @@ class Span:
 
     Attributes:
       start: The number of the start, from 0.
-      activity: The use of the time.
       begin: Seconds since the run began.
       end: Seconds since the run began.
       step: The last step of the part.
@@ -133,8 +131,7 @@ class EventLog:
     def extend(self, lines: Iterable[tuple[float, int]]) -> None:
         """Extends starts whose end is not recorded up to the lines of another file.
 
-        Args:
-          lines: The time and the step of each line.
+        `lines` are pairs of time and step.
         """
         begins = [start.time for start in self.starts]
         for time, step in lines:
@@ -152,13 +149,13 @@ def _count(content: Mapping[str, Any], name: str) -> int | None:
 def spans(starts: Sequence[RunStart], most_per_start: int | None = None) -> list[Span]:
     """Returns the parts of the wall-clock time of a run, in their order.
 
-    Between two events `phases` the order of the phases is not known: they stand in the order in
+    The order of the phases between two events `phases` is not known: they stand in the order in
     which a run passes through them.
 
     Args:
       starts: The starts of the run, in their order.
-      most_per_start: The number of intervals into which a start is divided for a picture; None
-        for all, from which the sums are those of `run_times`.
+      most_per_start: The number of intervals into which a start is divided for a picture; None for
+        all intervals, whose sums equal `run_times`.
     """
     if not starts:
         return []
@@ -190,7 +187,7 @@ def spans(starts: Sequence[RunStart], most_per_start: int | None = None) -> list
 
 
 def _thinned(readings: Sequence[Reading], most: int) -> Sequence[Reading]:
-    """Returns at most `most` readings with the last one: each is a sum since the start."""
+    """Returns at most `most` readings, always the last one; each is a sum since the start."""
     stride = -(-len(readings) // most) if readings else 1
     return readings[::-1][::stride][::-1]
 
@@ -201,10 +198,9 @@ def _interval(
     """Returns the seconds of each activity between two readings.
 
     Args:
-      before: The seconds of the reading before.
-      reading: The reading.
-      step: The step of the reading before.
-      reached: The last step that an earlier start had computed: up to it steps are repeated.
+      before: The seconds of the previous reading.
+      step: The step of the previous reading.
+      reached: The last step that an earlier start had computed: steps up to it are repeated.
     """
     parts: list[tuple[Activity, float]] = []
     for phase, activity in _ORDER:

@@ -54,14 +54,10 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Runs the command, by default with the arguments of the process, and returns its exit code.
 
-    Args:
-      arguments: The command line; default: that of the process.
-
-    Returns:
-      The exit code: 0 if all trials have finished or were pruned, 1 if one failed, 2 for invalid
-      input, 75 if trials were preempted, so that the same command resumes them.
+    It is 0 if all trials have finished or were pruned, 1 if one failed, 2 for invalid input, and 75
+    if trials were preempted, so that the same command resumes them.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -72,13 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Runs or resumes a sweep, and prints its results.
-
-    Args:
-      arguments: The command line.
-
-    Returns:
-      The exit code; see `main`.
+    """Runs or resumes a sweep and prints its results; returns the exit code of `main`.
 
     Raises:
       UserError: If an option, the experiment or the folder is not valid.
@@ -188,7 +178,7 @@ def _folder_of(command: Command) -> Path:
 
 
 def _lock(folder: Path) -> WorkdirLock:
-    """Returns the lock of the sweep's folder, which is created."""
+    """Creates the sweep's folder and locks it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return WorkdirLock(folder_of(str(folder)), ".lock", "sweep", Terminal().line)
@@ -242,7 +232,7 @@ def _introduction(source: TrialSource, jobs: int, folder: Path) -> str:
 
 
 def _write_page(terminal: Terminal, runs: Sequence[Path], page: Path) -> None:
-    """Writes the report page that compares the trials, in a process of its own."""
+    """Writes the report page that compares the trials, in a separate process."""
     written = [str(run) for run in runs if (run / "config.json").exists()]
     if not written:
         return

@@ -10,7 +10,7 @@ from spmdtrain.launch.task_env import gpus_of
 def trial_environments(
     jobs: int, devices_per_trial: int | None, inherited: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """Returns the environment of each of the trials that run at the same time.
+    """Returns the environments of the trials that run at the same time.
 
     No two of them share a GPU, because each process reserves most of the GPU's memory.
 

@@ -25,12 +25,7 @@ class RunningRow:
 
 
 class LiveTable:
-    """Shows the trials that run, while entered.
-
-    Args:
-      terminal: Standard output.
-      metric: The name of the metric.
-    """
+    """Shows the trials that run, while entered, on the terminal of standard output."""
 
     def __init__(self, terminal: Terminal, metric: str) -> None:
         self._terminal, self._metric = terminal, metric
@@ -57,12 +52,7 @@ class LiveTable:
         self._terminal.line(text)
 
     def show(self, rows: Sequence[RunningRow], counts: Mapping[TrialState, int]) -> None:
-        """Replaces the table; does nothing if standard output is not a terminal.
-
-        Args:
-          rows: The trials that run.
-          counts: Number of trials in each state.
-        """
+        """Replaces the table; does nothing if standard output is not a terminal."""
         if self._live is None:
             return
         table = Table(caption_justify="left")

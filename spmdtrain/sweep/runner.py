@@ -38,18 +38,14 @@ _STOPPED = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 
 
 class TrialLog:
-    """The file `log.txt` of a trial, to which its output is appended.
-
-    Args:
-      folder: The folder of the trial.
-    """
+    """The file `log.txt` in the folder of a trial, to which the trial's output is appended."""
 
     def __init__(self, folder: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = os.fdopen(no_follow.open_file(folder, LOG, flags), "ab", buffering=0)
 
     def line(self, name: str, stream: str, text: bytes) -> None:
-        """Appends a line of either stream."""
+        """Appends a line of standard output or standard error."""
         # A full disk does not stop the trial. A process that has outlived the trial may write after
         # `close`.
         with contextlib.suppress(OSError, ValueError):
@@ -74,7 +70,7 @@ class _Running:
 
 
 def _has_finished(trial: Trial) -> bool:
-    """Returns whether the run of a trial says itself that it has finished."""
+    """Returns whether `status.json` of a trial says that the run has finished."""
     found = status_of(str(trial.folder))
     return found is not None and found["status"] == Status.FINISHED
 
@@ -83,13 +79,10 @@ class SweepRunner:
     """Runs the trials of a sweep.
 
     Args:
-      source: The trials.
-      factory: Creates their command lines.
-      environments: The environment of each trial that runs at the same time.
+      environments: The environments of the trials that run at the same time, one for each.
       metric: The metric that compares the trials.
       direction: Whether a low (`min`) or a high (`max`) value is better.
       signals: The signals that this process receives.
-      table: Shows the progress.
     """
 
     def __init__(
@@ -123,7 +116,7 @@ class SweepRunner:
         self._reaper.close()
 
     def run(self) -> None:
-        """Runs trials until none is left, or until a signal; then waits for those that run."""
+        """Runs trials until none is left or a signal arrives; then waits for the running trials."""
         while True:
             self._start_trials()
             if not self._running:
@@ -187,7 +180,6 @@ class SweepRunner:
             self._terminate(running)
 
     def _finish(self, running: _Running) -> None:
-        """Records the end of a trial."""
         trial, ended = running.trial, self._exit_of(running)
         running.log.close()
         stopped = ended.status == ExitCode.PREEMPTED or (

@@ -1,4 +1,4 @@
-"""Search with Optuna: samples the options of trials, and ends those that others surpass."""
+"""Search with Optuna: samples the options of trials and ends trials that are worse than others."""
 
 import contextlib
 import os
@@ -20,16 +20,12 @@ _SEED = 0  # of the sampler, so that the same sweep samples the same trials
 class SearchTrials:
     """The trials of an Optuna study: TPE samples them, the median rule prunes them.
 
-    The study is stored in the sweep's folder. The trials that a killed sweep has left there are
-    run first. Only one process may use the folder.
+    The study is stored in the sweep's folder. Trials that a killed sweep has not ended are run
+    first. Only one process may use the folder.
 
     Args:
-      folder: The folder of the sweep.
       settings: The options to sample.
-      factory: Creates the trials.
-      total: Number of trials.
       direction: Whether a low (`min`) or a high (`max`) value of the metric is better.
-      metric: The name of the metric.
 
     Raises:
       UserError: If Optuna is missing, or the stored study is not valid.
@@ -54,7 +50,6 @@ class SearchTrials:
         self._left = self._restore()
 
     def _open(self, journal: Path, direction: str) -> tuple[Any, Any]:
-        """Returns the study and its storage."""
         optuna = self._optuna
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         journals = import_extra("optuna.storages.journal", "sweep", "searches (--search)")
@@ -73,7 +68,7 @@ class SearchTrials:
         return study, storage
 
     def _restore(self) -> list[Trial]:
-        """Recreates the trials of the study; returns those that a killed sweep has left."""
+        """Recreates the trials of the study; returns the ones that a killed sweep has not ended."""
         states = self._optuna.trial.TrialState
         known = {
             states.COMPLETE: TrialState.FINISHED,
@@ -118,7 +113,7 @@ class SearchTrials:
         return trial
 
     def next_trial(self) -> Trial | None:
-        """Returns a trial that a killed sweep has left, or a new one; None after the last."""
+        """Returns a trial that a killed sweep has not ended, or a new one; None after the last."""
         if self._left:
             return self._left.pop(0)
         if len(self.trials) >= self.total:
@@ -139,7 +134,7 @@ class SearchTrials:
         return bool(sampled.should_prune())
 
     def record_end(self, trial: Trial, value: float | None) -> None:
-        """Stores the result of a trial. A preempted one stays open, for the next sweep."""
+        """Stores the result of a trial. A preempted trial stays open, for the next sweep."""
         states = self._optuna.trial.TrialState
         if trial.state is TrialState.FINISHED and value is None:
             trial.state = TrialState.FAILED
@@ -154,7 +149,7 @@ class SearchTrials:
 
 
 def _drop_unfinished_write(journal: Path) -> None:
-    """Removes what a killed process has left: an incomplete last line, and Optuna's lock."""
+    """Removes an incomplete last line and the lock of Optuna, both left by a killed process."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{journal}.lock")
     with contextlib.suppress(FileNotFoundError), journal.open("r+b") as file:

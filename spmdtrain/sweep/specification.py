@@ -37,7 +37,7 @@ class ListedValues:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """An option with a range of numbers to try, whose ends are included."""
+    """An option with a range of numbers to try, both ends included."""
 
     option: str
     low: float
@@ -61,7 +61,7 @@ def number_text(value: float, integer: bool) -> str:
 
 
 def parse_setting(text: str) -> Setting:
-    """Returns an option and its values.
+    """Parses an option and its values.
 
     Args:
       text: `NAME=A,B,...`, `NAME=0..4` (integers, both ends included), `NAME=0.1..0.5` or
@@ -109,7 +109,7 @@ def _range_of(option: str, text: str) -> ValueRange | None:
 
 
 def _integers(values: ValueRange, text: str) -> list[str]:
-    """Returns the integers of a range."""
+    """Returns the integers of a range; `text` names it in errors."""
     if not values.integer or values.log:
         raise UserError(
             f"--set {text} is a range to sample from: add --search N to try N samples, or list "
@@ -121,10 +121,7 @@ def _integers(values: ValueRange, text: str) -> list[str]:
 
 
 def parse_settings(texts: Sequence[str]) -> list[Setting]:
-    """Returns the options that vary, by name unique.
-
-    Args:
-      texts: See `parse_setting`.
+    """Parses the options that vary; see `parse_setting`.
 
     Raises:
       UserError: If there is none, or one of them is not valid or given twice.
@@ -142,16 +139,10 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
 
 
 def grid_points(settings: Sequence[Setting]) -> list[dict[str, str]]:
-    """Returns all combinations of values, the last option varying fastest.
-
-    Args:
-      settings: The options.
-
-    Returns:
-      For each trial, option name to value.
+    """Returns all combinations, each as option name to value; the last option varies fastest.
 
     Raises:
-      UserError: If there are too many, or a range of real numbers.
+      UserError: If there are too many, or a setting is a range of real numbers.
     """
     values = [
         setting.values
@@ -173,12 +164,9 @@ def _text_of(values: ValueRange) -> str:
 
 
 def corners(settings: Sequence[Setting]) -> list[dict[str, str]]:
-    """Returns assignments that contain each listed value and both ends of each range once.
+    """Returns assignments that contain each listed value and both ends of each range at least once.
 
     A search checks them before it starts, because its trials are not known then.
-
-    Args:
-      settings: The options.
     """
     values = {
         setting.option: setting.values if isinstance(setting, ListedValues) else setting.ends()
@@ -195,11 +183,7 @@ def corners(settings: Sequence[Setting]) -> list[dict[str, str]]:
 
 
 def option_kinds(config: RunConfig) -> dict[str, bool]:
-    """Returns the options of an experiment, nested ones with a dot, and whether each is a bool.
-
-    Args:
-      config: A configuration of the experiment.
-    """
+    """Returns the options of an experiment, nested ones with a dot, and whether each is a bool."""
     return dict(_fields_of(config, ""))
 
 
@@ -214,7 +198,7 @@ def _fields_of(group: Any, prefix: str) -> Iterator[tuple[str, bool]]:
 
 
 def check_option_names(settings: Sequence[Setting], known: Sequence[str]) -> None:
-    """Raises `UserError` if an option does not exist, with the nearest name."""
+    """Raises `UserError`, with the nearest name, if an option does not exist."""
     for setting in settings:
         if setting.option not in known:
             raise UserError(
@@ -230,8 +214,7 @@ def option_words(option: str, value: str, is_bool: bool) -> list[str]:
     """Returns the words of a command line that set an option.
 
     Args:
-      option: The name.
-      value: The value; several words are separated by spaces.
+      value: Several words are separated by spaces.
       is_bool: Whether it is a switch: `--NAME` or `--no-NAME`.
 
     Raises:
@@ -261,15 +244,15 @@ class SweepSpecification:
     arguments: list[str]
     """Options of every trial."""
     set: dict[str, str]
-    """Name of each option that varies to its values, as given."""
+    """The values of each option that varies, by name, as given."""
     search: int | None
     """Number of trials of a search; None for all combinations."""
     metric: str
-    """Evaluation metric that compares the trials."""
+    """The evaluation metric that compares the trials."""
     direction: Literal["min", "max"]
 
     def differences(self, other: "SweepSpecification") -> list[str]:
-        """Returns the differences that make another sweep; the number of trials does not."""
+        """Returns the differences that make another sweep; another number of trials is none."""
         mine, others = _flat(self), _flat(other)
         return [
             f"{name} is {_shown(others.get(name))} there and {_shown(mine.get(name))} here"
@@ -290,11 +273,9 @@ def _shown(value: str | None) -> str:
 
 
 def store_specification(folder: epath.Path, specification: SweepSpecification) -> None:
-    """Writes `sweep.json`, unless the folder holds the same sweep.
+    """Writes `sweep.json`; a sweep that is stored there must be the same.
 
-    Args:
-      folder: The folder of the sweep.
-      specification: The sweep. A search may have more trials than the stored one.
+    A search may have more trials than the stored one.
 
     Raises:
       UserError: If the folder holds another sweep, or its file is not valid.
@@ -318,6 +299,6 @@ def store_specification(folder: epath.Path, specification: SweepSpecification) -
 
 
 def readable_name(values: Mapping[str, str]) -> str:
-    """Returns `NAME=VALUE,NAME=VALUE` with the characters that file names can have everywhere."""
+    """Returns `NAME=VALUE,NAME=VALUE` with only characters that file names can have everywhere."""
     text = ",".join(f"{option}={value}" for option, value in values.items())
     return re.sub(r"[^\w.,=+-]", "_", text, flags=re.ASCII)

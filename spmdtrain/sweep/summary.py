@@ -38,7 +38,6 @@ class SeedMean:
     values: Mapping[str, str]
     """The other options."""
     count: int
-    """Number of trials."""
     mean: float
     deviation: float | None
     """Sample standard deviation; None for a single trial."""
@@ -47,12 +46,9 @@ class SeedMean:
 def read_results(
     trials: Iterable[Trial], metric: str, direction: Literal["min", "max"]
 ) -> list[TrialResult]:
-    """Returns the results of trials from their files, the best first, then those without a value.
+    """Reads the results of trials from their files, the best first, results without a value last.
 
-    Args:
-      trials: The trials.
-      metric: The name of the metric.
-      direction: Whether a low (`min`) or a high (`max`) value is better.
+    `direction` is `min` if a low value of the metric is better.
     """
     results = []
     for trial in trials:
@@ -69,7 +65,7 @@ def read_results(
 
 
 def best_result(results: Sequence[TrialResult]) -> TrialResult | None:
-    """Returns the best one of sorted results among the finished trials; None if there is none."""
+    """Returns the best finished trial with a value, of sorted results; None if there is none."""
     finished = (result for result in results if result.trial.state is TrialState.FINISHED)
     return next((result for result in finished if result.value is not None), None)
 
@@ -79,12 +75,8 @@ def means_over_seeds(
 ) -> list[SeedMean]:
     """Returns mean and standard deviation over the seeds, the best mean first.
 
-    Args:
-      results: The results; those of trials that have not finished do not count.
-      direction: Whether a low (`min`) or a high (`max`) value is better.
-
-    Returns:
-      One for each combination of the other options; empty if the seed does not vary.
+    There is one for each combination of the other options, over finished trials only; none if the
+    seed does not vary.
     """
     groups: dict[tuple[tuple[str, str], ...], list[float]] = {}
     for result in results:
@@ -115,9 +107,7 @@ def show_results(
     """Prints the table of the trials, and the means over the seeds if they vary.
 
     Args:
-      terminal: Standard output.
-      results: Sorted results.
-      metric: The name of the metric.
+      results: Sorted, the best first.
       direction: Whether a low (`min`) or a high (`max`) value is better.
     """
     best = best_result(results)
@@ -173,7 +163,7 @@ def _show_means(terminal: Terminal, means: Sequence[SeedMean], metric: str) -> N
 
 
 def _shortened(values: Sequence[str]) -> Sequence[str]:
-    """Returns values of an option with three significant digits, if they still differ then."""
+    """Rounds the values of an option to three significant digits, if they still differ then."""
 
     def short(value: str) -> str:
         try:
@@ -199,8 +189,7 @@ def write_results(
 
     Args:
       folder: The folder of the sweep.
-      results: Sorted results.
-      metric: The name of the metric.
+      results: Sorted, the best first.
       direction: Whether a low (`min`) or a high (`max`) value is better.
     """
     best = best_result(results)

@@ -55,7 +55,7 @@ class TrialSource(Protocol):
 
     @property
     def trials(self) -> Sequence[Trial]:
-        """All trials known so far."""
+        """All trials that are known so far."""
 
     @property
     def total(self) -> int:
@@ -67,17 +67,13 @@ class TrialSource(Protocol):
     def should_prune(self, trial: Trial, evaluations: Mapping[int, float]) -> bool:
         """Returns whether a running trial is to be ended.
 
-        Args:
-          trial: The trial.
-          evaluations: Step to value of the metric, at least one.
+        `evaluations` has the metric by step, at least one.
         """
 
     def record_end(self, trial: Trial, value: float | None) -> None:
-        """Records the end of a trial.
+        """Records the end of a trial, which has its final state.
 
-        Args:
-          trial: A trial with its final state.
-          value: The best value of its metric; None without an evaluation.
+        `value` is the best value of its metric; None without an evaluation.
         """
 
 
@@ -105,12 +101,7 @@ class TrialFactory:
         self.folder = folder
 
     def command_of(self, values: Mapping[str, str], workdir: Path) -> list[str]:
-        """Returns the arguments of `python -m spmdtrain.run` for a trial.
-
-        Args:
-          values: The options that vary.
-          workdir: The workdir of the run.
-        """
+        """Returns the arguments of `python -m spmdtrain.run` for a trial."""
         words = [
             word
             for option, value in values.items()
@@ -126,9 +117,6 @@ class TrialFactory:
     def check(self, values: Mapping[str, str]) -> RunConfig:
         """Returns the configuration of a trial.
 
-        Args:
-          values: The options that vary.
-
         Raises:
           UserError: If an option or a value is not valid.
           SystemExit: If the parser has printed an error.
@@ -140,11 +128,7 @@ class TrialFactory:
         return Trial(number, name, values, self.folder / name)
 
     def grid(self, points: Sequence[Mapping[str, str]]) -> list[Trial]:
-        """Returns a trial for each point, with names that are unique.
-
-        Args:
-          points: Option name to value, for each trial.
-        """
+        """Returns a trial with a unique name for each point."""
         names = [readable_name(values) for values in points]
         lowered = [name.lower() for name in names]  # some file systems ignore case
         return [
@@ -156,10 +140,7 @@ class TrialFactory:
 def unique_name(number: int, name: str, others: Sequence[str]) -> str:
     """Returns a name for a folder, which begins with the number if it is cut or not unique.
 
-    Args:
-      number: The number of the trial.
-      name: Its readable name.
-      others: The names of all trials in lower case, this one included.
+    `others` has the names of all trials in lower case, this one included.
     """
     if len(name) <= _LONGEST_NAME and others.count(name.lower()) == 1:
         return name
@@ -167,11 +148,7 @@ def unique_name(number: int, name: str, others: Sequence[str]) -> str:
 
 
 class GridTrials:
-    """All combinations of values. Finished trials are not run again.
-
-    Args:
-      trials: The trials, in the order of their start.
-    """
+    """All combinations of values, started in their order. Finished trials are not run again."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self._trials = trials
@@ -208,7 +185,6 @@ class TrialMetrics:
 
     trial: Trial
     metric: str
-    """Name of the metric."""
     step: int = 0
     """The step of the last line."""
     test: float | None = None
@@ -271,7 +247,7 @@ class TrialMetrics:
 
     @property
     def evaluations(self) -> Mapping[int, float]:
-        """Step to the metric of the validation split; without one, of each training epoch."""
+        """The metric by step, on the validation split; without evaluations, of the epochs."""
         return self._evaluations or self._epochs
 
     @property
@@ -289,8 +265,7 @@ class TrialMetrics:
     def best(self, direction: Literal["min", "max"]) -> tuple[int, float] | None:
         """Returns step and value of the best evaluation; None without one that is a number.
 
-        Args:
-          direction: Whether a low (`min`) or a high (`max`) value is better.
+        `direction` is `min` if a low value is better.
         """
         known = [(step, value) for step, value in self.evaluations.items() if value == value]
         sign = 1 if direction == "min" else -1

@@ -8,14 +8,11 @@ from spmdtrain.errors import UserError, foreign
 
 
 class CallbackStates:
-    """The states of those callback objects that have one.
+    """The states of the callback objects that have one.
 
     Such an object has the methods `state_dict() -> dict` of JSON values and
-    `load_state_dict(dict)`. In a checkpoint its state is found by its attribute `name`, or by the
+    `load_state_dict(dict)`. A checkpoint identifies its state by its attribute `name`, or by the
     name of its class.
-
-    Args:
-      callbacks: Callback objects.
 
     Raises:
       UserError: If an object has only one of the methods, or two have the same name.
@@ -42,8 +39,7 @@ class CallbackStates:
     def to_json(self) -> dict[str, Any]:
         """Returns the state of each object by name, as JSON values, for the manifest.
 
-        Raises:
-          UserError: If a state is not JSON, or contains NaN or infinity.
+        Raises `UserError` if a state is not JSON, or contains NaN or infinity.
         """
         states = {}
         for name, callback in self._callbacks.items():
@@ -55,20 +51,16 @@ class CallbackStates:
         return states
 
     def reset(self) -> None:
-        """Gives all objects the states that they had when they were handed to the trainer."""
+        """Gives all objects the states that they had when they were passed to the trainer."""
         if self.to_json() != self._initial:
             for name, state in self._initial.items():
                 self._callbacks[name].load_state_dict(json.loads(json.dumps(state)))
 
     def restore(self, saved: Mapping[str, Any], log: Callable[[str], None]) -> None:
-        """Gives the objects the states of a checkpoint.
+        """Gives the objects the states that `to_json` returned for a checkpoint.
 
-        Args:
-          saved: The states by name, as `to_json` returned them.
-          log: Receives a line for each state without a callback, and each callback without a state.
-
-        Raises:
-          UserError: If a callback cannot use its state.
+        `log` receives a line for each state without a callback, and each callback without a state.
+        Raises `UserError` if a callback cannot use its state.
         """
         for name in saved.keys() - self._callbacks.keys():
             known = foreign(name, 100)

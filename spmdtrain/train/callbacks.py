@@ -97,7 +97,7 @@ class AddableMetrics(FrozenMetrics):
         return self
 
     def with_added(self) -> dict[str, float]:
-        """Returns the computed metrics, then those added; raises `UserError` for non-numbers."""
+        """Returns the computed metrics, then the added ones; raises `UserError` for non-numbers."""
         added = {name: x for name, x in self.items() if name not in self._computed}
         return self._computed | (as_floats(added, "the callback's") if added else {})
 
@@ -107,15 +107,12 @@ CallbackFunctions: TypeAlias = Mapping[str, Callback | list[Callback]]
 """One function or several, by the name of a `CallbackEvent`."""
 Callbacks: TypeAlias = CallbackFunctions | Sequence[Any]
 """`CallbackFunctions`, or a list of objects and `CallbackFunctions`. The methods of an object that
-are named after events are called at these; its state is saved if it has the methods `state_dict`
-and `load_state_dict`."""
+are named after events are called at these events; its state is saved if it has the methods
+`state_dict` and `load_state_dict`."""
 
 
 def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
     """Returns the functions of every event.
-
-    Args:
-      callbacks: Functions by the name of an event, or a list of such and of objects.
 
     Raises:
       UserError: If an event does not exist, a callback is no function, or an object has no method
@@ -132,11 +129,7 @@ def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
 def listed_callbacks(callbacks: Any) -> Sequence[Any]:
     """Returns callbacks as a list of objects and `CallbackFunctions`.
 
-    Args:
-      callbacks: `Callbacks`.
-
-    Raises:
-      UserError: If it is something else.
+    Raises `UserError` if they are not `Callbacks`.
     """
     if isinstance(callbacks, Mapping):
         return [callbacks]
@@ -189,11 +182,11 @@ class CallbackRunner:
 
     Args:
       trainer: The trainer or loop that callbacks receive.
-      callbacks: Functions by event, or objects.
       state_at_steps: Whether the trainer has the state after each step (see `Backend`).
 
     Raises:
-      UserError: If an event does not exist, or a callback is no function and no such object.
+      UserError: If an event does not exist, or a callback is neither a function nor a callback
+        object.
     """
 
     def __init__(self, trainer: Any, callbacks: Callbacks, *, state_at_steps: bool) -> None:
@@ -201,7 +194,6 @@ class CallbackRunner:
         self._functions = by_event(callbacks)
         given = [] if isinstance(callbacks, Mapping) else callbacks
         self.states = CallbackStates([x for x in given if not isinstance(x, Mapping)])
-        """The states of callback objects."""
         self.event: CallbackEvent | None = None
         """The event whose callbacks are running."""
         self.step = 0
@@ -213,10 +205,7 @@ class CallbackRunner:
         """Forgets that a stop was requested, and returns the states of the callback objects.
 
         Args:
-          from_step_zero: Whether a run begins, so that the objects have their initial states.
-
-        Returns:
-          The states.
+          from_step_zero: Whether a run begins, so that the objects get their initial states.
 
         Raises:
           UserError: If another process has callbacks of other events.
@@ -228,14 +217,11 @@ class CallbackRunner:
         return self.states
 
     def check_events(self, missing: set[str], what: str) -> None:
-        """Checks that there are callbacks only of events that exist.
+        """Raises `UserError` if a missing event has callbacks.
 
         Args:
           missing: The names of the events that do not exist.
           what: The object that does not have them.
-
-        Raises:
-          UserError: If an event has callbacks and does not exist.
         """
         for event in sorted(missing):
             if self.has(CallbackEvent(event)):
@@ -243,21 +229,19 @@ class CallbackRunner:
                 raise UserError(f"{what} has no event {event!r} for callbacks, but has {have}")
 
     def has(self, event: CallbackEvent) -> bool:
-        """Returns whether an event has callbacks."""
         return bool(self._functions[event])
 
     @property
     def may_add_metrics(self) -> bool:
-        """Whether a callback of the user runs in evaluations: it may add metrics."""
+        """Whether a callback of the user runs in evaluations, where it may add metrics."""
         package = __name__.partition(".")[0] + "."
         functions = self._functions[CallbackEvent.EVALUATION]
         return any(not str(getattr(x, "__module__", "")).startswith(package) for x in functions)
 
     def _check_processes(self) -> None:
-        """Checks that all processes have callbacks of the same events, which they handle together.
+        """Raises `UserError` unless all processes have callbacks of the same events.
 
-        Raises:
-          UserError: If a process has others than process 0.
+        All processes handle an event together.
         """
         if process_group.count() == 1:
             return
@@ -272,11 +256,7 @@ class CallbackRunner:
                 )
 
     def check_readable(self) -> None:
-        """Checks that no callback is running whose step has another state than the newest one.
-
-        Raises:
-          UserError: If such a callback is running.
-        """
+        """Raises `UserError` in a callback of a step whose state is no longer the newest one."""
         late = {CallbackEvent.LOG} | (set() if self._state_at_steps else {CallbackEvent.STEP})
         if self.event in late:
             raise UserError(
@@ -306,9 +286,7 @@ class CallbackRunner:
         """Calls the callbacks of an event.
 
         Args:
-          event: The event.
-          step: The step that it belongs to.
-          metrics: Its metrics; none by default.
+          step: The step that the event belongs to.
           evaluates: Whether an evaluation of the step follows.
           is_last: Whether the run ends with the step.
         """

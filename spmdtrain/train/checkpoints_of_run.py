@@ -13,7 +13,7 @@ from spmdtrain.files.storage import folder_of
 def open_checkpoints(
     config: RunConfig, workdir: str, check_lock: Callable[[], None]
 ) -> Checkpoints:
-    """Returns the checkpoints of a run's workdir, opened."""
+    """Opens the checkpoints of a run's workdir."""
     retention = Retention(
         latest=config.keep_latest,
         best=config.keep_best,

@@ -125,7 +125,7 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
 
 
 def _evaluated_run(command: Command, trainer: Trainer) -> str | None:
-    """Returns the run that `--init-from` names, or None for the choice of `Trainer.restore`."""
+    """Returns the run that `--init-from` names; None leaves the choice to `Trainer.restore`."""
     source = command.source
     if source is None or trainer.functions.base is None:
         return source

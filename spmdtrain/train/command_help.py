@@ -1,4 +1,4 @@
-"""The help of a command whose options include those of an experiment.
+"""The help of a command whose options include the options of an experiment.
 
 tyro parses the options, but has no groups of options, and cannot hide an option from the help only.
 """
@@ -38,10 +38,9 @@ class OptionHelp:
 
     Attributes:
       name: The name of the field; a nested one has a dot.
-      spelling: The option as it is written: `--mesh.data INT`.
+      spelling: The option with the placeholder of its value: `--mesh.data INT`.
       doc: The docstring of the field.
-      default: The default as it is written; empty for None and empty values.
-      is_required: Whether the option has no default.
+      default: As written on a command line; empty for None and empty values.
     """
 
     name: str
@@ -62,7 +61,7 @@ def show_help(
       prog: The program's name.
       description: The first paragraphs.
       experiment: The name of the experiment; empty if none is given.
-      all_options: Whether to show rare options, too, and complete descriptions.
+      all_options: Whether to show also rare options, and complete descriptions.
     """
     terminal = Terminal()
     width = min(terminal.console.width, 100 if terminal.console.is_terminal else LINE_WIDTH)
@@ -133,8 +132,7 @@ def option_help(of: type, default: Any, prefix: str = "") -> Iterator[OptionHelp
     """Yields the help of the options that tyro makes of a dataclass.
 
     Args:
-      of: The dataclass.
-      default: An instance with the default values; None takes those of the class.
+      default: An instance with the default values; None takes the defaults of the class.
       prefix: The beginning of the names of its options.
     """
     docs, kinds = field_docs(of), get_type_hints(of, include_extras=True)
@@ -177,7 +175,7 @@ def _as_written(value: Any) -> str:
 
 
 def _without_none(kind: Any) -> Any:
-    """Returns a type without Annotated and without None, if it is a union with None."""
+    """Removes Annotated from a type, and None from a union."""
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) in (Union, types.UnionType):
@@ -209,12 +207,9 @@ def _values(kind: Any) -> str:
 
 
 def field_docs(of: type) -> dict[str, str]:
-    """Returns the docstrings of a dataclass's fields by name, those of its bases included.
+    """Returns the docstrings of the fields of a dataclass and its bases by name.
 
     A docstring is a string after the field, or a comment in the same line or in the lines above it.
-
-    Args:
-      of: The dataclass.
     """
     docs: dict[str, str] = {}
     for each in reversed(of.__mro__):
@@ -257,7 +252,6 @@ def _own_docs(of: type) -> dict[str, str]:
 
 
 def _entry(option: OptionHelp, width: int, *, complete: bool) -> list[Text]:
-    """Returns the lines of one option."""
     doc = option.doc if complete else _first_sentence(option.doc)
     note = "(required)" if option.is_required else ""
     if option.default:

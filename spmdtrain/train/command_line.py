@@ -100,9 +100,6 @@ def parse_command_line(
       prog: The program's name, for the help.
       description: The first paragraph of the help if no experiment is given.
 
-    Returns:
-      The command.
-
     Raises:
       UserError: If an option or the experiment is wrong.
       SystemExit: After `--help` or `--help-all`, or if the parser finds an error.
@@ -150,7 +147,7 @@ def command_type(config: str | None, of: type = Options) -> Any:
     """Returns the dataclass of all options of a command, for tyro.
 
     Args:
-      config: The experiment's file; None leaves out the options of its own.
+      config: The experiment's file; None leaves out the experiment's own options.
       of: The dataclass of the command's own options.
     """
     if config is None:
@@ -178,7 +175,7 @@ def _parse(command: Any, arguments: Sequence[str], prog: str) -> Any:
 
 
 def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None:
-    """Raises `UserError` for names of other frameworks, with the name that is used here."""
+    """Raises `UserError` for option names of other frameworks, with the name that is used here."""
     known = [field.name for fields in (default, of) for field in dataclasses.fields(fields)]
     for number, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
@@ -206,13 +203,9 @@ def _lists(*classes: type) -> set[str]:
 
 
 def _together(arguments: Sequence[str], lists: set[str]) -> list[str]:
-    """Returns the arguments with repeated options joined, because tyro would keep only the last.
+    """Joins repeated options of several values, because tyro would keep only the last.
 
-    `--freeze a --freeze b` becomes `--freeze a b`.
-
-    Args:
-      arguments: The arguments.
-      lists: Names of the options that take any number of values.
+    `--freeze a --freeze b` becomes `--freeze a b`. `lists` has the names of these options.
     """
     parts: list[list[str]] = []  # an option with its values, or one argument
     places: dict[str, list[str]] = {}
@@ -235,7 +228,7 @@ def _together(arguments: Sequence[str], lists: set[str]) -> list[str]:
 
 
 def _without_replaced(default: RunConfig, given: set[str]) -> RunConfig:
-    """Returns the defaults without those that a given option replaces."""
+    """Returns the defaults without the fields that a given option replaces."""
     for one, other in EXCLUSIVE:
         if one in given and other in given:
             raise UserError(f"--{one} and --{other} exclude each other".replace("_", "-"))

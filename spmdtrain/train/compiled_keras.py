@@ -22,10 +22,9 @@ def parts_of_compiled(
     """Returns the arguments of an experiment that a compiled Keras model determines.
 
     Args:
-      model: The compiled Keras model.
-      optimizer: An optax optimizer instead of the model's.
-      callbacks: Keras callbacks and those of this package.
-      steps_per_dispatch: Of the run; None if it is not known.
+      optimizer: Replaces the model's optimizer.
+      callbacks: Keras callbacks and callbacks of this package.
+      steps_per_dispatch: The option of the run; None if it is not known.
 
     Raises:
       UserError: If a part of the model cannot be used.

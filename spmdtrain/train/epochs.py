@@ -21,14 +21,13 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class History:
-    """Metrics of a run, oldest first, also of the part before a resume.
+    """Metrics of a run, oldest first, including the part before a resume.
 
     Attributes:
-        epochs: One dictionary per epoch: "step" and "epoch", the weighted means of the training
-            metrics, "learning_rate" if it is known, "seconds", "examples_per_second" and
-            "input_wait".
-        evaluations: One dictionary per evaluation of the validation split: "step", "epoch" (the
-            number of epochs completed by then) and the metrics.
+      epochs: One dictionary per epoch: "step" and "epoch", the weighted means of the training
+        metrics, "learning_rate" if it is known, "seconds", "examples_per_second" and "input_wait".
+      evaluations: One dictionary per evaluation of the validation split: "step", "epoch" (the
+        number of epochs completed by then) and the metrics.
     """
 
     epochs: list[dict[str, float]]
@@ -48,13 +47,13 @@ class FitResult:
 
 @dataclass
 class EpochSums:
-    """Steps of the current epoch whose outputs were read.
+    """The steps of the current epoch whose outputs were read.
 
     Attributes:
-        steps: Number of steps.
-        seconds: Time spent on them.
-        names: Names of their metrics.
-        sums: Weighted sums of these and weights in float64, (names, 2).
+      steps: Number of steps.
+      seconds: Time spent on them.
+      names: Names of their metrics.
+      sums: Weighted sums of the metrics and their weights in float64, (names, 2).
     """
 
     steps: int = 0
@@ -67,10 +66,8 @@ class Epochs:
     """Sums the training metrics of each epoch, and writes their means at its end.
 
     Args:
-        config: The run's configuration.
-        num_examples: Number of training examples; 0 if the run has no dataset, and so no epochs.
-        logger: Writes the means.
-        fixed_rate: The learning rate of all steps, if it is known.
+      num_examples: Number of training examples; 0 if the run has no dataset, and so no epochs.
+      fixed_rate: The learning rate of all steps, if it is known.
     """
 
     def __init__(
@@ -102,7 +99,7 @@ class Epochs:
         return self._config.epochs_at(step, self._size)
 
     def ends_with(self, step: int) -> bool:
-        """Returns whether an epoch ends with a step; steps are asked for in order."""
+        """Returns whether an epoch ends with a step; steps must be passed in order."""
         if step >= self._epoch.stop:
             self._epoch = self._config.epoch_of(step, self._size)
         return step == self._epoch.stop - 1
@@ -117,14 +114,13 @@ class Epochs:
     ) -> None:
         """Adds the metrics of steps of one epoch, and writes the means if it ends with the last.
 
-        Steps are counted in order. An epoch of which not all steps were counted is not written.
+        Steps are counted in order. The means of an epoch are written only if all its steps were
+        counted.
 
         Args:
-            steps: Their numbers.
-            names: Names of their metrics.
-            sums: Their weighted sums and weights, (steps, names, 2).
-            rate: The learning rate of the last, if that is among its outputs.
-            combined: Those of the metrics that are combined from the means of others.
+          sums: Weighted sums of the metrics and their weights, (steps, names, 2).
+          rate: The learning rate of the last step, if the step returned it.
+          combined: The metrics that are combined from the means of others.
         """
         epoch, config = self.sums, self._config
         if epoch.names != names:  # none yet, or the objective has changed since the save
@@ -161,10 +157,10 @@ class Epochs:
         self._counted = now
 
     def _input_wait(self) -> float | None:
-        """Returns the share of the epoch's time for which the devices waited for batches.
+        """Returns the share of the epoch's time in which the devices waited for batches.
 
-        If the run was resumed within the epoch, it is that of the time since then. None if it is
-        not measured.
+        None if it is not measured. After a resume within the epoch, only the time since then
+        counts.
         """
         (seconds, waited), now = self._before, (self._counted, self._logger.input_wait or 0.0)
         self._before = now
@@ -179,7 +175,7 @@ class Epochs:
         return FitResult(step, train, seen, tested, self.history())
 
     def history(self) -> History:
-        """Returns the metrics written of epochs and evaluations."""
+        """Returns the metrics that were written for epochs and evaluations."""
         written = self._logger.written
         return History(
             [{"step": step} | metrics for step, metrics in sorted(written[Split.EPOCH].items())],
@@ -193,12 +189,8 @@ class Epochs:
 def known_rate(config: RunConfig, opt_state: PyTree) -> float | None:
     """Returns the configured learning rate if the optimizer uses no other one.
 
-    None if the optimizer's state holds a schedule's count, or a rate or a scale of the updates
-    (`optax.contrib.reduce_on_plateau`).
-
-    Args:
-        config: The configuration.
-        opt_state: The optimizer's state, or its shapes.
+    None if the optimizer's state (or its shapes) holds a schedule's count, or a rate or a scale of
+    the updates (`optax.contrib.reduce_on_plateau`).
     """
     scaled = scales_updates(opt_state)
     return None if scaled or hyperparameters.injected(opt_state) else config.learning_rate

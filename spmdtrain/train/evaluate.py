@@ -32,14 +32,7 @@ Batches = Iterator[tuple[PyTree, jax.Array, np.ndarray]]
 
 
 class Evaluation:
-    """Passes over datasets with the functions of a model.
-
-    Args:
-      functions: The compiled functions.
-      placement: Where batches are placed.
-      config: Has the seed and the number of reading threads.
-      terminal: Shows the progress.
-    """
+    """Passes over datasets with the functions of a model; `config` has the seed and the threads."""
 
     def __init__(
         self,
@@ -62,12 +55,10 @@ class Evaluation:
     ) -> dict[str, float]:
         """Returns the weighted means and the other metrics of the objective over a dataset.
 
-        Those of a mixture are the means over all its examples, and over those of each component,
-        as "METRIC/NAME".
+        Each example counts once. A mixture has these metrics over all its examples, and again over
+        each component as "METRIC/NAME".
 
         Args:
-          variables: The model's values.
-          dataset: Each of its examples counts once.
           batch_size: The global batch size; it need not divide the dataset or the devices.
           check_interrupt: Called before each batch; may raise.
         """
@@ -95,12 +86,8 @@ class Evaluation:
     def check(self, dataset: Dataset, batch_size: int) -> None:
         """Checks later evaluations, and traces the declared media with the batch of `media`.
 
-        Args:
-          dataset: The examples.
-          batch_size: The global batch size.
-
-        Raises:
-          UserError: If an evaluation cannot be exact as requested, or if media cannot be logged.
+        Raises `UserError` if an evaluation cannot be exact as requested, or if media cannot be
+        logged.
         """
         self._check_exact(dataset, batch_size)
         if self._functions.media is None:
@@ -124,18 +111,11 @@ class Evaluation:
     def media(
         self, variables: Variables, dataset: Dataset, batch_size: int
     ) -> Mapping[str, Media] | None:
-        """Returns the media of the last `evaluate`, and those declared, for a first batch.
+        """Returns the media of the last `evaluate`, and the declared media of a first batch.
 
-        The declared ones are on the devices. Their batch has no padding rows: if it does not divide
-        over the devices, each has all of it.
-
-        Args:
-          variables: The model's values.
-          dataset: The examples.
-          batch_size: The global batch size.
-
-        Raises:
-          UserError: If two of them have the same name.
+        The declared media are on the devices. Their batch has no padding rows: if it does not
+        divide over the devices, each device has the whole batch. Raises `UserError` if two media
+        have the same name.
         """
         if self._functions.media is None:
             return self._computed_media or None
@@ -156,11 +136,9 @@ class Evaluation:
         batch_size: int,
         check_interrupt: Callable[[], None],
     ) -> PyTree:
-        """Returns predictions as NumPy arrays of leading dim N, in the dataset's order.
+        """Returns predictions as NumPy arrays of leading dim N, in the order of the N examples.
 
         Args:
-          variables: The model's values.
-          dataset: The N examples.
           batch_size: The global batch size; it need not divide the dataset or the devices.
           check_interrupt: Called before each batch; may raise.
 
@@ -223,7 +201,7 @@ def check_same_data(dataset: Dataset, batch_size: int) -> None:
 
 
 def _concatenated(parts: Sequence[np.ndarray], batch_size: int) -> np.ndarray:
-    """Returns the rows of all batches, without those that pad the last ones."""
+    """Joins the rows of all batches, without the rows that pad a batch."""
     for part in parts:
         if part.shape[1:] != parts[0].shape[1:]:
             raise UserError(

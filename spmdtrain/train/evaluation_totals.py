@@ -22,7 +22,7 @@ class EvaluationTotals:
     """The sums, arrays and predictions of an evaluation's batches, and the metrics of all of them.
 
     Attributes:
-      media: What `finish` of a `SumMetric` returned if it is media, once `result` was called.
+      media: The media that `finish` of a `SumMetric` returned, once `result` was called.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class EvaluationTotals:
         self.media: dict[str, Media] = {}
 
     def add(self, sums: EvaluationSums) -> None:
-        """Adds the sums of a batch, on the host."""
+        """Adds the sums of a batch, which are on the host."""
         of_means: BatchSums = {}
         for name, value in sums.items():
             if isinstance(value, ArraySum):
@@ -51,11 +51,8 @@ class EvaluationTotals:
     def result(self, *, without: Collection[str] = ()) -> dict[str, float]:
         """Returns the metrics by name, the loss first. All processes of a job call it.
 
-        Args:
-          without: Names of `SumMetric`s that are not computed.
-
-        Raises:
-          UserError: If a function of the user returns something else than a number or media.
+        `without` names `SumMetric`s that are not computed. Raises `UserError` if a function of the
+        user returns neither a number nor media.
         """
         found = self._means.result()
         for name, value in self._sums.items():

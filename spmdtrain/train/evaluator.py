@@ -66,17 +66,12 @@ def follow(
     *,
     which: Which = Which.EACH,
 ) -> int:
-    """Evaluates the checkpoints of the training that a configuration describes; see `watch`.
+    """Evaluates the checkpoints of the training with a configuration; returns `watch`'s exit code.
 
     Args:
-      trainer: Evaluates.
       config: Configuration of the training.
       train: Its training data, whose length gives the step at which it ends.
       validation: The data to evaluate on.
-      which: The checkpoints to evaluate.
-
-    Returns:
-      The exit code.
     """
     # A batch size per device gives the total only with the devices of the training.
     known = config.batch_size_per_device is None
@@ -103,13 +98,9 @@ def watch(
     new status, checkpoint or line of metrics for an hour counts as failed.
 
     Args:
-      trainer: Evaluates.
       validation: A dataset or arrays.
-      which: The checkpoints to evaluate.
       total_steps: The step at which the training ends, if it is known.
       poll_seconds: Seconds between two reads of the workdir.
-      clock: Returns seconds.
-      sleep: Waits for seconds.
 
     Returns:
       The exit code: 75 if a signal has stopped the training or the evaluator, and 0 otherwise.
@@ -301,7 +292,7 @@ class _Mark:
 
 
 class _Checkpoints:
-    """The checkpoints of a workdir, and which of them are done."""
+    """The checkpoints of a workdir, and the record of the ones that are done."""
 
     def __init__(self, workdir: str, which: Which) -> None:
         self._workdir, self._which = workdir, which
@@ -310,7 +301,7 @@ class _Checkpoints:
         self._newest: int | None = None  # the newest step for which `left` has an answer
 
     def settle_evaluated(self, evaluated: Container[int]) -> None:
-        """Marks the checkpoints of the last listing as done that an earlier start has evaluated."""
+        """Marks the listed checkpoints that an earlier start has evaluated as done."""
         for step in self._source.steps:
             if step in evaluated:
                 self.settle(step, self.mark(step), evaluated=True)
@@ -318,10 +309,8 @@ class _Checkpoints:
     def left(self, evaluated: Mapping[int, str]) -> set[int]:
         """Returns the steps of evaluations whose states the training has left.
 
-        Only a new checkpoint tells that: until there is one, none is returned.
-
-        Args:
-          evaluated: Step to the trajectory of each evaluated state.
+        Only a new checkpoint shows that; without one, the result is empty. `evaluated` maps steps
+        to the trajectories of the evaluated states.
         """
         step = max(self._source.steps, default=None)
         if step == self._newest or step is None or (newest := self.mark(step)) is None:
@@ -334,11 +323,9 @@ class _Checkpoints:
         return {each for each, trajectory in evaluated.items() if trajectory != now[each]}
 
     def look(self) -> int | None:
-        """Lists the checkpoints.
+        """Lists the checkpoints; returns the first step that was saved again, or None.
 
-        Returns:
-          The first step that was saved again, from which on checkpoints are evaluated again; None
-          if there is none.
+        Checkpoints from that step on are evaluated again.
         """
         self._source = list_checkpoints(self._workdir)
         resaved = None
@@ -381,7 +368,6 @@ class _Checkpoints:
         return step in list_checkpoints(self._workdir).steps
 
     def path(self, step: int) -> str:
-        """Returns the path of the checkpoint of a step."""
         return str(self._source.path(step))
 
     def mark(self, step: int) -> _Mark | None:
@@ -419,8 +405,7 @@ class _Training:
     def ended(self, saved: Sequence[int]) -> bool:
         """Returns whether the training has ended and will not be restarted.
 
-        Args:
-          saved: The steps of its checkpoints at the last listing.
+        `saved` has the steps of its checkpoints at the last listing.
         """
         outcome = progress.job_ended()  # first: a training writes its status before it ends
         found = status_of(self._workdir)

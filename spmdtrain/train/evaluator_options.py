@@ -1,4 +1,4 @@
-"""Options of the evaluator. A module of its own, because the help needs nothing else of it."""
+"""Options of the evaluator, in a separate module so that the help need not import the evaluator."""
 
 import enum
 

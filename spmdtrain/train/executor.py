@@ -46,21 +46,16 @@ class Executor(Protocol):
     """Number of dispatches whose outputs may be pending."""
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
-        """Returns the program of the next dispatch and its batch.
-
-        Args:
-          steps: The steps of the dispatch.
-          state: The state before them.
-        """
+        """Returns the program of the next dispatch and its batch; `state` is the one before it."""
         ...
 
     def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
-        """Checks the devices before a step for which that is due (see `Sentinel`).
+        """Checks the devices before a step at which a check is due (see `Sentinel`).
 
         Args:
           step: The last step of the dispatch.
-          state: The state before it.
-          batch: Its batch, from `load`.
+          state: The state before the dispatch.
+          batch: The batch of the dispatch, from `load`.
 
         Raises:
           DeviceFaultError: If devices differ and `sentinel_action` is stop or rollback.
@@ -72,10 +67,9 @@ class Executor(Protocol):
         ...
 
     def sync(self, state: TrainState) -> TrainState:
-        """Returns the state after all dispatched steps; waits for them.
+        """Waits for all dispatched steps; returns the state after them.
 
-        Args:
-          state: The state that the last program returned.
+        `state` is the state that the last program returned.
         """
         ...
 
@@ -126,9 +120,6 @@ class Backend(Protocol):
     def join_command(self, command: "Command") -> None:
         """Starts this process in its role in the run command, by the options of the command.
 
-        Args:
-          command: The parsed command line.
-
         Raises:
           UserError: If an option contradicts the strategy or TF_CONFIG.
           SystemExit: As in `join`.
@@ -140,23 +131,13 @@ class Backend(Protocol):
         ...
 
     def make_placement(self, config: RunConfig) -> Placement:
-        """Returns the placement of evaluations and of the state in this process.
-
-        Args:
-          config: Configuration of the run.
-        """
+        """Returns the placement of evaluations and of the state in this process."""
         ...
 
     def print_sharding(
         self, functions: StepFunctions, config: RunConfig, terminal: Terminal
     ) -> None:
-        """Prints on which devices or servers each part of the state is.
-
-        Args:
-          functions: The functions of the step, whose state is abstract.
-          config: The resolved configuration.
-          terminal: The terminal.
-        """
+        """Prints on which devices or servers each part of the (abstract) state is."""
         ...
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
@@ -172,11 +153,7 @@ class Backend(Protocol):
     ) -> None:
         """Starts to compile the train step in the background, if this process runs it.
 
-        Args:
-          run: The session of the run, whose checkpoints are not restored yet.
-          programs: Compile the steps.
-          functions: The functions of the step.
-          augment: The augmentation of the training examples.
+        The checkpoints of the run are not restored yet.
         """
         ...
 
@@ -195,9 +172,6 @@ def max_in_flight(placement: Placement) -> int:
     """Returns how many dispatches of one step on a mesh may be pending.
 
     On virtual devices, many pending steps can abort XLA's in-process all-reduce.
-
-    Args:
-      placement: The devices.
     """
     return 2 if placement.is_virtual() else 8
 
@@ -232,7 +206,6 @@ class MeshBackend:
         return "TF_CONFIG lists ps tasks: not used, the training is synchronous"
 
     def make_placement(self, config: RunConfig) -> Placement:
-        """Returns the placement of the run."""
         return make_placement(config)
 
     def print_sharding(
@@ -350,12 +323,7 @@ class MeshExecutor:
 
 
 class DeviceExamples:
-    """All examples of the last dataset, on the devices (`data_on_device`).
-
-    Args:
-      placement: The devices.
-      terminal: Shows that they are being copied.
-    """
+    """Copies all examples to the devices (`data_on_device`) and keeps them for the last dataset."""
 
     def __init__(self, placement: Placement, terminal: Terminal) -> None:
         self._placement, self._terminal = placement, terminal

@@ -70,7 +70,7 @@ class Experiment:
     trackers: Sequence[Tracker] = ()
     """Trackers besides those of the option `trackers`."""
     weight_map: WeightMap = ()
-    """Rules by which arrays of `init_from` become those of the model, for files of other programs;
+    """Rules by which arrays of `init_from` become arrays of the model, for files of other programs;
     without rules, equal names are taken."""
 
     @classmethod
@@ -158,7 +158,7 @@ class ExperimentFile:
 
 
 def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
-    """Returns an experiment's file, imported and checked.
+    """Imports and checks an experiment's file.
 
     Args:
       name: Path of the Python file.
@@ -216,7 +216,7 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
 
 
 def _guarded(path: Path, call: Callable[[], Any]) -> Any:
-    """Calls a function of the user's file; its exceptions become one line with file and line."""
+    """Calls a function of the user's file; turns exceptions into one line with file and line."""
     try:
         return call()
     except (UserError, OwnExit):

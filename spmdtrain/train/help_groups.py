@@ -8,7 +8,6 @@ class HelpGroup:
     """Options under one heading of the help.
 
     Attributes:
-      title: The heading.
       usual: Names of options that `--help` shows; a nested one has a dot.
       rare: Names of options that only `--help-all` shows. The name of a group of nested options
         means all of them that `usual` does not name.
@@ -97,5 +96,5 @@ HELP_GROUPS = (
         ("coordinator", "processes", "process_id", "init_timeout", "hang_timeout"),
     ),
 )
-"""Every field of `RunConfig`, and those options of the commands that are not shown first. An option
+"""Every field of `RunConfig`, and the options of the commands that are not shown first. An option
 that is in no group is shown under "Command" if it is the command's, and else under "Other"."""

@@ -1,4 +1,4 @@
-"""The first state of a run: initial values, or those of a checkpoint or of a file of weights."""
+"""The first state of a run: initial values, or the values of a checkpoint or file of weights."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -42,7 +42,6 @@ class LoadedValues:
     """The values of a model from a checkpoint or from a file of weights.
 
     Attributes:
-      variables: The values.
       step: The step of the checkpoint; 0 for a file of weights.
       identity: The run that saved the checkpoint; None for a file of weights.
       lora: The place of a base model's values, without checksums.
@@ -59,7 +58,6 @@ class ValueLoader:
     """Loads the values of a model at the start of a run.
 
     Attributes:
-      steps: The functions of the run.
       config: Has the seed, and `init_from`, whose parameters replace the initial ones.
       weight_map: Rules for the arrays of `init_from`.
       terminal: Shows corrupted checkpoints, and the table of what is taken.
@@ -71,7 +69,6 @@ class ValueLoader:
     terminal: Terminal
 
     def initial_state(self) -> InitialState:
-        """Returns the state before step 1."""
         steps, config = self.steps, self.config
         state = steps.init(config.seed)
         if not config.init_from:
@@ -102,15 +99,12 @@ class ValueLoader:
     def base_weights(self, folder: epath.Path, manifest: Manifest) -> tuple[Variables, LoraRecord]:
         """Loads the base weights that a checkpoint leaves out, and verifies their checksums.
 
-        Args:
-          folder: The folder of the checkpoint.
-          manifest: Its manifest.
-
         Returns:
           The weights, None in place of other variables, and the record of where they are.
 
         Raises:
-          UserError: If they are missing, or not those that the factors were trained for.
+          UserError: If they are missing, or differ from the weights that the factors were trained
+            for.
         """
         lora, given, base = manifest.identity.lora, self.config.init_from, self.steps.base
         assert base is not None
@@ -209,7 +203,7 @@ class ValueLoader:
     def _take(
         self, source: WeightSource, weight_map: WeightMap, expected: type[Exception]
     ) -> Variables:
-        """Returns the values of a file in their shardings, and initial ones for what it lacks."""
+        """Returns the values of a file in their shardings; arrays that it lacks are initialized."""
         process_group.check_same(
             {"init_from": {name: str(header) for name, header in source.headers.items()}}
         )
@@ -254,7 +248,7 @@ def _names_of(checkpoint: epath.Path) -> list[str]:
 
 
 def at_step_zero(state: TrainState, shardings: TrainState) -> TrainState:
-    """Returns a state whose step is 0, and whose other leaves are those of `state`."""
+    """Returns the state with step 0 and otherwise unchanged arrays."""
 
     def number(value: jax.Array | int, sharding: Any) -> jax.Array:
         array = np.asarray(value, np.int32)

@@ -13,7 +13,7 @@ PyTree = Any
 class InputWait:
     """The share of the training time in which the devices waited for a batch.
 
-    It is read like `Rate`: the share is that of the time since the last reading.
+    As for `Rate`, each reading covers the time since the last one.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,6 @@ class InputWait:
         self._share: float | None = None
 
     def count(self, seconds: float) -> None:
-        """Adds the time of one wait."""
         self._waited = (self._waited or 0.0) + seconds
 
     @property
@@ -35,15 +34,13 @@ class InputWait:
         return self._waited
 
     def read(self, step: int, seconds: float) -> float | None:
-        """Returns the share since the last reading, and starts a new measurement.
+        """Returns the share since the last reading, from 0 to 1, and starts a new measurement.
+
+        The last reading is returned again if `step` has not changed, None if waits are not counted.
 
         Args:
-          step: Number of steps so far; if it has not changed since the last reading, the result is
-            that reading.
+          step: Number of steps so far.
           seconds: Time spent on training so far.
-
-        Returns:
-          The share, from 0 to 1; None if waits are not counted.
         """
         if self._waited is not None and step > self._step and seconds > self._seconds:
             share = min((self._waited - self._before) / (seconds - self._seconds), 1.0)
@@ -58,11 +55,11 @@ def next_batch(
     count: Callable[[float], None],
     step: int | None = None,
 ) -> PyTree:
-    """Returns the next batch, and counts the time for which the devices waited for it.
+    """Returns the next batch, and counts the time in which the devices waited for it.
 
-    That is the time of the call if the devices have finished all dispatched steps when it returns.
-    If steps are still running, the batch was ready in time, and the wait is 0. The check does not
-    block.
+    If the devices have finished all dispatched steps when the batch is there, they have waited for
+    as long as the call took. If steps are still running, the batch was ready in time, and the wait
+    is 0. The check does not block.
 
     Args:
       batches: The batches, placed on the devices.
@@ -81,6 +78,6 @@ def next_batch(
 
 
 def is_pending(state: TrainState) -> bool:
-    """Returns whether the devices still run the step that returns a state. It does not block."""
+    """Returns, without blocking, whether the devices still run the step that returns a state."""
     step: Any = state.step
     return not step.is_deleted() and not step.is_ready()

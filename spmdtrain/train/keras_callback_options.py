@@ -1,4 +1,4 @@
-"""The Keras callbacks that a run can have, and which of their constructor options it uses."""
+"""The Keras callbacks that a run can have, and the constructor options that it uses."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ class MappedCallback:
     """A class of Keras callbacks in a run.
 
     Attributes:
-      options: The constructor parameters that have their effect.
-      refused: Those that must have their default, and what to use instead.
-      state: The attributes that decide what it does next; they are saved in checkpoints.
+      options: The constructor parameters that have the same effect as in Keras.
+      refused: Parameters that must have their default, and what to use instead.
+      state: The attributes that decide what the callback does next; they are saved in checkpoints.
     """
 
     options: frozenset[str]
@@ -71,11 +71,7 @@ MAPPED_CALLBACKS: Mapping[str, MappedCallback] = {
 def callback_kind(callback: Any) -> str:
     """Returns the name of the class of a Keras callback, one of `MAPPED_CALLBACKS`.
 
-    Args:
-      callback: The callback.
-
-    Raises:
-      UserError: If it is of another class, or has an option that a run does not use.
+    Raises `UserError` if it is of another class, or has an option that a run does not use.
     """
     kind = type(callback).__name__
     if kind not in MAPPED_CALLBACKS or type(callback) is not getattr(

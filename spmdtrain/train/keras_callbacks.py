@@ -34,14 +34,13 @@ class KerasCallbacks:
     """Calls Keras callbacks at the events of a run, with the model and optimizer of the step.
 
     The callbacks are Keras' own objects, called in their order at the end of an epoch, after the
-    evaluation of its last step if there is one. Those that read the model or its optimizer find
-    the values of that step in them. A learning rate or values that a callback assigns replace
-    those of the state. At the end of a fit, the model and its optimizer have the trained values.
+    evaluation of its last step if there is one. Before a callback that reads the model or its
+    optimizer is called, these get the values of the step. A learning rate or values that a callback
+    assigns replace the values in the state. At the end of a fit, the model and its optimizer have
+    the trained values.
 
     Args:
-      model: The Keras model.
-      optimizer: Its Keras optimizer, if this one trains.
-      callbacks: Keras callbacks.
+      optimizer: The model's Keras optimizer; None if another one trains.
       directions: Whether the lowest or the highest value of a metric is the best.
 
     Raises:
@@ -83,14 +82,7 @@ class KerasCallbacks:
     # -- events --------------------------------------------------------------------------------
 
     def fit_start(self, event: CallbackContext) -> None:
-        """Begins the training of the callbacks.
-
-        Args:
-          event: The event.
-
-        Raises:
-          UserError: If the run cannot have one of them.
-        """
+        """Begins the training of the callbacks; raises `UserError` if the run cannot have one."""
         self._check_run(event.trainer.config)
         self._events = [
             EpochEvents(callback.log_dir)
@@ -126,10 +118,7 @@ class KerasCallbacks:
     def step(self, event: CallbackContext) -> None:
         """Saves the files of `save_freq`.
 
-        Reports an epoch whose evaluation a signal has interrupted, and that is not resumed.
-
-        Args:
-          event: The event.
+        Also reports an epoch whose evaluation was interrupted by a signal and is not resumed.
         """
         if self._epoch_means is not None:
             self._end_epoch(event, {})
@@ -149,11 +138,7 @@ class KerasCallbacks:
                     event.trainer.terminal.line(f"epoch {self._epoch + 1}: model saved to {path}")
 
     def epoch_end(self, event: CallbackContext) -> None:
-        """Reports an epoch, unless its evaluation follows.
-
-        Args:
-          event: The event.
-        """
+        """Reports an epoch, unless its evaluation follows."""
         self._epoch_means = {n: x for n, x in event.metrics.items() if n not in OF_EPOCH}
         self._epoch = int(event.metrics["epoch"])  # that of the history
         self._epoch_step = event.step
@@ -162,20 +147,12 @@ class KerasCallbacks:
             self._end_epoch(event, {})
 
     def evaluation(self, event: CallbackContext) -> None:
-        """Reports an epoch with the metrics of the validation.
-
-        Args:
-          event: The event.
-        """
+        """Reports an epoch with the metrics of the validation."""
         if self._epoch_means is not None:
             self._end_epoch(event, {f"val_{name}": x for name, x in event.metrics.items()})
 
     def fit_end(self, event: CallbackContext) -> None:
-        """Assigns the trained values to the model, and ends the training of the callbacks.
-
-        Args:
-          event: The event.
-        """
+        """Assigns the trained values to the model, and ends the training of the callbacks."""
         if self._epoch_means is not None:
             self._end_epoch(event, {})
         trainer = event.trainer
@@ -215,14 +192,7 @@ class KerasCallbacks:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state that `state_dict` returned.
-
-        Args:
-          state: The state.
-
-        Raises:
-          UserError: If it is of other callbacks.
-        """
+        """Continues from a saved state; raises `UserError` if it is of other callbacks."""
         check(state, dict, "keras callbacks")
         states = state["callbacks"]
         if states.keys() != self._active.keys():
@@ -280,7 +250,7 @@ class KerasCallbacks:
         epoch: int,
         logs: dict[str, float],
     ) -> None:
-        """Calls a method of callbacks; what they assign or request takes effect."""
+        """Calls a method of callbacks and applies what they assign or request."""
         for name in names:
             callback = self._active[name]
             changes_rate = _kind(callback) in _CHANGES_RATE
@@ -319,7 +289,7 @@ class KerasCallbacks:
         return [v.value for v in (*self._model.weights, *optimizer)]
 
     def _keep_if_assigned(self, event: CallbackContext, callback: Any, before: list[Any]) -> None:
-        """Continues with the values that a callback has assigned, in all processes the same."""
+        """Continues with the values that a callback has assigned, the same in all processes."""
         after = self._assignable()
         replaced = [x is not y for x, y in zip(before, after, strict=True)]
         count = len(self._model.weights)  # those of the optimizer follow
@@ -373,7 +343,7 @@ class KerasCallbacks:
         return dataclasses.replace(state, **placed)
 
     def _runs_here(self, name: str) -> bool:
-        """Returns whether this process calls a callback: process 0 alone writes files."""
+        """Returns whether this process calls a callback; only process 0 writes files."""
         return _kind(self._active[name]) not in _WRITES_FILES or process_group.rank() == 0
 
     def _mode(self, callback: Any) -> str:
@@ -428,7 +398,7 @@ def _kind(callback: Any) -> str:
 
 
 def _like(leaf: jax.Array, value: np.ndarray) -> jax.Array:
-    """Returns a value placed as an array of the state."""
+    """Returns a value with the sharding of an array of the state."""
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
 
@@ -472,7 +442,7 @@ def _check_monitor(callback: Any, logs: Mapping[str, float]) -> None:
 
 
 def _is_in_workdir(callback: Any, trainer: Any) -> bool:
-    """Returns whether a run writes event files where a `TensorBoard` callback does."""
+    """Returns whether the run writes event files to the folder of a `TensorBoard` callback."""
     if (workdir := trainer.config.workdir) is None:
         return False
     # "logs" is the default, which the workdir replaces.
@@ -487,7 +457,7 @@ def _states_of(callback: Any) -> tuple[str, ...]:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a number or metrics as JSON values: names of numbers that are not finite."""
+    """Returns a number or metrics as JSON values; numbers that are not finite become names."""
     if isinstance(value, Mapping):
         return {name: _as_json(x) for name, x in value.items()}
     if value is None or isinstance(value, int):

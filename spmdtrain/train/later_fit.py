@@ -1,4 +1,4 @@
-"""Checks of a second `fit` of a trainer: it continues the first one, or starts again."""
+"""Checks of a second `fit` of a trainer, which continues the first one or starts again."""
 
 from spmdtrain.checkpoints.run_identity import Identity, check_same_run
 from spmdtrain.errors import UserError
@@ -17,12 +17,11 @@ def check_no_checkpoints(run: RunSession) -> None:
 
 
 def check_continues(run: RunSession, earlier: Identity, step: int) -> None:
-    """Checks that a run continues an earlier one, and that no other trainer has done so.
+    """Checks that a run continues an earlier run of the same trainer, and no other trainer has.
 
     Args:
       run: The run that is about to begin.
-      earlier: The earlier run of the same trainer.
-      step: Number of steps that it has run.
+      step: Number of steps that the earlier run has made.
 
     Raises:
       UserError: If this is another run, or the workdir has a checkpoint of a later step.

@@ -8,14 +8,13 @@ _OF_PYTHON = 1_000  # CPython 3.12 itself excludes 375 objects
 
 
 class LongLivedObjects:
-    """Excludes what survives the first full garbage collection among the steps from later ones.
+    """Excludes from later garbage collections what survives the first full one among the steps.
 
     A step creates a Python object for each array of the state. With thousands of arrays, that
-    starts a full collection every few dozen steps, which visits all modules, programs and
-    experiments of the process, too: a tenth of the time of a step of 2,000 arrays.
+    starts a full collection every few dozen steps. Each visits all modules, programs and
+    experiments of the process, which takes a tenth of the time of a step of 2,000 arrays.
 
-    A context: at its end, or that of the last one if several are open, collections visit all
-    objects again.
+    This is a context manager. Once all open ones have ended, collections visit all objects again.
     """
 
     _open: ClassVar[set["LongLivedObjects"]] = set()  # after their first steps
@@ -25,10 +24,10 @@ class LongLivedObjects:
         self._waits = False
 
     def begin(self) -> None:
-        """Waits for a full collection: call it when the first step has been dispatched.
+        """Waits for a full collection; call it when the first step has been dispatched.
 
-        What `gc.freeze` excludes is not freed if it is in a reference cycle. Therefore it is
-        called after the step has been traced, which leaves cycles, and directly after a
+        Objects that `gc.freeze` excludes are not freed if they are in a reference cycle. Therefore
+        it is called after the step has been traced, which leaves cycles, and directly after a
         collection.
         """
         if not self._open:

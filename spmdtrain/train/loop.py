@@ -81,8 +81,8 @@ class Loop(LoopTools, MediaLogger):
       config: The configuration.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
-      trackers: Names of trackers, in place of those of `config`, and objects of own ones.
-      **options: Fields of `RunConfig`, in place of those of `config`.
+      trackers: Names of trackers, which replace `config.trackers`, and `Tracker` objects.
+      **options: Fields of `RunConfig`, which replace fields of `config`.
 
     Raises:
       UserError: If an option is wrong, or only the `Trainer` supports it.
@@ -303,8 +303,8 @@ class Loop(LoopTools, MediaLogger):
 
         Args:
           function: (state, batch, key) -> (the state after one step, metrics by name). The loop
-            counts the step and derives the key. Arrays of the state that rest in host memory are
-            in device memory within.
+            counts the step and derives the key. Inside the function, arrays offloaded to host
+            memory are in device memory.
 
         Returns:
           (state, batch) -> (state, output). The state is donated: use the returned one.

@@ -1,4 +1,4 @@
-"""Checks of what a user's functions return to a `Loop`: state and metrics."""
+"""Checks of the state and the metrics that a user's functions return to a `Loop`."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -53,11 +53,7 @@ PARTS = ("params", "opt_state", "averaged", "model_state")
 def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
     """Returns the function of the init and step keys that makes the first state.
 
-    Args:
-      init: The user's function: key -> the parts of the state by name.
-
-    Raises:
-      UserError: If `init` is no function, or returns something else than parts of the state.
+    Raises `UserError` if `init` is no function, or does not return parts of the state.
     """
     if not callable(init):
         raise UserError(
@@ -111,24 +107,21 @@ def check_state(after: Any, before: TrainState) -> None:
 
 
 def check_trains(jaxpr: Any, arguments: PyTree, results: PyTree) -> None:
-    """Checks that a step learns from its data.
+    """Raises `UserError` if a step changes parameters without learning from its data.
 
-    It does not if its new parameters and optimizer state need neither the batch nor the key,
-    although the loss does, and come from zeros: JAX puts them in place of a gradient that it knows
-    to be 0.
+    That is so if its new parameters and optimizer state need neither the batch nor the key,
+    although the loss does, and come from zeros: JAX replaces a gradient that it knows to be 0 by
+    zeros.
 
     Args:
       jaxpr: The open jaxpr of the step.
       arguments: State and batch, arrays or their shapes.
       results: The state after the step and its output, likewise.
-
-    Raises:
-      UserError: If the step changes parameters without its data.
     """
     names, given = list(named_leaves(results)), list(named_leaves(arguments))
 
     def needed(wanted: Callable[[str], bool]) -> tuple[Any, set[str]]:
-        """Returns the part of the program that results need, and the arguments that it reads."""
+        """Returns the part of the program that computes results, and the arguments it reads."""
         part, is_used = partial_eval.dce_jaxpr(jaxpr, list(map(wanted, names)))
         return part, {name for name, used in zip(given, is_used, strict=True) if used}
 
@@ -232,8 +225,6 @@ def check_best(
     """Checks that an evaluation has the metric that selects the best checkpoint.
 
     Args:
-      config: Names the metric.
-      metrics: The metrics of the evaluation.
       first: Whether it is the first evaluation since the start.
       log: Receives a line if the default metric, "loss", is missing: no checkpoint is then best.
 
@@ -256,14 +247,9 @@ def check_best(
 
 
 def check_not_donated(state: TrainState, step: int) -> None:
-    """Checks that a state is one whose arrays still exist.
+    """Raises `UserError` if a value is no state, or its arrays were donated to the next state.
 
-    Args:
-      state: The state; a step donates its arrays to the next state.
-      step: The last step recorded, for the message.
-
-    Raises:
-      UserError: If it is something else, or its arrays were donated.
+    `step` is the last recorded step, for the message.
     """
     if not isinstance(state, TrainState):
         raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")

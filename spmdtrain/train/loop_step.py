@@ -53,11 +53,9 @@ def make_program(
     """Returns the jitted program of a user's step: (state, batch) -> (state, output).
 
     Args:
-      function: The step.
       abstract: Shapes and dtypes of the state.
       layout: The shardings of the state, before and after the step.
       placement: The shardings of the batch and of the output.
-      compiler_options: Options for XLA.
       log_every: The cadence of the log, for `step_norms`.
     """
     function = locate_errors(function, "the step function", takes="(state, batch, key)")
@@ -102,10 +100,7 @@ class LoopOfStep(Protocol):
 class LoopStep:
     """A step of a loop, compiled once for each shape of batch.
 
-    Args:
-      loop: The loop that calls it.
-      program: The jitted program.
-      shardings: The shardings of the state, checked after the first step.
+    The shardings of the state are checked after the first step.
     """
 
     def __init__(self, loop: LoopOfStep, program: Any, shardings: TrainState) -> None:

@@ -46,11 +46,8 @@ class StartedLoop:
     """The parts of a loop that exist once `start` has returned.
 
     Attributes:
-      run: The session of the run.
-      layout: The shardings of the state.
-      augment: (example, NumPy generator) -> example; None for none.
+      augment: (example, NumPy generator) -> example.
       state: The state after the last recorded step.
-      reader: Reads the outputs of the recorded steps.
     """
 
     run: RunSession

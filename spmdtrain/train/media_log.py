@@ -33,7 +33,7 @@ class MediaLogger:
 
         Args:
           media: Name to `Image`, `Text`, `Histogram`, `Table` or `Figure`.
-          step: The step; by default that of the callback, or the last one.
+          step: The step; by default the step of the callback, or the last one.
           split: "train", "eval" or "test".
 
         Raises:
@@ -54,7 +54,7 @@ class MediaLogger:
 
         Args:
           path: The path of the file.
-          name: The name of the artifact; by default that of the file.
+          name: The name of the artifact; by default the name of the file.
 
         Raises:
           UserError: If there is no such file, or no run is in progress.
@@ -66,13 +66,9 @@ class MediaLogger:
 
 
 def checked_media(function: Function | None) -> Function | None:
-    """Returns a function of (model, batch) that checks the media that it declares.
+    """Returns a function of (model, batch) that checks the media that it returns by name.
 
-    Args:
-      function: Returns media by name; None for none. It is traced by JAX.
-
-    Raises:
-      UserError: If it is no function.
+    It is traced by JAX. Raises `UserError` if it is no function.
     """
     if function is None:
         return None

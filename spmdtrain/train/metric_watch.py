@@ -19,7 +19,7 @@ class _State(TypedDict):
 
 
 class MetricWatch:
-    """Callback that watches a metric of evaluations. The base of those that react to it.
+    """Callback that watches a metric of evaluations. The base of callbacks that react to it.
 
     A value that is NaN or infinite is no improvement.
 
@@ -126,17 +126,10 @@ class MetricWatch:
 
 
 def metric_of(event: CallbackContext, metric: str, name: str) -> float:
-    """Returns a metric of an evaluation, that of process 0 in all processes.
+    """Returns a metric of an evaluation: the value of process 0, in all processes.
 
     A metric that a callback has added may differ between processes, which have to decide the same.
-
-    Args:
-      event: The evaluation.
-      metric: The name of the metric.
-      name: The name of the callback, for the error.
-
-    Raises:
-      UserError: If the evaluation does not have the metric.
+    Raises `UserError`, with the callback's `name`, if the metric is missing.
     """
     if metric not in event.metrics:
         raise UserError(

@@ -29,7 +29,6 @@ Logged = Callable[[int, dict[str, float]], dict[str, float]]
 
 
 def _of_step(value: Any, output: StepOutput, number: int) -> Any:
-    """Returns a value of one step of an output."""
     return value if value is None or not _is_stacked(output) else np.asarray(value)[number]
 
 
@@ -45,13 +44,11 @@ def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
 class MetricsReader:
     """Fetches step outputs with a delay, so that the host runs ahead of the devices.
 
-    An output is fetched after `max_in_flight` later dispatches. So are hashes of the state. With
-    several processes, the copies of the state are compared between them after the first dispatch,
-    with each hash, and every `compare_copies_every` steps.
+    An output or a hash of the state is fetched after `max_in_flight` later dispatches. Several
+    processes compare their copies of the state after the first dispatch, with each hash, and every
+    `compare_copies_every` steps.
 
     Args:
-      run: The run whose logger receives the metrics.
-      max_in_flight: Number of dispatches whose outputs may be pending.
       state: Returns the newest state; None if there is none.
       logged: (step, metrics) -> the metrics to log; calls the log callbacks.
     """
@@ -82,8 +79,8 @@ class MetricsReader:
 
         Args:
           steps: Step numbers of the dispatch.
-          output: Its output. If it is that of a loop, leaves have a leading dim of len(steps) or
-            more.
+          output: Its output. If its program makes several steps, leaves have a leading dim of
+            len(steps) or more.
 
         Raises:
           NonFiniteError: If a fetched loss or state is NaN or infinite.
@@ -110,10 +107,8 @@ class MetricsReader:
     def hash_last(self, step: int) -> None:
         """Logs the hash of the state after the last step, if that is due and not done.
 
-        `add` does not know that a step is the last one if a callback stops the run after it.
-
-        Args:
-          step: The last step of the run, which `flush` has read.
+        `flush` has read the step. `add` does not know that a step is the last one if a callback
+        stops the run after it.
         """
         is_due = self._run.config.hashes_at(step, self._run.schedule.total)
         if is_due and step != self._hashed and (state := self._state()) is not None:
@@ -123,7 +118,7 @@ class MetricsReader:
         """Starts to copy to the host what `_read` reads of an output.
 
         Otherwise the host waits for each copy from a GPU or TPU for as long as a small step takes.
-        On CPU it reads the arrays themselves.
+        On CPU it reads the arrays without a copy.
         """
         if self._reads_arrays is None:
             self._reads_arrays = is_on_cpu(output.finite)
@@ -211,7 +206,7 @@ class MetricsReader:
             run.logger.terminal.advance(last)
 
     def _sorted_names(self, metrics: Mapping[str, Any]) -> Sequence[str]:
-        """Returns the sorted names of metrics, which are those of the previous step but for one."""
+        """Returns the sorted names of metrics, which seldom change from step to step."""
         if metrics.keys() != self._keys:
             self._keys, self._names = metrics.keys(), sorted(metrics)
         return self._names
@@ -219,10 +214,9 @@ class MetricsReader:
     def _present(
         self, output: StepOutput, sums: np.ndarray | None, number: int
     ) -> Mapping[str, float]:
-        """Returns the metrics of a step, without the losses of components that it has no rows of.
+        """Returns the metrics of a step, without the losses of components that have no rows in it.
 
         Args:
-          output: The output of a dispatch.
           sums: Weighted sums and weights, (steps, metrics by sorted name, 2).
           number: Index of the step in the dispatch.
         """
@@ -241,7 +235,7 @@ class MetricsReader:
     def _fail(
         self, steps: Sequence[int], number: int, finite: np.ndarray, values: Mapping[str, float]
     ) -> Never:
-        """Raises `NonFiniteError` for a step of a dispatch with its flags and metrics."""
+        """Raises `NonFiniteError` for a step of a dispatch, with its flags and metrics."""
         names = np.array(FLAGS)[~finite]
         wrong, step = " and ".join(names), f"step {steps[number]}"
         # Within a dispatch this flag alone may be that of the last step (see `finite_flags`).
@@ -268,7 +262,7 @@ class MetricsReader:
         run.logger.log_train_step(step, run.schedule.total, logged, done=steps[-1])
 
     def _beside(self, step: int, rate: Any, norms: Any) -> dict[str, float]:
-        """Returns the learning rate and the norms of a step, those of them that are known."""
+        """Returns the learning rate and the norms of a step, as far as they are known."""
         used = self._run.epochs.fixed_rate if rate is None else float(rate)
         found = {} if used is None else {LEARNING_RATE: used}
         if norms is not None and has_norms(step, self._run.config.log_every):

@@ -313,10 +313,10 @@ class ModelRunner:
             check_same_classes(trained.classes, classes_of(dataset), "the model was")
 
     def _interrupt_check(self) -> Callable[[], None]:
-        """Returns what is called before each batch, to raise if a signal has arrived.
+        """Returns the function to call before each batch, which raises if a signal has arrived.
 
-        JAX receives the signals of several processes, which have to ask for them. Within a `fit`
-        the loop does that, because it also saves.
+        With several processes, JAX receives the signals, and the processes have to ask for them.
+        Within a `fit` the loop does that, because it also saves.
         """
         alone = self._fitting or process_group.count() == 1
         return self.check_interrupt if alone else StopSignals().stop_if_received
@@ -324,7 +324,8 @@ class ModelRunner:
     def _eval_batch(self, batch: int | None) -> int:
         """Returns the batch size of an evaluation: the argument, the option, or the training's.
 
-        It does not depend on the devices, so neither does the result, and need not divide.
+        It does not depend on the devices, so the result does not either; it need not divide over
+        them.
 
         Raises:
           UserError: If the argument is below 1.
@@ -339,7 +340,7 @@ class ModelRunner:
         return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
 
     def _variables(self) -> Variables:
-        """Returns the values trained so far, or else those of a checkpoint, or the initial ones."""
+        """Returns the values trained so far, or else of a checkpoint, or the initial ones."""
         self._check_readable()
         if self._state is not None:
             return self._state.variables
@@ -363,7 +364,7 @@ class ModelRunner:
 def _make_functions(
     parts: Mapping[str, Any], config: RunConfig, placement: Placement
 ) -> StepFunctions:
-    """Makes step functions. A function of this module, because it is sent to workers."""
+    """Makes step functions. It is a function of this module, because it is sent to workers."""
     return StepFunctions(**parts, config=config, placement=placement)
 
 

@@ -43,27 +43,23 @@ INSTEAD = {
     "gpus devices num_devices accelerator": "a run uses all devices of JAX: CUDA_VISIBLE_DEVICES "
     "or JAX_NUM_CPU_DEVICES changes their number",
 }
-"""Names of options of other frameworks that are none here, separated by spaces -> what to do."""
+"""Names of options of other frameworks, separated by spaces -> what to do instead."""
 _ADVICE = {name: advice for names, advice in INSTEAD.items() for name in names.split()}
 _OF_BUILD = {
     "learning_rate": "give it to the optimizer, for example optimizer=optax.adam(0.001)",
     "data_dir": "give the data to fit",
 }
-"""Fields of `RunConfig` that a `Trainer` refuses: what to do instead."""
+"""Fields of `RunConfig` that a `Trainer` refuses -> what to do instead."""
 _USED_IN_BUILD = {"learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"}
 
 
 def _refuse(of: str, name: str, known: Collection[str], elsewhere: Mapping[str, str]) -> Never:
-    """Refuses an unknown keyword, with a proposal that is accepted.
+    """Raises `UserError` for an unknown keyword, with a proposal that is accepted.
 
     Args:
       of: The function or class.
-      name: The keyword.
       known: Keywords that it accepts.
       elsewhere: What to do with keywords that others accept.
-
-    Raises:
-      UserError: In any case.
     """
     field = field_meant(name, {*known, *elsewhere, *_OF_BUILD}) or name
     if field in _OF_BUILD and field not in known:
@@ -108,10 +104,9 @@ def with_options(
     """Returns the configuration with some fields replaced.
 
     Args:
-      config: The configuration to change.
       options: New values by field name.
       of: The class that received `options`, for the error message.
-      begin: Its method that begins a run, and takes other keywords.
+      begin: The method of the class that begins a run, and takes other keywords.
       refused: Fields that the class refuses, which are not proposed.
 
     Raises:
@@ -135,14 +130,9 @@ def validate_trainer_options(
 ) -> RunConfig:
     """Returns the configuration with the options of a `Trainer`, which has a built optimizer.
 
-    Args:
-      config: The configuration to change.
-      options: New values by field name.
-      trainer: The class.
-
     Raises:
-      UserError: If an option is unknown or not valid, or has an effect only before the model,
-        the optimizer and the data are built (`learning_rate`, its scaling, `data_dir`).
+      UserError: If an option is unknown or not valid, or has an effect only before the model, the
+        optimizer and the data are built (`learning_rate`, its scaling, `data_dir`).
     """
     for name, advice in _OF_BUILD.items():
         if name in options:
@@ -162,11 +152,11 @@ def validate_trainer_options(
 def with_trackers(
     config: RunConfig, given: Sequence[Tracker | str] | None
 ) -> tuple[RunConfig, list[Tracker]]:
-    """Returns the configuration with the named trackers, and those that are objects.
+    """Returns the configuration with the named trackers, and the trackers that are objects.
 
     Args:
-      config: The configuration. Its `trackers` stay if objects alone are given.
-      given: Names and objects; None for those of the configuration.
+      config: The configuration. Its `trackers` stay if only objects are given.
+      given: Names and objects; None for the trackers of the configuration.
 
     Raises:
       UserError: If a name is unknown, or an object is no `Tracker`.
@@ -193,16 +183,13 @@ REQUIRED: Any = object()
 def check_arguments(
     method: Callable[..., Any], data: Any, others: Sequence[Any], unknown: Mapping[str, Any]
 ) -> None:
-    """Refuses what a method of a `Trainer` that takes one dataset does not have.
+    """Raises `UserError`, with a suggestion, for arguments that a method does not take.
 
     Args:
       method: `fit`, `evaluate` or `predict` of a trainer.
-      data: The dataset.
+      data: The dataset; an error if it is `REQUIRED`.
       others: The positional arguments after it.
       unknown: The unknown keywords.
-
-    Raises:
-      UserError: If there is another argument, with a suggestion, or no dataset.
     """
     assert isinstance(method, MethodType)
     of = method.__name__
@@ -221,11 +208,7 @@ def check_arguments(
 
 
 def with_fixed_folder(config: RunConfig) -> RunConfig:
-    """Returns a configuration whose workdir stays, also if the working directory changes.
-
-    Args:
-      config: A run's configuration.
-    """
+    """Returns a configuration whose workdir stays, even if the working directory changes."""
     if config.workdir is None:
         return config
     return dataclasses.replace(config, workdir=FixedFolder(config.workdir))
@@ -238,7 +221,7 @@ def with_totals(
     global_batch_size: int | None,
     batch_size_per_device: int | None,
 ) -> RunConfig:
-    """Returns a configuration with the keywords of `Trainer.fit` in place of its own."""
+    """Returns a configuration whose fields are replaced by the keywords of `Trainer.fit`."""
     if epochs is not None or steps is not None:
         config = dataclasses.replace(config, epochs=epochs, steps=steps)
     if global_batch_size is not None or batch_size_per_device is not None:

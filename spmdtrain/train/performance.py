@@ -25,14 +25,14 @@ class PerformanceLog:
         self._files = files
         self._lines: LinesFile | None = None
         self.loss_is_of_tokens = False
-        """Whether the weights of the loss are those of tokens, so that their sum counts tokens."""
+        """Whether each weight of the loss belongs to a token, so that their sum counts tokens."""
         self._weight, self._steps = 0.0, 0  # of the loss, since the last line
         self._report: ProgramReport | None = None
         self._flops: float | None = None  # of one step
         self._is_written = False
 
     def count_weights(self, weights: Sequence[float]) -> None:
-        """Counts the sum of the loss's weights in each of several steps."""
+        """Counts the loss's weights, given as a sum for each of several steps."""
         self._weight += sum(weights)
         self._steps += len(weights)
 
@@ -44,11 +44,7 @@ class PerformanceLog:
             self._report = ProgramReport(program, params, places, placement)
 
     def write_program(self, *, wait: bool = False) -> None:
-        """Writes `program.json` once it is computed.
-
-        Args:
-          wait: Whether to wait until it is computed.
-        """
+        """Writes `program.json` once it is computed; waits for that if `wait`."""
         if self._is_written or self._report is None or self._files is None:
             return
         if (content := self._report.content(wait=wait)) is not None:
@@ -64,18 +60,13 @@ class PerformanceLog:
         goodput: float | None,
         devices: Any,
     ) -> dict[str, float]:
-        """Writes a line.
+        """Writes a line; returns the values for curves, by tag. None is a value that is not known.
 
         Args:
-          step: The step.
-          examples_per_second: None if it is not known, as for the other values.
           steps_per_second: Speed since the last line.
-          input_wait: Share of the time for which the devices waited for batches, from 0 to 1.
+          input_wait: Share of the time in which the devices waited for batches, from 0 to 1.
           goodput: Share of the time since the first start that was spent on steps, from 0 to 1.
           devices: The devices of this process.
-
-        Returns:
-          The values for curves, by tag.
         """
         self.write_program()
         known = {
@@ -108,10 +99,9 @@ class PerformanceLog:
 
 
 def peak_memory(devices: Any) -> int | None:
-    """Returns the most bytes in use so far on the fullest device; None if that is not known.
+    """Returns the most bytes in use so far on the fullest of this process's devices.
 
-    Args:
-      devices: Devices of this process; those of a CPU do not report it.
+    None if it is not known, as for CPUs.
     """
     found = [device.memory_stats() or {} for device in devices]
     peaks = [stats["peak_bytes_in_use"] for stats in found if "peak_bytes_in_use" in stats]

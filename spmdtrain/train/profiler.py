@@ -14,12 +14,9 @@ from spmdtrain.files.storage import folder_of, one_line
 
 
 def profiled_steps(config: RunConfig, first: int, log: Callable[[str], None]) -> "ProfiledSteps":
-    """Returns the trace of a run's `profile_steps`.
+    """Returns the trace of `profile_steps` for a run that resumes from step `first`.
 
-    Args:
-      config: Names the steps and the workdir.
-      first: The step from which the run resumes.
-      log: Receives a line if there is nothing left to trace.
+    `log` receives a line if there is nothing left to trace.
     """
     # Process 0 alone: the others' traces would be written to the same files.
     steps = config.profile_range() if process_group.is_chief() else None
@@ -41,7 +38,7 @@ class ProfiledSteps:
         return self
 
     def before(self, step: int) -> None:
-        """Call before `step` is dispatched."""
+        """Starts the trace or marks the step; call it before `step` is dispatched."""
         if self._folder and self._first <= step <= self._last and not self._running:
             folder = Path(folder_of(self._folder))
             try:
@@ -56,7 +53,7 @@ class ProfiledSteps:
             self._marker.__enter__()
 
     def after(self, step: int, output: Any) -> None:
-        """Call after `step` is dispatched; waits for its `output` if it is the last one traced."""
+        """Ends the mark of `step` after its dispatch; waits for the last traced `output`."""
         if self._marker is not None:
             self._marker.__exit__(None, None, None)
             self._marker = None

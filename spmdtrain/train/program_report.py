@@ -37,10 +37,8 @@ class ProgramReport:
     """The content of `program.json`, computed in a thread, so that the steps do not wait.
 
     Args:
-      program: The program of a dispatch.
       params: The parameters, or their shapes.
       places: Their shardings; None if they are on parameter servers.
-      placement: The devices and their mesh.
     """
 
     def __init__(
@@ -56,11 +54,7 @@ class ProgramReport:
         executor.shutdown(wait=False)
 
     def content(self, *, wait: bool = False) -> dict[str, Any] | None:
-        """Returns the content of the report; None while it is computed.
-
-        Args:
-          wait: Whether to wait until it is computed.
-        """
+        """Returns the content of the report; without `wait`, None while it is computed."""
         return self._content.result() if wait or self._content.done() else None
 
     def _compute(self) -> dict[str, Any]:

@@ -16,18 +16,15 @@ def is_evaluator() -> bool:
 
 
 def join_job(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
-    """Takes the role of this process in the job of a configuration.
+    """Takes the role of this process in the job; returns the configuration for this process.
 
     A process that trains joins the others. A worker or parameter server of strategy
-    parameter_server serves the chief and exits with the job.
+    parameter_server serves the chief and exits with the job. An evaluator has separate devices, and
+    so another configuration.
 
     Args:
-      config: Configuration of the run.
-      timeout: Seconds in which the chief of parameter servers has to come.
-      terminal: Receives the reason if an evaluator uses a placement of its own.
-
-    Returns:
-      The configuration for this process: an evaluator has devices of its own.
+      timeout: Seconds to wait for the chief of parameter servers.
+      terminal: Receives the reason if an evaluator uses another placement.
 
     Raises:
       UserError: If the strategy has no use for this task.

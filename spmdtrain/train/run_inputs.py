@@ -67,17 +67,11 @@ def check_inputs(
     *,
     may_add_metrics: bool = False,
 ) -> int:
-    """Checks that the data of a run fit its configuration.
+    """Checks that the data of a run fit its configuration; returns the number of steps.
 
     Args:
-      config: The resolved configuration.
-      train: The training data.
       data: Datasets of the other splits: "validation" and "test".
-      trained: Names the metrics of an evaluation.
-      may_add_metrics: Whether callbacks may add others, which the first evaluation shows.
-
-    Returns:
-      The number of steps of the run.
+      may_add_metrics: Whether callbacks may add metrics that only the first evaluation shows.
 
     Raises:
       UserError: If an option needs a workdir, a split or a metric that is missing, or a batch is
@@ -138,7 +132,7 @@ def check_inputs(
 
 
 def _largest_batch(config: RunConfig, size: int) -> str:
-    """Returns the advice to give the largest valid batch of at most `size` examples, for an error.
+    """Returns the advice to give the largest valid batch of at most `size` examples.
 
     It ends in ", or ", and is empty if no such batch is valid.
     """
@@ -154,7 +148,7 @@ def identity_of(
     trained: Trainable,
     functions: Mapping[str, CodeRecord],
 ) -> Identity:
-    """Returns what a run computes: configuration, data, the shapes of its state, its program."""
+    """Returns the record of what a run computes: configuration, data, shapes, program."""
     base, state = trained.base, trained.abstract_state
     is_compared = config.workdir is not None or config.fork_from is not None
     options = own_code(config) if is_compared else {}
@@ -175,11 +169,7 @@ def identity_of(
 
 
 def count_skipped(data: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the number of bad records that are left out of each split that is a dataset.
-
-    Args:
-      data: Training data and datasets by split.
-    """
+    """Returns the number of bad records that are left out of each dataset, by split."""
     return {split: len(skipped_of(x)) for split, x in data.items() if isinstance(x, Dataset)}
 
 

@@ -29,7 +29,7 @@ _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
 
 
 def no_metrics() -> dict[Split, dict[int, Metrics]]:
-    """Returns the splits whose metrics are kept, without any."""
+    """Returns empty metrics of the splits whose metrics are kept."""
     return {Split.EPOCH: {}, Split.EVAL: {}}
 
 
@@ -37,9 +37,7 @@ class RunLogger:
     """Writes the log of one run.
 
     Args:
-      terminal: Receives lines.
       files: The files of the workdir; None without a workdir, and in all processes but process 0.
-      config: The configuration.
       skipped_records: Numbers of bad records that are left out of the data, by split.
       trackers: Receive the metrics, in process 0; by default there are none.
     """
@@ -57,9 +55,9 @@ class RunLogger:
         self.trackers = RunTrackers.none() if trackers is None else trackers
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
-        """Examples in one step; in a `Loop` those of the batch that the user passes."""
+        """Examples in one step; in a `Loop`, the examples of the batch that the user passes."""
         self.written = no_metrics()
-        """The metrics written of epochs and evaluations, by split and step."""
+        """The metrics that were written for epochs and evaluations, by split and step."""
         self._rate, self._input_wait = Rate(), InputWait()
         self.performance, self.times = PerformanceLog(files), TimeAccount(files)
         self._hashes: LinesFile | None = None  # opened by the first hash
@@ -113,8 +111,6 @@ class RunLogger:
         """Prints what is about to run: devices, mesh, batch, program, and bad records if any.
 
         Args:
-          placement: The strategy and its mesh.
-          params: All parameters.
           program: The description of the program; parts are separated by "; ".
           trained: The parameters that are not frozen; by default all.
         """
@@ -164,11 +160,11 @@ class RunLogger:
 
     @property
     def input_wait(self) -> float | None:
-        """Seconds of training for which the devices waited for batches; None if not measured."""
+        """Seconds of training in which the devices waited for batches; None if not measured."""
         return self._input_wait.waited
 
     def count_input_wait(self, seconds: float) -> None:
-        """Counts time for which the devices waited for a batch; 0 while the timer is paused."""
+        """Counts time in which the devices waited for a batch; 0 while the timer is paused."""
         self._input_wait.count(0.0 if self._since is None else seconds)
 
     def count_value(self, name: str, value: int) -> None:
@@ -179,9 +175,7 @@ class RunLogger:
         """Logs the metrics of a train step.
 
         Args:
-          step: The step.
           total: Number of steps of the run.
-          metrics: Its metrics.
           done: The last step that is known to be done, for the speed.
         """
         self.latest[Split.TRAIN] = metrics
@@ -233,7 +227,7 @@ class RunLogger:
         self.times.log("checkpoint", step)
 
     def log_fault(self, step: int, message: str) -> None:
-        """Logs that a device has computed other gradients than others in a step."""
+        """Logs that in a step a device has computed other gradients than the other devices."""
         self.terminal.warning(message)
         self.times.log_fault(step, message)
 
@@ -249,12 +243,9 @@ class RunLogger:
         """Logs the metrics of an evaluation of the state after `step`, unless they are written.
 
         Args:
-          split: The split.
-          step: The step.
-          metrics: Metric name to value.
           is_written: Whether an earlier start has written them.
           trajectory: The trajectory of the state, if an evaluator calls. Its line of metrics says
-            that a checkpoint is evaluated, so the line follows what else it writes.
+            that a checkpoint is evaluated, so the line is written after everything else.
         """
         self.latest[split] = metrics
         if not is_written:
@@ -298,9 +289,6 @@ class RunLogger:
         """Writes a line of metrics, and passes it to the trackers.
 
         Args:
-          step: The step.
-          split: The split.
-          metrics: Metric name to value.
           curves: Further values, only for the trackers: tag to value.
           counts: Name to the count of each integer.
           trajectory: As for `log_evaluation`.
@@ -314,7 +302,7 @@ class RunLogger:
             self.files.write_metrics(step, split, metrics, counts, trajectory or "")
 
     def read_metrics(self, split: Split, step: int) -> Metrics:
-        """Returns the metrics that this or an earlier start wrote of a split at a step."""
+        """Returns the metrics of a split at a step that this or an earlier start has written."""
         found: Metrics = self.files.recorded(split, step) if self.files else {}
         found = process_group.broadcast(found)  # only process 0 has files
         if found:
@@ -339,7 +327,7 @@ class RunLogger:
 
         Args:
           status: How it ended.
-          step: The last step; of a failed run, that of its newest checkpoint.
+          step: The last step; for a failed run, the step of its newest checkpoint.
           reason: Why it ended early.
           saved: Whether the state after `step` is saved.
           at: The step that failed; None if that is not known.
@@ -381,5 +369,4 @@ def _processes() -> str:
 
 
 def _size(arrays: Any) -> int:
-    """Returns the number of elements of all arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(arrays))

@@ -1,4 +1,4 @@
-"""The schedule of a run: which steps are dispatched together, and what is due after a step."""
+"""The schedule of a run: the steps that are dispatched together, and what is due after a step."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by sever
 
 @dataclass(frozen=True)
 class Due:
-    """The actions due after a step, the same in all processes; False if there are none."""
+    """The actions due after a step, the same in all processes; false if there are none."""
 
     save: bool
     evaluate: bool
@@ -34,12 +34,10 @@ class Schedule:
     """The cadence of a run: after which steps to evaluate and save, and which to dispatch together.
 
     Args:
-      config: Has the cadences.
       total: Number of steps of the whole run.
       num_examples: Number of training examples; 0 if the run has no dataset, and so no epochs.
       evaluates: Whether there is a validation split.
       saves: Whether there is a workdir.
-      clock: Returns seconds.
     """
 
     def __init__(
@@ -66,13 +64,10 @@ class Schedule:
     # -- dispatches ----------------------------------------------------------------------------
 
     def dispatches(self, first: int) -> Iterator[range]:
-        """Yields the steps after `first`, grouped as they are dispatched.
+        """Yields the steps after `first`, the step of the state, grouped as they are dispatched.
 
         A group ends where something is due. Without a counted loop (see `Dispatch`) it has either
-        all steps of a dispatch or one, because other numbers would need programs of their own.
-
-        Args:
-          first: The last step that is done, which is that of the state.
+        all steps of a dispatch or one, because each other number would need a separate program.
         """
         size, step, end = self._dispatch.steps, first, first
         while step < self.total:
@@ -90,12 +85,8 @@ class Schedule:
     def set_dispatch(self, dispatch: Dispatch) -> None:
         """Sets how steps are dispatched.
 
-        Args:
-          dispatch: The most steps and their program.
-
-        Raises:
-          UserError: If no dispatch would have `steps_per_dispatch` steps, which only those of a
-            counted loop need not have.
+        Raises `UserError` if no dispatch would have `steps_per_dispatch` steps. Dispatches of a
+        counted loop may always have fewer.
         """
         self._dispatch, size = dispatch, dispatch.steps
         if size == 1 or self.total < size or dispatch.is_counted:
@@ -148,9 +139,7 @@ class Schedule:
     def should_evaluate(self, step: int, *, saved: bool) -> bool:
         """Returns whether to evaluate the validation split after `step`.
 
-        Args:
-          step: The step.
-          saved: Whether a checkpoint is saved after it.
+        `saved` says whether a checkpoint is saved after it.
         """
         if not self._evaluates:
             return False
@@ -168,9 +157,6 @@ class Schedule:
         """Returns whether to save after `step`, by count or by time.
 
         All processes call it after the same steps, because process 0's clock decides.
-
-        Args:
-          step: The step that was dispatched last.
         """
         if not self._saves:
             return False
@@ -178,7 +164,7 @@ class Schedule:
         return by_time or self.saves_by_count(step)
 
     def saves_by_count(self, step: int) -> bool:
-        """Returns whether `step` is one to save after, whatever the time."""
+        """Returns whether to save after `step`, whatever the time."""
         return step == self.total or self._config.saves_at(step, self._num_examples)
 
     def unsaved_evaluation(self) -> int | None:
@@ -200,8 +186,8 @@ class Schedule:
     def _time_to_save(self, step: int) -> bool:
         """Returns whether `checkpoint_every_seconds` have passed by process 0's clock.
 
-        Several processes do not broadcast at every step: each time they also agree on the next
-        step at which to ask.
+        Several processes do not broadcast at every step: each time they also agree on the next step
+        at which to ask.
         """
         seconds = self._config.checkpoint_every_seconds
         if seconds is None or step < self._next_clock_step:

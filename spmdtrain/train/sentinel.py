@@ -33,14 +33,11 @@ class Sentinel:
     All processes call it at the same steps; process 0 decides for all.
 
     Args:
-      functions: The functions of the step.
-      placement: The strategy and its mesh.
-      run: The run, which logs faults and has its checkpoints.
       first: The step from which this start continues.
 
     Raises:
-      UserError: If the devices do not allow it (see `GradientSums`), or there are no checkpoints
-        to go back to.
+      UserError: If the devices do not allow it (see `GradientSums`), or there are no checkpoints to
+        go back to.
     """
 
     def __init__(
@@ -58,12 +55,7 @@ class Sentinel:
         self._warn_of_restarts()
 
     def check(self, step: int, state: TrainState, batch: PyTree) -> None:
-        """Checks the devices with the batch of a step.
-
-        Args:
-          step: The number of the step.
-          state: The state before it.
-          batch: Its batch.
+        """Checks the devices with the batch of a step and the state before it.
 
         Raises:
           DeviceFaultError: If devices differ and `sentinel_action` is stop or rollback.
@@ -128,11 +120,9 @@ class Sentinel:
     def _go_back(self, fault: FoundFault) -> str:
         """Renames the checkpoints since the last check that passed, and requests the restart.
 
-        An error of a save, of the listing or of the renaming becomes part of the message, because
-        it must not replace the fault, for which the launcher does not use the same devices again.
-
-        Returns:
-          What was done, for the message.
+        Returns what was done, for the message. An error of a save, of the listing or of the
+        renaming becomes part of the message, because it must not replace the fault: after a fault,
+        the launcher does not use the same devices again.
         """
         run, last = self._run, self._passed
         assert run.config.workdir is not None and run.checkpoints is not None
@@ -176,12 +166,7 @@ class Sentinel:
 
 
 def why_not_on(devices: int, config: RunConfig) -> str | None:
-    """Returns why a run with a sentinel cannot continue on fewer devices; None if it can.
-
-    Args:
-      devices: Number of devices that remain.
-      config: The resolved configuration.
-    """
+    """Returns why a run with a sentinel cannot continue on fewer devices; None if it can."""
     if devices < 2:
         return f"{devices} device(s) would remain, and the sentinel needs 2 or more"
     if config.mesh.devices:
@@ -200,7 +185,6 @@ def why_not_on(devices: int, config: RunConfig) -> str | None:
 
 
 def _sentence(fault: FoundFault, verdict: Verdict, count: int) -> str:
-    """Returns a fault as text."""
     where = _where(fault)
     first = f"first in {fault['parameter']}"
     missing = (

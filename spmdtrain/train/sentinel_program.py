@@ -38,17 +38,13 @@ class GradientSums:
     A shard is the part of the batch that one device computes in a step. Each device runs the same
     program, which does not depend on the device: the random key of a shard derives from the number
     of the shard, which moves with its examples. Sharded parameters are gathered first, and nothing
-    is reduced. So a shard has the same checksums on every device that computes correctly. Batch
-    statistics are those of the shard, and dropout masks differ from those of the step, so these are
-    not the gradients that update the parameters, but the same computation.
+    is reduced. So a shard has the same checksums on every device that computes correctly. The
+    computation is the same as in the step, but the gradients differ from the ones that update the
+    parameters: batch statistics are computed over the shard, and dropout masks are others.
 
-    A check uses half of the examples of each shard, in turns the first and the second half (all of
-    them if they or their microbatches do not divide), so its two runs cost as much as the gradients
-    of one step.
-
-    Args:
-      functions: The functions of the step.
-      placement: The strategy and its mesh.
+    A check uses half of the examples of each shard, alternately the first and the second half, so
+    its two runs cost as much as the gradients of one step. It uses all examples if they or their
+    microbatches cannot be halved.
 
     Attributes:
       count: Number of shards, and of devices.
@@ -93,7 +89,7 @@ class GradientSums:
         return jax.make_array_from_callback(numbers.shape, place, lambda index: numbers[index])
 
     def rolled(self, batch: PyTree, shards: jax.Array) -> tuple[PyTree, jax.Array]:
-        """Returns a batch and the numbers of its shards with each shard on the next device."""
+        """Moves each shard of a batch, and its number, to the next device."""
         if isinstance(batch, IndexedBatch):
             indices, shards = self._roll((batch.indices, shards))
             return IndexedBatch(indices, batch.arrays), shards
@@ -120,14 +116,8 @@ class GradientSums:
     def compare(self, state: TrainState, batch: PyTree) -> Verdict | None:
         """Computes each shard on two devices, and on a third one if their results differ.
 
-        All processes call it together; process 0 decides.
-
-        Args:
-          state: The state before a step.
-          batch: The batch of the step.
-
-        Returns:
-          Which device differs; None if all results are equal.
+        Returns the devices that differ; None if all results are equal. All processes call it
+        together; process 0 decides. `state` is the state before the step of `batch`.
         """
         self._turn = 1 - self._turn
         shards = self.first()
@@ -202,7 +192,7 @@ class GradientSums:
         return jnp.stack([traced_sum(x) for x in jax.tree.leaves(output.gradients)])[None]
 
     def _move(self, part: PyTree) -> PyTree:
-        """Returns the part of the previous device; the first device has that of the last."""
+        """Returns the part of the previous device; the first device gets the part of the last."""
         pairs = [(i, (i + 1) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, BATCH_AXES, pairs), part)
 

@@ -1,4 +1,4 @@
-"""The verdict of the sentinel: which devices computed other gradients than others."""
+"""The verdict of the sentinel: the devices that computed other gradients than others."""
 
 import collections
 import enum
@@ -9,15 +9,15 @@ import numpy as np
 
 
 class FaultKind(enum.StrEnum):
-    """Frequency with which a device computed other gradients."""
+    """The frequency with which a device computed other gradients."""
 
     TRANSIENT = "transient"
     """In one run."""
     LASTING = "lasting"
     """In several runs."""
     UNCLEAR = "unclear"
-    """No device is the only one that explains the differences: the program is not deterministic,
-    several devices are faulty, or one of two is, which may be wrong once or always."""
+    """No single device explains the differences: the program is not deterministic, several devices
+    are faulty, or one of two is faulty and may be wrong once or always."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Verdict:
     """Devices whose results differ, by three runs of the same shards.
 
     Attributes:
-      kind: How often the devices differed.
-      devices: Their numbers, ascending. If there are only two devices, a fault of one that repeats
-        its own results may be in either. All whose results differ if the kind is unclear.
-      runs: Number of runs, of three, in which each differed; empty if that is not known. Of two
-        devices of which either may be faulty, the number if it is the faulty one.
+      devices: Their numbers, ascending. If there are only two devices and both repeat their
+        results, either may be faulty, and both are listed. If the kind is unclear, all devices
+        whose results differ.
+      runs: Number of runs, of three, in which each device differed; empty if that is not known. If
+        either of two devices may be faulty, each number is valid if its device is the faulty one.
       parameter: Number of the first parameter whose gradients differ.
     """
 
@@ -42,9 +42,8 @@ class Verdict:
 def differs(first: np.ndarray, second: np.ndarray) -> bool:
     """Returns whether the checksums of a shard differ between the first two runs.
 
-    Args:
-      first: Checksums (devices, parameters); device i has computed shard i.
-      second: The same, of the run in which device i + 1 has computed shard i.
+    Checksums have shape (devices, parameters). Device i has computed shard i in the first run, and
+    device i + 1 in the second.
     """
     return bool((first != np.roll(second, -1, axis=0)).any())
 
@@ -55,18 +54,16 @@ def third_roll(devices: int) -> int:
 
 
 def find_faulty(runs: Sequence[np.ndarray]) -> Verdict:
-    """Finds the devices whose results two others do not reproduce.
+    """Finds the devices whose results two other devices do not reproduce.
 
-    With three devices or more, each shard was computed by three of them, of which the odd one is
-    faulty. Two devices give only two results: the third run repeats the first. So one of them is
-    accused only if it does not repeat its own result. If both do, either may be the wrong one.
+    With three devices or more, three of them have computed each shard, and the one with another
+    result than the two others is faulty. Two devices give only two results, so the third run
+    repeats the first: a device is accused if it does not repeat its result. If both repeat it,
+    either may be wrong.
 
     Args:
       runs: The checksums (devices, parameters) of three runs, by device, at least one of which
         differs. In run r, device i has computed shard i - r; with two devices, in run 2 shard i.
-
-    Returns:
-      The devices, and how often they differed.
     """
     count = len(runs[0])
     rolls = (0, 1, third_roll(count))
@@ -99,8 +96,8 @@ def _of_two(results: Mapping[int, Sequence[bytes]], parameter: int) -> Verdict:
     """Returns the verdict on two devices.
 
     Args:
-      results: The three results of each shard that has different ones: device i has computed shard
-        i in the first and in the third run, and the other device in the second.
+      results: The three results of each shard with different results: device i has computed shard i
+        in the first and in the third run, and the other device in the second.
       parameter: Number of the first parameter that differs.
     """
     unrepeated = [shard for shard, (first, _, again) in results.items() if first != again]

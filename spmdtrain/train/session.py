@@ -54,7 +54,7 @@ from spmdtrain.train.schedule import Due, Schedule
 class RunSession:
     """Inputs, logs and checkpoints of one `fit` or one `Loop`.
 
-    Its files are closed by the exit stack that `open` receives.
+    The exit stack that `open` receives closes its files.
     """
 
     config: RunConfig
@@ -96,17 +96,12 @@ class RunSession:
 
         Args:
           stack: Closes the files.
-          config: The resolved configuration.
           splits: Datasets or arrays by name: "train", "validation" and "test".
           trained: Gives the abstract state (shapes and dtypes) and its shardings.
-          terminal: Receives the log.
           clock: Returns seconds, for `checkpoint_every_seconds`.
           trackers: The user's own trackers.
           functions: Records of the user's functions by their use.
           may_add_metrics: Whether callbacks may add metrics to an evaluation.
-
-        Returns:
-          The session of the run.
 
         Raises:
           UserError: If an input is wrong, or the processes have different ones.
@@ -182,7 +177,7 @@ class RunSession:
         """Adds a function of the user to the identity of the run, and prints whether it changed.
 
         Args:
-          use: Its use, for the message.
+          use: The use of the function, for the message.
           function: A function that is known only after the state was restored.
         """
         record, here = code_record(function), self.identity
@@ -195,9 +190,7 @@ class RunSession:
     def name_unsaved_evaluation(self, first: int, *, evaluates: bool) -> None:
         """Prints the first step that is evaluated and not saved, so that it is never the best.
 
-        Args:
-          first: The step from which this start continues.
-          evaluates: Whether the run evaluates.
+        `first` is the step from which this start continues.
         """
         step = self.schedule.unsaved_evaluation() if evaluates else None
         if step is not None and first < self.schedule.total:
@@ -207,11 +200,7 @@ class RunSession:
             )
 
     def continue_from(self, earlier: Identity) -> None:
-        """Continues the trajectory of an earlier start, and keeps the batches that it left out.
-
-        Args:
-          earlier: The identity of that start.
-        """
+        """Continues the trajectory of an earlier start, and keeps the batches that it left out."""
         kept = all_skipped(earlier, self.identity)
         self.config = self.logger.config = dataclasses.replace(self.config, skip_steps=kept)
         config = {**self.identity.config, "skip_steps": list(kept)}
@@ -270,11 +259,7 @@ class RunSession:
 
     @property
     def train_data(self) -> TrainingData:
-        """The training data.
-
-        Raises:
-          UserError: If the `Loop` has none.
-        """
+        """The training data; raises `UserError` if the `Loop` has none."""
         if self.train is None:
             raise UserError("batches() needs a training dataset: call start(init, train=...)")
         return self.train
@@ -288,7 +273,7 @@ class RunSession:
 
     @property
     def eval_batch_size(self) -> int:
-        """The batch size of evaluations: the training's by default."""
+        """The batch size of evaluations; by default the batch size of the training."""
         return self.config.eval_batch_size or self.config.resolved_batch_size
 
     def missed_evaluation(self, step: int) -> bool:
@@ -318,8 +303,6 @@ class RunSession:
         """Starts to save the state after `step`.
 
         Args:
-          state: The state.
-          step: The step.
           metrics: The metrics of its evaluation; None if there was none.
           stopped: Whether `stop()` ends the run with this step.
         """
@@ -354,12 +337,7 @@ class RunSession:
     def finish(self, step: int, evaluate: Callable[[Dataset], Metrics]) -> Metrics:
         """Evaluates the test split, unless an earlier start has done so, and logs the end.
 
-        Args:
-          step: The last step.
-          evaluate: Returns the metrics of the test split.
-
-        Returns:
-          The metrics of the test split; none without one.
+        Returns the metrics of the test split, which `evaluate` computes; none without one.
         """
         self.wait_for_save()  # if it has failed, the run must not be logged as finished
         logger = self.logger
@@ -389,17 +367,11 @@ class RunSession:
             raise
 
     def _log_failure(self, error: BaseException) -> None:
-        """Logs the failure and waits for the save in progress.
+        """Logs the error that ends the run, and waits for the save in progress.
 
-        If the save fails as well, its error replaces `error`, unless that is a `StateError`, by
-        whose exit code the launcher decides whether to restart the job.
-
-        Args:
-          error: The error that ends the run.
-
-        Raises:
-          StorageError: If the save fails and `error` is not a `StateError`.
-          ReplicaError: Likewise.
+        If the save fails as well, its `StorageError` or `ReplicaError` is raised instead. Only a
+        `StateError` is not replaced: by its exit code the launcher decides whether to restart the
+        job.
         """
         # The save completes only if all processes wait for it. All of them raise a `StateError`;
         # any other error may have occurred in this process alone.

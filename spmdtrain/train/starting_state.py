@@ -39,18 +39,13 @@ from spmdtrain.train.session import RunSession
 
 StateAndPositions = tuple[TrainState, Mapping[str, str]]
 LoadBase = Callable[[epath.Path, Manifest], tuple[Variables, LoraRecord]]
-"""(folder of a checkpoint, its manifest) -> the base weights that it leaves out, and its record
-with the place where they were."""
+"""(folder of a checkpoint, its manifest) -> the base weights that it leaves out, and the
+checkpoint's record with the place where they were."""
 
 
 @dataclass(frozen=True)
 class InitialState:
-    """The state before step 1.
-
-    Attributes:
-      state: The state.
-      lora: The place of a base model's weights, without checksums.
-    """
+    """The state before step 1; `lora` has the place of a base model's weights, no checksums."""
 
     state: TrainState
     lora: LoraRecord = field(default_factory=LoraRecord)
@@ -62,10 +57,10 @@ def first_state(
     initialize: Callable[[], InitialState],
     load_base: LoadBase | None = None,
 ) -> tuple[TrainState, bool]:
-    """Returns the state before the first step, and whether it is that of a checkpoint.
+    """Returns the state before the first step, and whether it was loaded from a checkpoint.
 
-    It is that of the workdir's newest valid checkpoint; without checkpoints, that of the run which
-    `fork_from` names; without either, the initial one.
+    Tries, in this order: the newest valid checkpoint of the workdir, the checkpoint of `fork_from`,
+    a new initialization.
 
     Args:
       run: The session of the run. The records of the checkpoint are restored in it.
@@ -97,21 +92,13 @@ def first_state(
 
 
 def parse_fork(text: str) -> tuple[str, str]:
-    """Returns the path and the checkpoint of `RUN[@STEP]`; the latest one without a step.
-
-    Args:
-      text: The option `fork_from`.
-    """
+    """Returns the path and the checkpoint of `RUN[@STEP]`; the latest one without a step."""
     match = re.fullmatch(r"(.+)@(\d+|best|latest)", text)
     return (match[1], match[2]) if match else (text, LATEST)
 
 
 def names_step(fork_from: str) -> bool:
-    """Returns whether a fork always begins with the same checkpoint.
-
-    Args:
-      fork_from: The option.
-    """
+    """Returns whether a fork with this `fork_from` always begins with the same checkpoint."""
     path, which = parse_fork(fork_from)
     return which.isdecimal() or re.search(r"/checkpoints/\d+/*$", path) is not None
 
@@ -152,10 +139,8 @@ def _resume(
 ) -> TrainState:
     """Returns the state of the workdir's newest valid checkpoint.
 
-    Corrupted ones are quarantined once a valid one is found.
-
-    Raises:
-      UserError: If none is valid, or they are of a different run.
+    Corrupted checkpoints are quarantined once a valid one is found. Raises `UserError` if none is
+    valid, or they are of a different run.
     """
     assert run.checkpoints is not None
     log, warn = run.logger.terminal.line, run.logger.terminal.warning
@@ -191,7 +176,7 @@ def _resume(
 
 
 def _has_saved_later(run: RunSession, step: int) -> bool:
-    """Returns whether an earlier start began to save a later state, to which this one goes back."""
+    """Returns whether an earlier start began to save a later state than `step`."""
     events = run.logger.times.earlier_events  # in process 0
     later = any(e["event"] == "checkpoint" and e.get("step", 0) > step for e in events)
     return process_group.broadcast(later)
@@ -294,7 +279,7 @@ def _continued(
 
 
 def _with_base(state: TrainState, base: Variables) -> TrainState:
-    """Returns the state of a checkpoint that leaves out the base model, completed."""
+    """Completes the state of a checkpoint that leaves out the base model."""
     params, model_state = with_base(Variables(state.params, state.model_state), base)
     averaged = state.averaged
     if jax.tree.leaves(averaged):

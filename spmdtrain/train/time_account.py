@@ -47,11 +47,9 @@ class TimeAccount:
         return [] if self._files is None else read_events(str(self._files.folder))
 
     def begin(self, step: int, devices: int) -> None:
-        """Reads the events of earlier starts, and writes that of this one.
+        """Reads the events of earlier starts, and writes the start from `step`.
 
-        Args:
-          step: The step from which this start continues.
-          devices: Number of devices of all processes.
+        `devices` is the number of devices of all processes.
         """
         began = self._phases.began
         if self._files is not None:
@@ -72,8 +70,7 @@ class TimeAccount:
     def measure(self, step: int) -> RunTimes | None:
         """Returns the seconds of the run so far by use; None before `begin`.
 
-        Args:
-          step: The last step that is known to be done.
+        `step` is the last step that is known to be done.
         """
         if not self._own:
             return None
@@ -92,19 +89,14 @@ class TimeAccount:
         return RunTimes(max(0.0, event["time"] - self._began), productive, lost)
 
     def log(self, event: Literal["checkpoint", "evaluation"], step: int) -> None:
-        """Writes that a checkpoint is being saved or an evaluation is done, and the phases so far.
-
-        Args:
-          event: The event.
-          step: The step of the state.
-        """
+        """Writes that a checkpoint is being saved or an evaluation is done, and the phases."""
         if self._own:
             self._step = max(self._step, step)
             self._write({"time": self._clock(), "event": event, "step": step})
             self._write_phases(self._now())
 
     def log_fault(self, step: int, reason: str) -> None:
-        """Writes that a device has computed other gradients than others in a step."""
+        """Writes that in a step a device has computed other gradients than the other devices."""
         if self._own:
             self._write({"time": self._clock(), "event": "fault", "step": step, "reason": reason})
 
@@ -148,11 +140,7 @@ _PHASES = (
 
 
 def goodput_line(times: RunTimes) -> str:
-    """Returns a line of at most 80 characters: the goodput and the largest other uses of the time.
-
-    Args:
-      times: The seconds of the run by use.
-    """
+    """Returns a line of at most 80 characters: the goodput and the largest other uses of time."""
     line = f"goodput {times.goodput:.0%} of {duration(times.wall)}".replace("%", " %")
     shares = {kind: seconds / times.wall for kind, seconds in times.lost.items() if times.wall > 0}
     separator = ": "

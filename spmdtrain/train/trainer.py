@@ -71,14 +71,14 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         axes; called under `shard_map`. By default XLA or a built-in function reduces them.
       callbacks: Functions by `CallbackEvent`, or a list of callback objects.
       media: (model, batch) -> media by name, logged at each evaluation for its first batch.
-      trackers: Names of trackers, in place of those of `config`, and objects of own ones.
+      trackers: Names of trackers, which replace `config.trackers`, and `Tracker` objects.
       weight_map: Rules by which arrays of `init_from` become those of the model (`WeightRule`).
       config: The configuration; without a `workdir` nothing is written.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
       init_timeout: Seconds to wait for the other tasks under parameter servers.
-      **options: Fields of `RunConfig`, in place of those of `config`, except `learning_rate`, its
-        scaling and table, and `data_dir`.
+      **options: Fields of `RunConfig`, which replace fields of `config`, except `learning_rate`,
+        its scaling and table, and `data_dir`.
 
     Raises:
       UserError: If an argument or option is wrong.
@@ -383,7 +383,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         )
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
-        """Calls the log callbacks; returns the metrics with those that they added."""
+        """Calls the log callbacks; returns the metrics, including the ones that they added."""
         reported = AddableMetrics(metrics)
         self._callbacks(CallbackEvent.LOG, step, reported)
         return reported.with_added()

@@ -183,11 +183,9 @@ class UploadCheckpoints:
 
 
 def copy_checkpoint(source: epath.Path, target: epath.Path) -> None:
-    """Copies the folder of a checkpoint. The copy is complete once it has its manifest.
+    """Copies the folder of a complete checkpoint. The copy is complete once it has its manifest.
 
-    Args:
-      source: The folder of a complete checkpoint.
-      target: The folder to write; one that is complete already is left as it is.
+    A target that is complete already is left as it is.
     """
     manifest = target / MANIFEST
     if manifest.exists() and manifest.read_bytes() == (source / MANIFEST).read_bytes():
