@@ -34,13 +34,8 @@ class _Pending:
 class Admission:
     """Accepts connections and authenticates them.
 
-    Args:
-      listener: The listening socket; the caller closes it.
-      token: The job's token; if it is empty, every process without a token is admitted.
-
-    Attributes:
-      members: The open admitted connections.
-      refused: Number of refused connections.
+    The caller closes the listening socket. With an empty token, every process without a token is
+    admitted. `members` are the open admitted connections; `refused` counts the refused ones.
     """
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
@@ -62,10 +57,7 @@ class Admission:
         return f"refused {number}, the last {self._last}"
 
     def poll(self, seconds: float) -> tuple[list[Admitted], list[Line]]:
-        """Waits for connections and messages.
-
-        Args:
-          seconds: Longest time to wait.
+        """Waits at most `seconds` for connections and messages.
 
         Returns:
           The newly admitted connections with their first message, and the admitted connections that
@@ -100,19 +92,13 @@ class Admission:
         return admitted, gone
 
     def refuse(self, line: Line, why: str, *, at_once: bool = False) -> None:
-        """Closes a connection and counts it.
-
-        Args:
-          line: The connection.
-          why: The reason, for `refusals`.
-          at_once: As in `Line.close`.
-        """
+        """Closes a connection as `Line.close` does, and counts it; `why` is for `refusals`."""
         self.refused += 1
         self._last = f"from {line.address}: {why}"
         self._drop(line, at_once=at_once)
 
     def close(self) -> None:
-        """Closes all connections; waits for the other side to close those admitted first."""
+        """Closes all connections; first waits for the other side to close the admitted ones."""
         for line in self.members:
             line.wait_for_end(1.0)
         for line in self.members:

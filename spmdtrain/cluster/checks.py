@@ -13,10 +13,7 @@ from spmdtrain.errors import UserError
 class Finding:
     """The result of one check of a cluster.
 
-    Attributes:
-      level: The severity.
-      what: The task or part of the cluster that was checked.
-      text: The result, for the user.
+    `what` is the task or part of the cluster that was checked; `text` is for the user.
     """
 
     level: Literal["ok", "warning", "error"]
@@ -41,12 +38,8 @@ def check_servers(spec: ClusterSpec) -> list[Finding]:
 def check_token(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Checks that the training processes authenticate each other if they are on several machines.
 
-    Args:
-      spec: The cluster.
-      environ: The environment from which the token is read.
-
-    Returns:
-      One finding; none if this task does not train, or the coordinator has a loopback address.
+    Returns one finding; none if this task does not train, or the coordinator has a loopback
+    address.
     """
     from spmdtrain.cluster import job_token
     from spmdtrain.cluster.rendezvous import is_loopback

@@ -24,14 +24,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-      arguments: The command line; default: that of the process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs the command, by default with the arguments of the process; returns the exit code."""
     import tyro
 
     with exit_if_output_is_closed():
@@ -42,13 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Options) -> int:
-    """Prints the cluster and the findings.
-
-    Args:
-      options: The command's options.
-
-    Returns:
-      The exit code.
+    """Prints the cluster and the findings; returns the exit code.
 
     Raises:
       UserError: If a finding is an error, or TF_CONFIG is not valid.

@@ -43,7 +43,6 @@ def read(
     """Reads the job's token from the environment.
 
     Args:
-      environ: The environment.
       exposed: Address at which other machines can reach this process; None if they cannot.
       warn: Called with a warning if there is no token and this process is exposed, or if all users
         of this machine can read the token's file.
@@ -52,7 +51,8 @@ def read(
       The token without surrounding white space; empty if neither variable is set.
 
     Raises:
-      UserError: If both variables are set, the file cannot be read, or the token is too short.
+      UserError: If both variables are set, the file cannot be read, or the token is too short or
+        too long.
     """
     text, path = environ.get(TOKEN, ""), environ.get(TOKEN_FILE, "")
     if text and path:

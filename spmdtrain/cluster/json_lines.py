@@ -61,13 +61,8 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 class Line:
     """A connection for messages of one JSON object per line.
 
-    Args:
-      connection: The socket, which `close` closes.
-      side: This end of the connection.
-
-    Attributes:
-      socket: The socket.
-      where: Host and process of the other end, by its own description.
+    `side` is this end of the connection; `where` is the host and process of the other end, by its
+    own description. `close` closes the socket.
     """
 
     def __init__(self, connection: socket.socket, side: Side) -> None:
@@ -91,10 +86,8 @@ class Line:
     def authenticate(self, token: bytes, worker_nonce: str, chief_nonce: str) -> None:
         """Adds an HMAC to every later line, and requires a valid one of the other end.
 
-        Args:
-          token: The job's token; if it is empty, the HMAC only detects corruption.
-          worker_nonce: The nonce from the connecting process.
-          chief_nonce: The nonce from process 0.
+        With an empty token the HMAC only detects corruption. The worker is the connecting process,
+        the chief is process 0.
         """
         sides: tuple[Side, Side] = ("chief", "worker")
         for side in sides:
@@ -103,14 +96,7 @@ class Line:
         self._max_line = MAX_LINE
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message.
-
-        Args:
-          message: A JSON object.
-
-        Raises:
-          OSError: If the other end has closed the connection or does not read.
-        """
+        """Sends a message; raises `OSError` if the other end is closed or does not read."""
         text = json.dumps(message).encode()
         if self._keys:
             text += b" " + self.mac(self._side, text)
@@ -146,11 +132,7 @@ class Line:
             self.socket.recv(1)
 
     def close(self, *, at_once: bool = False) -> None:
-        """Closes the connection.
-
-        Args:
-          at_once: Whether to reset it, so that the port does not stay in TIME_WAIT.
-        """
+        """Closes the connection; `at_once` resets it, so that no port stays in TIME_WAIT."""
         if at_once:
             with contextlib.suppress(OSError):  # it is already closed
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

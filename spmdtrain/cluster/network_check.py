@@ -25,13 +25,8 @@ def examine_network(
 ) -> Iterator[Result]:
     """Checks the network of a cluster from this machine.
 
-    Args:
-      addresses: Task name to host and port.
-      own: The name of this process' task; None if it has none.
-      training: The names of the training tasks, by rank.
-
-    Yields:
-      Level, task or part of the network, and text.
+    `own` is the name of this process' task; None if it has none. `training` has the names of the
+    training tasks by rank.
     """
     if not addresses:
         yield "ok", "network", "a local run needs none"
@@ -219,12 +214,9 @@ def is_here(ip: str) -> bool:
 
 
 def why_not_free(port: int) -> str | None:
-    """Returns why no program can listen at a port of this machine; None if one can.
+    """Returns why no program can listen at a TCP port of this machine; None if one can.
 
     The port is checked on all addresses at once, because JAX's coordinator listens on all of them.
-
-    Args:
-      port: The TCP port.
     """
     both = socket.has_dualstack_ipv6()
     try:
@@ -252,15 +244,9 @@ def connect(address: tuple[str, int]) -> str:
 
 
 def together(call: Callable[[K], V], keys: Iterable[K], seconds: float) -> dict[K, V]:
-    """Calls a function for all keys in parallel.
+    """Calls a function for all keys in parallel; waits at most `seconds`.
 
-    Args:
-      call: The function.
-      keys: Its arguments.
-      seconds: Longest time to wait.
-
-    Returns:
-      Key to result, for the calls that have returned in time.
+    Returns key to result, for the calls that have returned in time.
     """
     results: dict[K, V] = {}
 

@@ -51,12 +51,9 @@ class Party:
 
 
 def join_rendezvous(party: Party, timeout: float, report: Callable[[str], None]) -> None:
-    """Waits until every process of the job has joined.
+    """Waits until every process of the job has joined, at most `timeout` seconds.
 
-    Args:
-      party: This process and its job.
-      timeout: Seconds to wait.
-      report: Called with lines for the user, such as the missing processes.
+    `report` is called with lines for the user, such as the missing processes.
 
     Raises:
       UserError: If the description of the cluster is wrong: the port is in use, the host name does
@@ -220,9 +217,9 @@ def _try_join(party: Party, deadline: float, timeout: float, report: Callable[[s
     error.
 
     Returns:
-      An empty string after all processes have joined; otherwise why the program that answers is
-      not a job that is starting. It may be an earlier job that has lost a process and has not
-      noticed it yet.
+      An empty string after all processes have joined; otherwise why the program that answers is not
+      a job that is starting. It may be an earlier job that has not yet noticed the loss of a
+      process.
 
     Raises:
       UserError: If the description of the cluster or the job token is wrong.

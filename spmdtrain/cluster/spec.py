@@ -153,13 +153,10 @@ class ClusterSpec:
 def from_environment(environ: Mapping[str, str] = os.environ) -> ClusterSpec:
     """Returns the cluster of the environment variable TF_CONFIG.
 
-    Args:
-      environ: The environment.
-
     Raises:
       UserError: If TF_CONFIG is not valid, or if Slurm or Open MPI started another number of
-        processes or gave this one another rank; or if a variable has nearly the name of one of
-        spmdtrain, or an unknown value.
+        processes or gave this one another rank; or if a variable has an unknown value, or nearly
+        the name of a variable of spmdtrain.
     """
     _check_variables(environ)
     spec = from_tf_config(environ.get("TF_CONFIG"))
@@ -199,10 +196,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
 
 
 def from_tf_config(text: str | None) -> ClusterSpec:
-    """Returns the cluster that a value of TF_CONFIG describes.
-
-    Args:
-      text: The value; None or "" is a local run.
+    """Returns the cluster that a value of TF_CONFIG describes; None or "" is a local run.
 
     Raises:
       UserError: If the value is not valid; names the field.

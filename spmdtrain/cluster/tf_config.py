@@ -38,12 +38,8 @@ class Address:
     def parse(cls, text: object, field: str) -> "Address":
         """Returns the address that a text `host:port` names.
 
-        Args:
-          text: The value, of any type.
-          field: The name of the value, for the error message.
-
         Raises:
-          UserError: If `text` is not a string of the form `host:port`.
+          UserError: If `text` is not a string of this form; names it as `field`.
         """
         fault = None
         if not isinstance(text, str):
@@ -70,13 +66,10 @@ class Address:
 
 
 def parse(text: str) -> tuple[dict[str, tuple[Address, ...]], str | None, int | None]:
-    """Parses a value of TF_CONFIG.
+    """Parses a value of TF_CONFIG, a JSON object.
 
-    The format is that of
+    For the format see
     https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
-
-    Args:
-      text: The value, a JSON object.
 
     Returns:
       Job to addresses (chief, worker, ps, evaluator), task type and task index.

@@ -72,9 +72,7 @@ _SPECIAL = {  # of a class: what Python adds itself
 class CodeRecord:
     """The digests of a function or object of the user, which a later start compares.
 
-    Attributes:
-      digest: The digest of all of it.
-      parts: The digest and the place, `FILE:LINE`, of each function within, by its name.
+    `parts` has the digest and the place, `FILE:LINE`, of each function within, by its name.
     """
 
     digest: str
@@ -84,20 +82,17 @@ class CodeRecord:
 def code_record(function: Any) -> CodeRecord:
     """Returns the digests of a function, a class or an object with functions, such as a model.
 
-    The code of the user counts, in whichever module it is, with the global variables and the
-    variables of outer functions that it uses, unless a function changes them, as a cache. A
+    Code of the user counts, in any module, with the global variables and the variables of outer
+    functions that it uses, except for variables that a function changes, such as a cache. A
     function or class of a library counts by its name, and an object by its class and public
-    attributes. Arrays of JAX count by shape and dtype, and configurations, loops and trainers by
-    their class: options are compared by name.
-
-    Args:
-      function: The function or object.
+    attributes. Arrays of JAX count by shape and dtype. Configurations, loops and trainers count by
+    their class only, because options are compared by name.
     """
     return _Reader(function).record(function)
 
 
 class _Reader:
-    """Yields texts of an object and of what it refers to."""
+    """Reads an object and everything that it refers to as texts."""
 
     def __init__(self, root: Any) -> None:
         self._seen: dict[int, int] = {}
@@ -301,9 +296,9 @@ class _Reader:
 
 
 def _has_private_arguments(kind: type) -> bool:
-    """Returns whether private attributes of an object are what it was made with.
+    """Returns whether the private attributes of an object are arguments of its constructor.
 
-    Those of libraries are caches, counters and identifiers.
+    In objects of libraries they are caches, counters and identifiers.
     """
     if kind.__module__.startswith("spmdtrain."):
         return True
@@ -340,9 +335,9 @@ def _place(x: Any) -> str:
 
 @functools.lru_cache(maxsize=1000)
 def _changed_names(file: str) -> frozenset[str]:
-    """Returns what functions of a source file change beyond their own variables.
+    """Returns what the functions of a source file change besides their local variables.
 
-    These are global variables and those of outer functions by name, attributes as `CLASS.NAME`,
+    These are global variables and variables of outer functions by name, attributes as `CLASS.NAME`,
     and `FUNCTION()` if a function changes the default of an argument. Empty without the source.
     """
     changes = _Changes()
@@ -354,7 +349,7 @@ def _changed_names(file: str) -> frozenset[str]:
 
 
 def _changed_attributes(kind: type) -> set[str]:
-    """Returns the attributes that methods of the user change, other than those that begin."""
+    """Returns the attributes that methods of the user change after the construction."""
     found = set()
     for base in kind.__mro__ if _is_own_class(kind) else ():
         for file in _files(base):
@@ -364,7 +359,7 @@ def _changed_attributes(kind: type) -> set[str]:
 
 
 class _Changes(ast.NodeVisitor):
-    """Collects what functions change beyond their own variables; see `_changed_names`."""
+    """Collects what functions change besides their local variables; see `_changed_names`."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -436,7 +431,7 @@ class _Changes(ast.NodeVisitor):
 
 
 def _is_set(node: ast.Name | ast.Attribute | ast.Subscript) -> bool:
-    """Returns whether a statement gives a variable, an attribute or an item a value."""
+    """Returns whether a statement assigns or deletes a variable, an attribute or an item."""
     return isinstance(node.ctx, (ast.Store, ast.Del))
 
 
@@ -445,7 +440,7 @@ def _short(x: Any) -> str:
 
 
 def _is_own(module: ModuleType) -> bool:
-    """Returns whether a module is the user's; one without a file is, as in a notebook."""
+    """Returns whether a module is the user's. Without a file, only `__main__` is (a notebook)."""
     file = getattr(module, "__file__", None)
     return module.__name__ == "__main__" if file is None else not is_library(file)
 
@@ -470,7 +465,7 @@ def _is_of(kind: type, library: str) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yields the names of global variables and attributes in a function and those within."""
+    """Yields the names of global variables and attributes in a function and its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -478,7 +473,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Yields the names of global variables that a function and those within read."""
+    """Yields the names of global variables that a function and its inner functions read."""
     for x in dis.get_instructions(code):
         if x.opname == "LOAD_NAME" or (x.opname.startswith("LOAD_") and "GLOBAL" in x.opname):
             yield x.argval

@@ -28,7 +28,7 @@ from spmdtrain.errors import EarlyExit, ExitCode, OwnExit, for_users, foreign
 from spmdtrain.source_files import describe_sys_exit
 
 TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
-"""What `work_in_progress` is about."""
+"""Names of work for `work_in_progress`."""
 _SUCCESS = (ExitCode.DONE, ExitCode.PREEMPTED)
 _FAILURE = f"{KEY}/failure"
 # Folders of the store, each with a key for each rank.
@@ -61,10 +61,8 @@ def to_stderr(text: str) -> None:
 def start_watching(job: Job, hang_timeout: float | None) -> None:
     """Starts to watch the job: from now on a failure in any process ends all of them.
 
-    Args:
-      job: The job of this process.
-      hang_timeout: Seconds without progress in any process after which the job fails with the
-        name of the task that blocks the others; 0 disables this, and None measures the steps.
+    After `hang_timeout` seconds without progress in any process, the job fails with the name of the
+    task that blocks the others; 0 disables this, and None measures the steps.
     """
     out_of_memory.reserve()
     user_errors.end_by(_exit_on_error)
@@ -96,11 +94,7 @@ def start_watching(job: Job, hang_timeout: float | None) -> None:
 
 
 def watch_alone(hang_timeout: float) -> None:
-    """Makes this process, which is alone, end if its work makes no progress.
-
-    Args:
-      hang_timeout: The seconds without progress; 0 disables this.
-    """
+    """Makes this process end after `hang_timeout` seconds without progress; 0 disables this."""
     progress.begin(always=True)
     CONTEXT.exits.hang_timeout = hang_timeout
 
@@ -153,9 +147,8 @@ def stop_watching() -> None:
 def watch_failures(on_failure: Callable[[str], None]) -> Iterator[None]:
     """Watches for hangs while entered, and reports a failure of another process.
 
-    Args:
-      on_failure: Called with the reason before this process exits. It runs in the watching thread,
-        because the main thread may be waiting for the process that failed.
+    `on_failure` is called with the reason before this process exits. It runs in the watching
+    thread, because the main thread may be waiting for the process that failed.
     """
     CONTEXT.exits.training, CONTEXT.exits.on_failure = True, on_failure
     try:
@@ -169,9 +162,6 @@ def reason(error: BaseException) -> str:
 
     It does not report the failure to the other processes, because the caller of `fit` may still
     handle the error.
-
-    Args:
-      error: The error that ended the run in this process.
     """
     out_of_memory.release(error)
     own = _in_one_line(error)
@@ -186,7 +176,6 @@ def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) ->
     """Reports a failure. In a job this process exits at once, and the others soon after.
 
     Args:
-      code: The exit code.
       why: The reason for the other processes and the launcher, in one line.
       error: The exception, which may only say that another process is lost.
       show: Prints the failure for the user.
@@ -222,16 +211,10 @@ def work_in_progress(what: str) -> Iterator[None]:
     """Makes an end of this process a failure while entered, whatever its exit code.
 
     A `sys.exit` of the user's code, a data source or a library becomes an `EarlyExit`, which the
-    outermost of several such contexts reports like any other failure. An end of the interpreter
-    that leaves the context open is reported at exit. An end that runs no Python code, such as
-    `os._exit`, is known to the launcher.
-
-    Args:
-      what: What this process does, such as `training`.
-
-    Raises:
-      EarlyExit: In place of a `SystemExit` of others.
-      SystemExit: The framework's own, such as `PreemptedExit`.
+    outermost of several such contexts reports like any other failure. Exits of the framework, such
+    as `PreemptedExit`, pass unchanged. If the interpreter ends while the context is open, the
+    failure is reported at exit. The launcher detects an end that runs no Python code, such as
+    `os._exit`.
     """
     exits = CONTEXT.exits
     with contextlib.ExitStack() as stack:
@@ -256,7 +239,7 @@ def work_in_progress(what: str) -> Iterator[None]:
 
 
 def _early_exit(stop: SystemExit) -> EarlyExit:
-    """Returns the failure that stands for a `sys.exit` in the midst of the work of this process."""
+    """Returns the failure for a `sys.exit` during the work of this process."""
     what = CONTEXT.exits.work
     reason = describe_sys_exit(stop, f"during the {what}")
     if what == TRAINING:
@@ -273,7 +256,8 @@ def _end_work() -> None:
 def _report_open_work() -> None:
     """Fails at the exit of an interpreter whose work is not finished, such as in a daemon thread.
 
-    The exit code can no longer be changed otherwise, so later exit handlers do not run.
+    It ends the process itself, because the exit code can no longer be changed otherwise. Later exit
+    handlers do not run.
     """
     exits = CONTEXT.exits
     if exits.at_work != os.getpid():  # finished, or a forked process

@@ -24,8 +24,7 @@ _LONGEST = 200  # characters of a line in a message
 def await_compiled(lowered: jax.stages.Lowered | None) -> None:
     """Waits until all processes have compiled the same program.
 
-    Args:
-      lowered: The program; None if it is not compiled.
+    `lowered` is None if the program is not compiled.
 
     Raises:
       UserError: If a process has compiled another program; names the process and the first line
@@ -71,14 +70,7 @@ def _refuse(lowered: jax.stages.Lowered | None, odd: int) -> None:
 def call_together(jitted: Any, *args: Any) -> Any:
     """Calls a jitted function after all processes have compiled it for these arguments.
 
-    It is for programs that are called once. For the others use `Together`.
-
-    Args:
-      jitted: The result of `jax.jit`.
-      *args: The arguments; their shapes are equal in all processes.
-
-    Returns:
-      The result of the call.
+    The shapes are equal in all processes. For programs that are called repeatedly use `Together`.
     """
     if process_group.count() > 1:
         with phase(Phase.COMPILE):
@@ -92,7 +84,6 @@ class Together:
     """A jitted function whose first call for given shapes waits until all processes compiled it.
 
     Args:
-      jitted: The result of `jax.jit`.
       constant: Number of leading arguments whose shapes are the same in all calls.
       check: Called with the open jaxpr and the arguments before the first call for given shapes;
         may raise.

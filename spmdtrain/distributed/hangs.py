@@ -17,10 +17,8 @@ from spmdtrain.errors import option
 class IdleTimer:
     """The time for which an observed state has not changed.
 
-    Args:
-      max_interval: Maximum number of seconds that are counted between two calls of `idle`. While
-        a launcher is stopped (Ctrl-Z), its children soon block on their output: that time must
-        not count as a hang.
+    At most `max_interval` seconds are counted between two calls of `idle`. While a launcher is
+    stopped (Ctrl-Z), its children soon block on their output: that time must not count as a hang.
     """
 
     def __init__(self, max_interval: float = math.inf) -> None:
@@ -30,11 +28,7 @@ class IdleTimer:
         self._idle = 0.0
 
     def idle(self, state: object) -> float:
-        """Returns the seconds since the state has last changed.
-
-        Args:
-          state: The current state, compared by `==`.
-        """
+        """Returns the seconds since the state, compared by `==`, has last changed."""
         now = time.monotonic()
         interval = min(now - self._last, self._max_interval)
         self._idle = self._idle + interval if state == self._state else 0.0
@@ -53,9 +47,8 @@ class HangTimer:
     """Decides when a job without progress counts as hung.
 
     Args:
-      timeout: Seconds without progress, 0 for never; None follows from the measured steps.
-      default: With None, the seconds in phases other than those of `MEASURED`, and for the first
-        steps.
+      timeout: Seconds without progress, 0 for never; None derives them from the measured steps.
+      default: With None, the seconds for the first steps and for phases outside of `MEASURED`.
       max_interval: See `IdleTimer`.
     """
 
@@ -69,9 +62,7 @@ class HangTimer:
     def hung_for(self, state: object, phases: Sequence[Phase]) -> str | None:
         """Returns how long a hung job has been without progress, and the limit; else None.
 
-        Args:
-          state: The current state, compared by `==`.
-          phases: The current phase of each task.
+        The state is compared by `==`; `phases` are the current phases of all tasks.
         """
         idle, now, current = self._timer.idle(state), time.monotonic(), frozenset(phases)
         if idle == 0 and self._before and self._before <= MEASURED:
@@ -110,12 +101,9 @@ class Hang:
 def find_hung_task(records: Sequence[ProgressRecord], stopped: Collection[str] = ()) -> Hang:
     """Returns the task that blocks the others of a job without progress.
 
-    It is found by the phases. Step counters alone would select the wrong task: steps are dispatched
-    ahead, so the task that blocks the others may be ahead of them or behind.
-
-    Args:
-      records: The last record of each task.
-      stopped: Names of the tasks that are stopped by a signal.
+    It is found by the phases in the last records of all tasks. Step counters alone would select the
+    wrong task: steps are dispatched ahead, so the task that blocks the others may be ahead of them
+    or behind. `stopped` has the names of the tasks that are stopped by a signal.
     """
     ordered = sorted(records, key=lambda record: record.at)  # longest without progress first
     halted = [record for record in ordered if record.task in stopped]

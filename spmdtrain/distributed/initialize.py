@@ -65,7 +65,7 @@ def initialize(
     error, unless SPMDTRAIN_EXCEPTHOOK=off.
 
     Args:
-      spec: The cluster; default: that of TF_CONFIG.
+      spec: The cluster; default: the one that TF_CONFIG describes.
       strategy: Name of the strategy of the run. It is needed only in a cluster with `ps` tasks, and
         only by scripts that use JAX before they create a `Trainer` or `Loop`.
       auto_detect: Whether JAX may detect a TPU pod, Slurm, Open MPI or Kubernetes if there is no
@@ -318,8 +318,8 @@ def _detected_party() -> _Party:
 def process_properties() -> dict[str, str]:
     """Returns the versions, settings and source digests that must be equal in all processes.
 
-    The source files are those of this package and, if Python runs a script, the script. The command
-    itself compares its experiment file.
+    The source files are the files of this package and, if Python runs a script, the script. The
+    command itself compares its experiment file.
     """
     python = ".".join(map(str, sys.version_info[:3]))
     package = Path(__file__).parents[1]

@@ -107,16 +107,12 @@ def settings() -> dict[str, str]:
 
 
 def of_run() -> dict[str, str]:
-    """Returns the settings that a later start of a run compares with its own.
-
-    Raises:
-      UserError: If XLA_FLAGS names a file that cannot be read.
-    """
+    """Returns the `settings` of a run that a later start compares with its current ones."""
     return {name: value for name, value in settings().items() if name not in _OF_ONE_JOB}
 
 
 def versions_of_run() -> dict[str, str]:
-    """Returns package name to version for the libraries of a run, and that of Python."""
+    """Returns package name to version for the libraries of a run, and Python's version."""
     found = versions() | {"python": ".".join(map(str, sys.version_info[:2]))}
     return {name: x for name, x in found.items() if name != "keras" or name in sys.modules}
 
@@ -126,11 +122,8 @@ def differences(
 ) -> dict[str, tuple[str, str, bool]]:
     """Returns the settings that differ: both values, and whether results get another meaning.
 
-    A setting that one of the two does not know is one of another version of JAX, and left out.
-
-    Args:
-      saved: The settings of an earlier start; empty if they are not known.
-      now: Those of this one.
+    `saved` are the settings of an earlier start; empty if they are not known. A setting that is
+    known on one side only is from another version of JAX, and left out.
     """
     found = {}
     for name in {**now, **saved} if saved else ():
@@ -142,12 +135,7 @@ def differences(
 
 
 def way_back(name: str, value: str) -> str:
-    """Returns what the user does to give a setting its earlier value.
-
-    Args:
-      name: The name of the setting.
-      value: The value.
-    """
+    """Returns what the user does to give a setting its earlier value."""
     variable = name.upper() if name.startswith("jax_") else name
     if value == NOT_SET:
         return f"unset {variable}"

@@ -48,11 +48,7 @@ def reserve() -> None:
 def release(error: BaseException) -> bool:
     """Frees the reserve if an error, or one of its causes, means that memory is exhausted.
 
-    Args:
-      error: An exception of any kind.
-
-    Returns:
-      Whether memory is exhausted.
+    Returns whether memory is exhausted.
     """
     if not is_exhausted(error):
         return False
@@ -65,10 +61,7 @@ def release(error: BaseException) -> bool:
 def end_within(code: int, seconds: float = _REPORT_TIMEOUT) -> None:
     """Exits after a timeout and prints all stacks, even if Python cannot allocate memory.
 
-    Args:
-      code: Exit code if the timer cannot be started, in which case it exits at once. After the
-        timeout the exit code is 1.
-      seconds: Time for an orderly exit.
+    The exit code is then 1. If the timer cannot be started, this exits at once with `code`.
     """
     try:
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -95,9 +88,7 @@ def is_exhausted(error: BaseException | None) -> bool:
 class OomKills:
     """Counts of the processes that the kernel has killed because memory was exhausted.
 
-    Args:
-      root: The mount point of the control groups.
-      proc: The mount point of the proc file system.
+    `root` is the mount point of the control groups, `proc` the mount point of the proc file system.
     """
 
     def __init__(self, root: Path = _CGROUPS, proc: Path = Path("/proc")) -> None:
@@ -131,12 +122,7 @@ def _counter(root: Path, proc: Path) -> Path | None:
 
 
 def group_limit(root: Path = _CGROUPS, proc: Path = Path("/proc")) -> int | None:
-    """Returns the memory limit of this process' control groups in bytes; None without a limit.
-
-    Args:
-      root: The mount point of the control groups.
-      proc: The mount point of the proc file system.
-    """
+    """Returns the memory limit of this process' control groups in bytes; None without a limit."""
     limits = []
     for file in _group_files(root, proc, "memory.limit_in_bytes", "memory.max"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or its content is "max"
@@ -205,15 +191,12 @@ def address_space(pid: int) -> int:
 
 
 def why_aborted(errors: str, limit: int | None, used: int) -> str | None:
-    """Returns the evidence that native code aborted because memory could not be allocated.
+    """Returns the evidence of an abort of native code by a failed allocation; None without any.
 
     Args:
       errors: Last lines of the standard error of the process.
       limit: Limit of its address space in bytes; None if unlimited.
       used: The largest address space of the process that was seen, in bytes.
-
-    Returns:
-      The evidence; None without any.
     """
     before_stacks = errors.partition(_STACKS)[0].splitlines()[-_LAST_LINES:]
     if lines := [line for line in before_stacks if is_allocation_failure(line)]:

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 
 class PhaseClock:
-    """Adds up the time in each phase of the thread that trains.
-
-    Args:
-      phase: The phase at the beginning.
-    """
+    """Adds up the time in each phase of the thread that trains, which begins in `phase`."""
 
     __slots__ = ("_marks", "_seconds", "_since", "began", "phase")
 
@@ -32,10 +28,7 @@ class PhaseClock:
     def end_interval(self, sources: Sequence[str], target: str, *, moves: bool) -> None:
         """Ends an interval, which began with the end of the one before.
 
-        Args:
-          sources: The phases of which the interval is kept.
-          target: Another phase.
-          moves: Whether the time of the sources in this interval counts as that of the target.
+        With `moves`, the time of the sources in this interval counts as time of the target.
         """
         self.switch(self.phase)
         for source in sources:

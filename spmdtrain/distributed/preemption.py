@@ -69,11 +69,7 @@ class StopSignals:
         return self.received is not None
 
     def stop_if_received(self) -> None:
-        """Stops the run if a signal was received. All processes call it at the same points.
-
-        Raises:
-          PreemptedExit: If `stop_requested()` is true.
-        """
+        """Raises `PreemptedExit` after a signal. All processes call it at the same points."""
         if self.stop_requested():
             assert self.received is not None
             CONTEXT.stop_request.acted = True

@@ -41,8 +41,8 @@ class Exchange:
     """One call of a `CallSequence`: all processes must make the same one.
 
     Attributes:
-      number: Which call of its sequence it is, from 1.
-      what: The way of the values, and the function that exchanges them.
+      number: The position of the call in its sequence, from 1.
+      what: `broadcast` or `collect`, and the function that calls it.
       caller: The call of the user's code that leads to it; empty without such code.
     """
 
@@ -59,10 +59,8 @@ class CallSequence:
     """The collective calls of one thread.
 
     All processes make the same calls of a sequence in the same order. Calls of two sequences may
-    occur in any order, so a thread in the background has a sequence of its own.
-
-    Attributes:
-      name: Prefix of the keys.
+    occur in any order, so a thread in the background has a separate sequence. `name` is the prefix
+    of the keys.
     """
 
     name: str
@@ -164,10 +162,7 @@ class CallSequence:
 class Job:
     """The processes that train together, and the rank of this one.
 
-    Attributes:
-      names: Name of each process, by rank.
-      rank: Rank of this process.
-      client: Client of JAX's coordination service.
+    `names` are by rank; `client` is the client of JAX's coordination service.
     """
 
     names: Sequence[str]
@@ -188,12 +183,9 @@ class Job:
         return self.names[self.rank]
 
     def answer(self, *, ended: bool = False) -> None:
-        """Publishes the position of this process if another one waits for it, or if it ends.
+        """Publishes this process' position if another one waits for it, or if its script has ended.
 
         It is for another thread than the one that trains.
-
-        Args:
-          ended: Whether its script has ended.
         """
         awaited, points = f"{_AWAITED}{self.rank}", math.inf if ended else self.points
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # usually no process waits
@@ -305,9 +297,7 @@ def new_sequence() -> CallSequence:
 def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:
     """Returns `call()`. If it raises `expected` in any process, raises `expected` in all of them.
 
-    Args:
-      call: The function to call in each process.
-      expected: Type of the exceptions to share; others propagate in their process only.
+    Exceptions of other types propagate in their process only.
     """
     own: Exception | None = None
     try:
@@ -338,11 +328,9 @@ def check_same(
     what: Mapping[str, Any],
     advice: str = "start all processes of a job with the same code and settings",
 ) -> None:
-    """Checks that values are equal in all processes.
+    """Checks that values, in nested dicts, are equal in all processes.
 
-    Args:
-      what: Name to value, in nested dicts. Values that are not JSON are compared by their `str`.
-      advice: What to do if they are not.
+    Values that are not JSON are compared by their `str`. The error ends with `advice`.
 
     Raises:
       UserError: If a process has another value; names the first difference.

@@ -79,7 +79,7 @@ class Channel:
     """The memory-mapped .phase file of this process, and the values last written to it.
 
     It is mapped because a system call would take longer than all the rest. The kernel keeps the
-    written values in whatever way the process ends.
+    written values however the process ends.
     """
 
     __slots__ = ("_memory", "changes", "phase", "pid", "step")
@@ -129,7 +129,7 @@ class Channel:
 
 
 class _TimedScope:
-    """Counts the time between entry and exit as that of a phase.
+    """Counts the time between entry and exit as time of a phase.
 
     A class, because a context manager from a generator takes three times as long, and a loop enters
     several of these per step.
@@ -188,10 +188,8 @@ class _PhaseScope(_TimedScope):
 def begin(*, always: bool = False) -> None:
     """Starts to publish, in phase START. Call it early; further calls do nothing.
 
-    After it the launcher can request the stacks of this process by SIGUSR2.
-
-    Args:
-      always: Publish also without a launcher, for `local_record` in this process.
+    After it the launcher can request the stacks of this process by SIGUSR2. With `always`, the
+    process publishes also without a launcher, for `local_record`.
     """
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
     if CONTEXT.clock is None:
@@ -214,12 +212,9 @@ def begin(*, always: bool = False) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Tells the launcher while entered that this process has not finished what it does.
+    """Marks the work of this process as unfinished for the launcher, while entered.
 
-    It is a file, which stays if the process ends in a way that runs no further code.
-
-    Args:
-      what: What it does, such as `training`.
+    The mark is a file, which stays if the process ends in a way that runs no further code.
     """
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
     if not folder or not task or (file := path(folder, task, "work")).exists():
@@ -276,15 +271,8 @@ def _unread() -> str:
 def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
     """Publishes `phase` while entered, and the outer phase again on exit (HOST at the outermost).
 
-    The time is counted as that of the phase, also without a launcher (see `PhaseClock`). Only the
-    thread that trains may use it.
-
-    Args:
-      phase: The phase of this process while entered.
-      step: The step; None keeps the last one.
-
-    Returns:
-      The context manager to enter.
+    The time is counted as time of the phase, also without a launcher (see `PhaseClock`). Only the
+    thread that trains may use it. Without a step, the last one stays.
     """
     channel, clock = CONTEXT.channel, CONTEXT.clock
     if clock is None:
@@ -297,18 +285,18 @@ def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]
 def end_interval(*, overlapped: bool) -> None:
     """Ends an interval of the thread that trains, between two of the points that call this.
 
-    Args:
-      overlapped: Whether devices ran steps throughout: the time in which this thread read batches,
-        or ran callbacks or the user's loop, then counts as that of steps.
+    `overlapped` means that devices ran steps throughout: the time in which this thread read
+    batches, or ran callbacks or the user's loop, then counts as time of steps.
     """
     if CONTEXT.clock is not None:
         CONTEXT.clock.end_interval((Phase.LOAD, Phase.HOST), Phase.STEP, moves=overlapped)
 
 
 def take_clock() -> PhaseClock:
-    """Returns the clock of the phases for a new run, which gets the time since `begin`.
+    """Returns the clock of the phases for a new run.
 
-    A later run in the same process gets a new clock.
+    The clock of the first run has the time since `begin`; a later run in the same process gets a
+    new clock.
     """
     clock = CONTEXT.clock
     if clock is None or clock.phase != Phase.START:
@@ -336,9 +324,6 @@ def sealing(step: int) -> Iterator[None]:
     """Publishes while entered that the checkpoint of `step` lacks only its manifest.
 
     The saving thread calls it.
-
-    Args:
-      step: The step of the state that is saved.
     """
     if CONTEXT.channel is not None:
         CONTEXT.channel.publish_sealing(step)
@@ -350,10 +335,7 @@ def sealing(step: int) -> Iterator[None]:
 def write_exit_reason(code: int, reason: str, *, own: bool = True) -> None:
     """Writes the reason of this process' exit for the launcher; later calls do nothing.
 
-    Args:
-      code: The exit code.
-      reason: The reason, in one line.
-      own: False if this process exits only because another one failed.
+    `reason` is in one line. `own` is False if this process exits only because another one failed.
     """
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
     if folder and task:
@@ -366,9 +348,6 @@ def request_without(task: str) -> None:
     """Asks the launcher, if there is one, to start the job again without a task.
 
     It does so if this attempt ends by `ExitCode.DEVICE_FAULT`.
-
-    Args:
-      task: The name of the task whose process is left out.
     """
     if folder := os.environ.get(LAUNCH):
         (Path(folder) / _WITHOUT).write_text(_as_text(task), "utf-8")

@@ -15,13 +15,10 @@ _MAX_COMPARED = 5_000  # modules; reading that many files takes about 1 s
 
 
 def user_modules(path: Sequence[str]) -> list[ModuleType]:
-    """Returns the imported modules of the user that a process with another path cannot import.
+    """Returns the imported modules of the user that a process with this `sys.path` cannot import.
 
     An experiment is one of them, because it is loaded from its file. Functions and classes of these
     modules must be pickled by value. Modules of libraries are not among them.
-
-    Args:
-      path: `sys.path` of the other process.
     """
     return [module for _, module in _imported() if not _is_importable(module, path)]
 
@@ -29,9 +26,10 @@ def user_modules(path: Sequence[str]) -> list[ModuleType]:
 def source_digests() -> dict[str, str]:
     """Returns digests of the source files of the user's modules, to compare between processes.
 
-    All processes call it at the same points. The modules are those that process 0 has imported. A
-    module that only some processes import, such as one that draws figures, is no difference: where
-    it is not imported, its digest is that of process 0. With one process there are none.
+    All processes call it at the same points. The modules are the ones that process 0 has imported.
+    A process that has not imported one of them returns the digest of process 0, because a module
+    that only some processes import, such as one that draws figures, is no difference. With one
+    process there are none.
     """
     if process_group.count() == 1:
         return {}

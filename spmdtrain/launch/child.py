@@ -67,12 +67,9 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 class Reaper:
-    """A process that kills remaining children when the launcher ends, and deletes its folder.
+    """A process that kills remaining children when the launcher ends, and deletes `folder`.
 
     It also kills the processes that the children have started, if they stay in their process group.
-
-    Args:
-      folder: The folder to delete.
     """
 
     def __init__(self, folder: str) -> None:
@@ -107,23 +104,15 @@ class LineWriter(Protocol):
     """Receives the lines of children, in several threads."""
 
     def line(self, name: str, stream: str, text: bytes) -> None:
-        """Writes a line.
-
-        Args:
-          name: The child.
-          stream: `stdout` or `stderr`.
-          text: The line, without its line feed.
-        """
+        """Writes a line of a child to `stdout` or `stderr`; `text` has no line feed."""
 
 
 class Output:
     """Standard output and error of the launcher, to which many threads write whole lines.
 
     Lines wait for a slow reader, and so do the tasks. If the reader has stopped, such as a pager,
-    or if a disk is full, the tasks continue and the other stream says so.
-
-    Args:
-      names: The names of all tasks, which prefix their lines.
+    or if a disk is full, the tasks continue and the other stream says so. The names of the tasks
+    prefix their lines.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -134,22 +123,13 @@ class Output:
         }
 
     def line(self, name: str, stream: str, text: bytes) -> None:
-        """Writes a line with the prefix of its task; waits for a reader that is slow.
-
-        Args:
-          name: The task.
-          stream: `stdout` or `stderr`.
-          text: The line, without its line feed.
-        """
+        """Writes a line with the prefix of its task; waits for a reader that is slow."""
         self._streams[stream].put(self._prefixes[stream][name] + text + b"\n")
 
     def report(self, name: str, text: str, stream: str = "stderr") -> None:
         """Writes a line of the launcher itself: it never waits, and is not left out for others.
 
-        Args:
-          name: The task, or `launch`.
-          text: The line.
-          stream: `stdout` or `stderr`.
+        `name` is the task, or `launch`.
         """
         line = self._prefixes[stream][name] + text.encode(errors="replace") + b"\n"
         self._streams[stream].put(line, own=True)
@@ -169,9 +149,7 @@ class Output:
 class _Stream:
     """Lines that wait to be written to a stream, and the thread that writes them.
 
-    Args:
-      file: The file descriptor.
-      note: Says on the other stream that lines of this one are lost.
+    `note` says on the other stream that lines of this one are lost.
     """
 
     def __init__(self, file: int, note: Callable[[str], None]) -> None:
@@ -184,7 +162,7 @@ class _Stream:
         threading.Thread(target=self._write, daemon=True).start()
 
     def put(self, line: bytes, *, own: bool = False) -> None:
-        """Adds a line, and waits for room if it is not of the launcher itself."""
+        """Adds a line; waits for room, unless it is a line of the launcher itself (`own`)."""
         with self._change:
             self._writers += 1
             while not (has_room := own or self._size < _MAX_WAITING) and (left := self._patience()):
@@ -240,7 +218,7 @@ class _Stream:
         return count
 
     def lost(self) -> int:
-        """Waits until all lines are written, or their reader has stopped; returns the others."""
+        """Waits until all lines are written or the reader stops; returns how many are lost."""
         with self._change:
             while (self._waiting or self._writers) and (left := self._patience()):
                 self._change.wait(left)
@@ -260,15 +238,7 @@ def prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:
 
 
 class Child:
-    """A running command in its own session, whose output is forwarded line by line.
-
-    Args:
-      name: The name of the task.
-      command: The program and its arguments.
-      environment: The environment of the command.
-      output: Receives the lines of the command.
-      reaper: Kills the command if the launcher ends.
-    """
+    """A running command in its own session, whose output is forwarded line by line."""
 
     def __init__(
         self,
@@ -335,12 +305,7 @@ class Child:
         return True
 
     def send(self, number: int, pid: int | None = None) -> None:
-        """Sends a signal to one process.
-
-        Args:
-          number: The signal.
-          pid: The process, if it belongs to the child's session; otherwise the child itself.
-        """
+        """Sends a signal to process `pid` if it is in the child's session, else to the child."""
         if self.status is None:
             self.sent.add(number)
             with contextlib.suppress(ProcessLookupError):
@@ -376,9 +341,6 @@ def lines(file: int) -> Iterator[bytes]:
     """Yields the lines of a pipe as a terminal would finally show them, very long ones in pieces.
 
     Text that a progress bar has overwritten by a carriage return is omitted.
-
-    Args:
-      file: The file descriptor of the pipe.
     """
     rest = b""
     while chunk := os.read(file, _LONGEST_LINE):
@@ -394,7 +356,7 @@ def lines(file: int) -> Iterator[bytes]:
 
 
 def _visible(line: bytes) -> bytes:
-    """Returns the text after the last carriage return, ignoring one at the end: of CR LF."""
+    """Returns the text after the last carriage return, apart from one at the end (CR LF)."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
 
 

@@ -21,25 +21,14 @@ _USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-      arguments: The command line; default: that of the process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs the command, by default with the arguments of the process; returns the exit code."""
     return exit_code_of(lambda: execute(sys.argv[1:] if arguments is None else arguments))
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Runs a job.
+    """Runs a job and returns its exit code.
 
-    Args:
-      arguments: The options of the launcher, `--`, and the command of the tasks.
-
-    Returns:
-      The exit code of the job.
+    The arguments are the options of the launcher, `--`, and the command of the tasks.
 
     Raises:
       UserError: If an option is not valid, or if the command is missing or cannot be run.

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class EvaluatorTask:
-    """The evaluator task, which exits and restarts independently of the training tasks.
-
-    Args:
-      launcher: The launcher.
-    """
+    """The evaluator task, which exits and restarts independently of the training tasks."""
 
     def __init__(self, launcher: "Launcher") -> None:
         self._launcher = launcher

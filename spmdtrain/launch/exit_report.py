@@ -181,11 +181,7 @@ def describe_exit(ended: TaskExit) -> str:
 def hint(ended: TaskExit) -> str | None:
     """Returns the usual meaning of a signal, and the peak memory if memory may be the reason.
 
-    Args:
-      ended: The exit of the task.
-
-    Returns:
-      The hint; None if there is none, or if the launcher caused the exit.
+    None if there is neither, or if the launcher caused the exit.
     """
     if ended.ours:
         return None
@@ -224,15 +220,11 @@ class Restarts:
     """Step of the newest checkpoint at the last restart; -1 without one."""
 
     def next(self, saved: int, *, after_rollback: bool = False) -> float | None:
-        """Uses one restart.
+        """Uses one restart and returns the seconds to wait before it; None if no restarts are left.
 
-        Args:
-          saved: Step of the newest checkpoint; -1 without one.
-          after_rollback: Whether the newest checkpoints were renamed, so that the next one may be
-            of an earlier step.
-
-        Returns:
-          Seconds to wait before the restart, from 1 doubling to 60; None if no restarts are left.
+        The seconds double from 1 to 60. `saved` is the step of the newest checkpoint; -1 without
+        one. `after_rollback` means that the newest checkpoints were renamed, so that the next one
+        may be of an earlier step.
         """
         if saved > self.saved:
             self.saved, self.used = saved, 0

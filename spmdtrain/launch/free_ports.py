@@ -17,14 +17,11 @@ def free_ports(count: int) -> list[int]:
     """Returns ports of this machine that no program listens at.
 
     A task listens at its port only seconds later. Therefore the ports are below the ephemeral
-    ports, which the kernel gives to outgoing connections, and the launchers of a user take the
-    next ports in turn: two launchers that run at the same time use different ones.
-
-    Args:
-      count: Number of ports.
+    ports, which the kernel gives to outgoing connections, and the launchers of a user take the next
+    ports in turn: two launchers that run at the same time use different ones.
 
     Raises:
-      UserError: If fewer ports are free.
+      UserError: If fewer than `count` ports are free.
     """
     ports = candidate_ports()
     with exclusive_file("next-port") as file:

@@ -58,11 +58,7 @@ class Outcome:
 class Launcher:
     """A job: its training tasks, which are restarted together, and its evaluator.
 
-    Args:
-      options: The options of the command.
-      command: The command that each task runs.
-      environments: Task name to environment, without TF_CONFIG.
-      signals: The signals that this process receives.
+    `environments` has the environment of each task, without TF_CONFIG.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class Launcher:
         return ""
 
     def _leave_out(self, task: str) -> None:
-        """Continues with one process less. Later processes take the names of those before them."""
+        """Continues without a task; each later process takes the name of the one before it."""
         self.options = dataclasses.replace(self.options, processes=self.options.processes - 1)
         names = training_tasks(self.options.processes, self.options.ps)
         self.environments = without_task(self.environments, task, names)
@@ -296,7 +292,7 @@ class Launcher:
         return idle if any(records) else None
 
     def _report_hang(self, running: Sequence[Child], idle: str) -> str:
-        """Prints which task blocks the others, and the stacks of all; returns the former."""
+        """Prints and returns which task blocks the others; prints the stacks of all tasks."""
         published = {child.name: progress.read(self.folder, child.name) for child in running}
         stopped = [child.name for child in running if self._is_stopped(child)]
         # changes=0 marks a task that has not published anything yet.

@@ -21,12 +21,7 @@ def is_stopped(pid: int) -> bool:
 def gather_stacks(folder: str, names: Sequence[str]) -> dict[str, str]:
     """Waits until the tasks have completely written their stacks, at most `_STACKS_TIMEOUT`.
 
-    Args:
-      folder: The folder of the job's files.
-      names: The tasks that were asked for their stacks.
-
-    Returns:
-      Task name to text; empty if it has written nothing.
+    Returns task name to text; empty if it has written nothing.
     """
     until, before = time.monotonic() + _STACKS_TIMEOUT, dict[str, str]()
     while True:
@@ -43,9 +38,6 @@ def main_stacks(dump: str) -> Iterator[str]:
 
     These are the lines of the thread that received the signal, and of the main thread, which is the
     last one.
-
-    Args:
-      dump: The text that faulthandler wrote for a task; empty if it has written nothing.
     """
     blocks = [block.strip("\n") for block in dump.split("\n\n") if block.strip()]
     threads = [block for block in blocks if block.startswith(("Thread", "Current thread 0x"))]

@@ -20,12 +20,7 @@ _SCHEDULER_VARIABLES = (
 
 
 def training_tasks(processes: int, ps: int = 0) -> list[str]:
-    """Returns the names of the training tasks in rank order, then those of the servers.
-
-    Args:
-      processes: Number of training processes.
-      ps: Number of parameter servers.
-    """
+    """Returns the names of the training tasks in rank order, then the names of the servers."""
     workers = [f"worker {index}" for index in range(processes - 1)]
     return ["chief", *workers, *(f"ps {index}" for index in range(ps))]
 
@@ -62,13 +57,9 @@ def environments_of(
 ) -> dict[str, dict[str, str]]:
     """Returns the environment of each task, without its TF_CONFIG.
 
-    All tasks share one job token: the inherited one, or a new one.
-
-    Args:
-      names: The tasks.
-      devices: Number of devices of each task; None for all GPUs, or JAX's default on the CPU.
-      inherited: The environment of the launcher.
-      gpus: The available GPUs (see `gpus_of`).
+    All tasks share one job token: the inherited one, or a new one. `inherited` is the environment
+    of the launcher. `devices` is the number of devices of each task; None for all GPUs, or JAX's
+    default on the CPU.
 
     Raises:
       UserError: If there are too few GPUs, or the inherited TF_CONFIG describes a cluster.
@@ -99,13 +90,8 @@ def without_task(
 ) -> dict[str, dict[str, str]]:
     """Returns the environments of a job without a training task, whose devices are left out.
 
-    The remaining training tasks keep their devices, and get new names in their order: if the chief
+    The remaining training tasks keep their devices and get new `names` in their order: if the chief
     is left out, the first worker becomes the chief.
-
-    Args:
-      environments: Task name to environment.
-      task: The task to leave out.
-      names: The names of the remaining training tasks.
     """
     kept = [env for name, env in environments.items() if name not in (task, EVALUATOR)]
     found = {n: {**env, TASK: n} for n, env in zip(names, kept, strict=True)}
@@ -134,14 +120,7 @@ def _assign_gpus(
 
 
 def refuse_cluster(tf_config: str | None) -> None:
-    """Checks that TF_CONFIG describes no cluster, because something else then starts the processes.
-
-    Args:
-      tf_config: Value of the environment variable; None if it is not set.
-
-    Raises:
-      UserError: If it describes a cluster.
-    """
+    """Raises `UserError` if TF_CONFIG describes a cluster: its processes are started elsewhere."""
     spec = from_tf_config(tf_config)
     if spec.role is not Role.LOCAL:
         raise UserError(

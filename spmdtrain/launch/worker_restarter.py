@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 class WorkerRestarter:
     """Restarts of single workers under parameter servers, while the others continue.
 
-    Args:
-      launcher: The launcher.
-      configs: Task name to TF_CONFIG, which a restarted task keeps.
+    A restarted task keeps its TF_CONFIG of `configs`.
     """
 
     def __init__(self, launcher: "Launcher", configs: Mapping[str, str]) -> None:
@@ -31,11 +29,8 @@ class WorkerRestarter:
     def take(self, ended: TaskExit) -> bool:
         """Schedules a restart if the task is a worker that has failed.
 
-        Args:
-          ended: The exit of the task.
-
-        Returns:
-          Whether the other tasks continue: the worker will be restarted, or other workers remain.
+        Returns whether the other tasks continue: the worker will be restarted, or other workers
+        remain.
         """
         final_codes = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.PREEMPTED)
         final = (

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 def squared_relu(x: jax.Array) -> jax.Array:
     """Returns the square of positive values, and 0 for others (arXiv:2109.08668).
 
-    Its gradient needs only the positive part. That of `jax.nn.relu` also stores where it is, which
-    a TPU packs into bits.
+    Its gradient needs only the positive part. The gradient of `jax.nn.relu` also needs a
+    stored mask of the positive values, which a TPU packs into bits.
 
     Args:
       x: Any shape.

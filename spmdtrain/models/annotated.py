@@ -18,7 +18,7 @@ AXIS_RULES = AxisRules(
         "experts": "expert",
     }
 )
-"""The axes of the names, which each parameter carries: `axis_rules` of a run replace entries."""
+"""The axis of each name. Parameters carry these rules; `axis_rules` of a run replace entries."""
 
 
 def normal_param(

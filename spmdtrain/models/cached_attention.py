@@ -26,15 +26,15 @@ def attend_to_cache(
     cached: tuple[jax.Array, jax.Array],
     positions: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns what the heads mix (B, T, heads, head width), and the extended keys and values.
+    """Returns each head's mixed values (B, T, heads, head width), and the extended cache.
 
-    A token attends to positions up to its own.
+    A token attends to positions up to and including its own.
 
     Args:
       query: (B, T, heads, head width), of the new tokens.
-      key: (B, T, key-value heads, head width), as `value`: written to the cache. Each is shared by
-        as many consecutive query heads.
-      value: Written to the cache.
+      key: (B, T, key-value heads, head width), written to the cache. Each key-value head is shared
+        by the same number of consecutive query heads.
+      value: As `key`.
       cached: Keys and values (B, key-value heads, length, head width).
       positions: int (B, T), the positions in the cache: T consecutive ones in each row.
     """

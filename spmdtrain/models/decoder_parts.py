@@ -94,7 +94,7 @@ class StackedDecoder(nnx.Module):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the logits of the next tokens: those of `hidden`."""
+        """Computes the logits of the next tokens; for the arguments see `hidden`."""
         return self.logits(self.hidden(tokens, segments, positions))
 
     def hidden(
@@ -103,7 +103,7 @@ class StackedDecoder(nnx.Module):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the values from which `logits` computes those of the next tokens.
+        """Computes the values from which `logits` computes the logits of the next tokens.
 
         Args:
           tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
@@ -184,7 +184,7 @@ class StackedDecoder(nnx.Module):
     def layers(self) -> PyTree:
         """Returns the weights of the blocks as `extend` takes them.
 
-        Call it outside of a loop over `extend`, because it copies unrolled each layer's.
+        Call it outside of a loop over `extend`, because it copies the weights of unrolled layers.
         """
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         if not self._unrolls():
@@ -229,7 +229,7 @@ def read_with_cache(
 
     Args:
       read: A function of (x, weights, cached) of one layer that returns the new x, and the keys
-        and values extended by those of the new tokens.
+        and values extended by the new tokens.
       x: (B, T, width), the embedded new tokens.
       layers: The weights of each layer as a list, or stacked.
       cache: From `StackedDecoder.empty_cache`, of unrolled layers if `layers` is a list.

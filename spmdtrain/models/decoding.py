@@ -72,7 +72,7 @@ class DecodingPrograms:
 
     Args:
       model: The model.
-      temperature: See `GenerationOptions`, as for the following.
+      temperature: See `GenerationOptions`.
       top_k: See `GenerationOptions`.
       top_p: See `GenerationOptions`.
       stop_tokens: See `GenerationOptions`.
@@ -159,7 +159,7 @@ class DecodingPrograms:
 
 
 def _placement_of(values: PyTree) -> Placement:
-    """Returns the mesh of a run that the arrays are on; no mesh for arrays placed otherwise."""
+    """Returns a placement on the mesh of the arrays; without a mesh if it is not a run's mesh."""
     sharding = getattr(jax.tree.leaves(values)[0], "sharding", None)  # NumPy arrays have none
     mesh = getattr(sharding, "mesh", None)
     is_of_run = mesh is not None and {*BATCH_AXES, "tensor"} <= set(mesh.axis_names)

@@ -49,7 +49,7 @@ class Routing:
         probable.
       z: f32 (B,), the mean over layers of the squared normalizer of the logits.
       entropy: f32 (B,), the mean over layers of the entropy of the probabilities, in nats.
-      load: f32 (B, layers, experts), the number of choices for each expert; of one layer (B,
+      load: f32 (B, layers, experts), the number of choices for each expert; for one layer (B,
         experts).
       overflow: f32 scalar, the number of layers that gathered all tokens.
     """
@@ -62,10 +62,10 @@ class Routing:
 
     @classmethod
     def over_layers(cls, layers: "Routing") -> "Routing":
-        """Returns the values of a model.
+        """Returns the values of a model from the values of its layers.
 
         Args:
-          layers: Those of its layers, with a first dim for the layer.
+          layers: The values of the layers; the first dim of each array is the layer.
         """
         balance, z, entropy = (x.mean(0) for x in (layers.balance, layers.z, layers.entropy))
         load = jnp.swapaxes(layers.load, 0, 1)
@@ -73,7 +73,7 @@ class Routing:
 
 
 def peak_load(load: Any) -> Any:
-    """Returns the load of the busiest expert over the mean load, the mean over layers.
+    """Returns the load of the busiest expert divided by the mean load, averaged over layers.
 
     It is 1 if all experts are chosen equally often, and the number of experts over `top_k` if all
     tokens choose the same.

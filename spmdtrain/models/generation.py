@@ -34,7 +34,7 @@ class GenerationOptions:
       seed: The draws depend on the seed, the index of the prompt and the position in the text.
       slide: A text longer than the model's context is seen through a window, which moves by this
         many tokens whenever it is full; what remains in it is read again. By default half the
-        context. With 1, each token depends on exactly `context` tokens, and each is as slow as a
+        context. With 1, each token depends on exactly `context` tokens, and takes as long as a
         prompt.
       batch_size: Number of prompts that are continued together; by default all of them. It does
         not change the draws.
@@ -127,8 +127,8 @@ def stream(
     """Returns an iterator over the tokens that `generate` returns, as they are made.
 
     Args:
-      model: See `generate`, as for the following.
-      prompts: The first tokens of each text.
+      model: See `generate`.
+      prompts: See `generate`.
       options: Number of tokens, temperature and so on.
 
     Returns:
@@ -169,9 +169,9 @@ def _is_integer(value: Any) -> bool:
 
 
 def in_order(pieces: Iterable[NewTokens]) -> Iterator[NewTokens]:
-    """Yields pieces row by row: those of a row are held back until the row before it has ended.
+    """Yields pieces row by row: holds back the pieces of a row until the row before it has ended.
 
-    To print one text after another while they are generated together.
+    Use it to print one text after another while they are generated together.
 
     Args:
       pieces: From `stream`.
@@ -215,14 +215,7 @@ def _checked_prompt(row: int, tokens: Prompt, vocabulary: int) -> np.ndarray:
 
 
 class _Batch:
-    """Continues some prompts together.
-
-    Args:
-      programs: The compiled functions of the model.
-      texts: The prompts.
-      first: The index of the first prompt among all.
-      options: Number of tokens and so on.
-    """
+    """Continues some prompts together; `first` is the index of the first one among all."""
 
     def __init__(
         self,
@@ -272,7 +265,7 @@ class _Batch:
         return (-(-beyond // self._slide) * self._slide).astype(np.int32)
 
     def _unread(self, start: np.ndarray, at_most: int) -> np.ndarray:
-        """Returns what each row sees before its last token, padded at the end: int32 (B, T)."""
+        """Returns the tokens that each row sees before its last one, end-padded: int32 (B, T)."""
         seen = [text[first:-1] for text, first in zip(self._texts, start, strict=True)]
         length = min(at_most, _rounded(max(map(len, seen))))
         return np.array([np.pad(text[:length], (0, max(0, length - len(text)))) for text in seen])

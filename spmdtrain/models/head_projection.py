@@ -65,7 +65,7 @@ def _split(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _uses_three_products() -> bool:
     """Returns whether `_three_products` is used: on GPUs, unless heads are split over devices.
 
-    With split heads, the tokens of `x` would be gathered for each of its products.
+    With split heads, the tokens of `x` would be gathered for each of the three products.
     """
     over = current_mesh()
     return current_device().platform == "gpu" and over is not None and over.parts("tensor") == 1
@@ -73,7 +73,7 @@ def _uses_three_products() -> bool:
 
 @jax.custom_jvp
 def _three_products(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns queries, keys and values as results of products of their own, without a bias.
+    """Returns queries, keys and values from three separate products, without a bias.
 
     cuDNN's attention reads arrays that are contiguous, so parts of the result of one product would
     be copied.
@@ -97,7 +97,7 @@ def _three_products_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 def _heads_come_first() -> bool:
     """Returns whether each head's tokens are adjacent: the order of the TPU's attention kernel.
 
-    There each array is the result of a product of its own, because a part of a larger one would be
+    Each array is then the result of a separate product, because a part of a larger one would be
     copied before the kernel reads it.
     """
     return current_device().platform == "tpu"

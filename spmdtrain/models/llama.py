@@ -83,7 +83,7 @@ class Llama3RopeScaling:
 
     A rotation is fast if it turns at least `high_freq_factor` times within the original context,
     slow if it turns at most `low_freq_factor` times, and interpolated in between. The names and
-    defaults are those of `rope_scaling` in the published config.json, of `rope_type` "llama3".
+    defaults are as in `rope_scaling` of the published config.json, with `rope_type` "llama3".
 
     Attributes:
       factor: Divides the speed of slow rotations.
@@ -201,7 +201,7 @@ class LlamaConfig:
 
     @property
     def speeds(self) -> np.ndarray:
-        """Radians by which each pair of a head's values turns a token, f32 (head width / 2,)."""
+        """Radians by which each pair of a head's values turns per token, f32 (head width / 2,)."""
         speeds = rotary_speeds(self.head_width, self.rope_base)
         scaling = self.rope_scaling
         scaled = speeds if scaling is None else scaling.scale(speeds)
@@ -326,8 +326,8 @@ class Llama(StackedDecoder):
             the length of the cache.
 
         Returns:
-          The values (B, T, width) from which `logits` computes those of the next tokens, and the
-          extended cache.
+          The values (B, T, width) from which `logits` computes the logits of the next tokens, and
+          the extended cache.
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
         turn = self._rotation(positions)
@@ -361,8 +361,7 @@ class Llama(StackedDecoder):
         """Returns the output of a block (B, T, width), and the values of its router if it has one.
 
         Args:
-          weights: The block's.
-          x: (B, T, width), its input.
+          x: (B, T, width), the input of the block.
           mixed: (B, T, heads, head width), from its attention.
         """
         mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)

@@ -206,7 +206,7 @@ def _pointwise(before: int, channels: int, rngs: nnx.Rngs) -> nnx.Linear:
 class _Norm(nnx.BatchNorm):
     """Batch normalization with one collective for mean and variance.
 
-    Each replica computes mean and variance of its own rows, and they are gathered. Sums of squares
+    Each replica computes the mean and variance of its rows, and they are gathered. Sums of squares
     would need only one collective as well, but lose precision if values are far from 0.
     """
 

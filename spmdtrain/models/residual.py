@@ -11,7 +11,7 @@ def split_residual(x: jax.Array) -> jax.Array:
     Each device of "tensor" then adds, normalizes and drops out its part of the tokens alone, and
     keeps only this part for the backward pass. The sum over "tensor" at the end of each half of a
     block becomes a reduce-scatter, and the next half gathers the tokens after its norm. In the
-    forward pass both together send the bytes of the all-reduce; the backward pass gathers the
+    forward pass both together send as many bytes as the all-reduce; the backward pass gathers the
     tokens once more (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Tokens that
     do not divide over "tensor" are whole on each of its devices.
 

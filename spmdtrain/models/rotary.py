@@ -34,8 +34,8 @@ def rotation(positions: int | jax.Array, speeds: np.ndarray) -> Rotation:
     """Returns a function that rotates (B, T, heads, width) by each token's position.
 
     The product of a query and a key then depends on their distance, not on their positions (rotary
-    position embedding, Su et al. 2021, arXiv:2104.09864). A pair has one value of each half. In
-    bfloat16 on TPUs it has no forward-mode derivatives (`jax.jvp`).
+    position embedding, Su et al. 2021, arXiv:2104.09864). A pair has one value of each half of the
+    head. In bfloat16 on TPUs the rotation has no forward-mode derivatives (`jax.jvp`).
 
     Args:
       positions: Each token's position, int (B, T); or the number of tokens T, for positions from 0
@@ -94,7 +94,7 @@ _turn_with_swap.defvjp(_turn_forward, _turn_backward)
 def _tables(positions: int | jax.Array, speeds: np.ndarray) -> tuple[Any, Any]:
     """Returns the cosines and sines of the angles, f32 (B or 1, T, 1, width / 2).
 
-    Of a known number of positions they are constants, because XLA:CPU computes them again in each
+    For a known number of positions they are constants. XLA:CPU would compute them again in each
     operation that uses them, which took a twentieth of a small transformer's step.
     """
     if not isinstance(positions, int):

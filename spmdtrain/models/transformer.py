@@ -128,7 +128,7 @@ class TransformerConfig:
 
     @property
     def kv_heads(self) -> int:
-        """The number of heads with keys and values of their own: all."""
+        """The number of heads with separate keys and values: all heads."""
         return self.heads
 
 
@@ -235,8 +235,8 @@ class Transformer(StackedDecoder):
             the length of the cache.
 
         Returns:
-          The values (B, T, width) from which `logits` computes those of the next tokens, and the
-          extended cache.
+          The values (B, T, width) from which `logits` computes the logits of the next tokens, and
+          the extended cache.
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
         x, turn = self._embed(tokens, positions)
@@ -283,7 +283,7 @@ def _heads(
 
 
 def _mix_heads(weights: dict[str, jax.Array], mixed: jax.Array) -> jax.Array:
-    """Returns the output of the attention (B, T, width) of what the heads have mixed."""
+    """Returns the output of the attention (B, T, width) from the mixed values of the heads."""
     mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
     out = jnp.einsum("btnh,nhd->btd", mixed, weights["out"])
     return out + weights["out_bias"][None, None] if "out_bias" in weights else out

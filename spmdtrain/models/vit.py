@@ -38,7 +38,7 @@ class ViTConfig:
       width: Width of the residual stream.
       heads: Number of attention heads.
       hidden: Width inside each block's MLP.
-      pooling: The values from which the classes are computed: those of a token that is put before
+      pooling: The values from which the logits are computed: the values of a class token before
         the patches, or the mean of the patches, without such a token.
       unroll: Whether to compile every layer separately: faster steps, but a compile time
         proportional to the number of layers. By default up to 12 layers.
@@ -81,7 +81,7 @@ class ViTConfig:
 
     @property
     def tokens(self) -> int:
-        """Number of patches of an image, and the class token."""
+        """Number of patches of an image, plus 1 for the class token if there is one."""
         return (self.image_size // self.patch_size) ** 2 + (self.pooling == "class_token")
 
 

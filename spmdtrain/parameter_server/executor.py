@@ -47,11 +47,7 @@ _ANSWER_TIMEOUT = 2.0  # seconds in which a server has to answer when no batch c
 
 
 class ServerExecutor:
-    """Runs the steps of a run on workers. Each step uses the servers' current parameters.
-
-    Args:
-      job: The servers and workers.
-      inputs: The run, its state and its functions.
+    """Executor that runs steps on workers, each with the servers' current parameters.
 
     Raises:
       UserError: If the optimizer cannot be split, or a server does not start in time.
@@ -155,11 +151,9 @@ class ServerExecutor:
         return placed
 
     def _answers(self, method: str, otherwise: str) -> list[Any]:
-        """Returns what a method of each server returns; reports servers that do not answer.
+        """Returns each server's result of a method; logs which servers do not answer.
 
-        Args:
-          method: The method.
-          otherwise: What is logged if a signal ends the wait.
+        If a signal ends the wait, `otherwise` is logged.
         """
         log, wait = self._run.logger.terminal.line, ray_pool.SILENCE
         return ray_pool.await_answers(
@@ -176,11 +170,9 @@ class ServerExecutor:
         is_empty: bool,
         message: str = f"{_NOT_SAVED}, because the batches in progress do not complete",
     ) -> None:
-        """Raises `PreemptedExit` after a signal if what is pending does not complete.
+        """Logs `message` and raises `PreemptedExit` if pending work does not end after a signal.
 
-        Args:
-          is_empty: Whether no worker is available.
-          message: What is logged before.
+        With `is_empty`, which means that no worker is available, there is no grace period.
         """
         if not self._run.signals.stop_requested():
             return
@@ -228,11 +220,6 @@ def server_partition(
     functions: StepFunctions, options: ParameterServerOptions, servers: int
 ) -> ServerPartition:
     """Returns the partition of the state, and of the optimizer, over the servers.
-
-    Args:
-      functions: The functions of the step, whose state is abstract.
-      options: Options that select the partitioner.
-      servers: Number of parameter servers.
 
     Raises:
       UserError: If the optimizer cannot be split.

@@ -1,14 +1,11 @@
-"""Sets of numbers of which almost all below a bound are members."""
+"""A compact form of a set that contains almost all numbers below a bound."""
 
 
 class IdSet:
     """A set of integers: all below a bound, and single ones above it.
 
-    It records which batches have been applied, each once and in any order, without storing every
-    number.
-
-    Args:
-      first: The bound at the beginning: all smaller numbers are members.
+    It records which batches have been applied, in any order, without storing every number. At first
+    it contains all numbers below `first`.
     """
 
     def __init__(self, first: int = 0) -> None:

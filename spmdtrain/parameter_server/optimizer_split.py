@@ -28,13 +28,9 @@ def split_optimizer(
     The first transformations of a chain may need the whole gradient if they keep no state, such as
     clipping by the global norm: they run on the workers.
 
-    Args:
-      optimizer: The whole optimizer.
-      trained: The partition of the trained parameters.
-
     Returns:
       The transformation that a worker applies to whole gradients, and the one that each server
-      applies to its part. The state of the latter has the structure of the whole optimizer's.
+      applies to its part. The state of the second has the structure of the whole optimizer's state.
 
     Raises:
       UserError: If the optimizer cannot be split. Names the transformation.
@@ -65,7 +61,7 @@ def split_optimizer(
 
 
 def _without_update(part: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns an identity whose state has the same structure as that of a transformation."""
+    """Returns an identity whose state has the structure of the state of `part`."""
     return optax.GradientTransformation(
         part.init, lambda updates, state, params=None: (updates, state)
     )
@@ -75,10 +71,7 @@ def _without_update(part: optax.GradientTransformation) -> optax.GradientTransfo
 class _Trial:
     """Random inputs on which the updates of parts are compared with the update of the whole.
 
-    Attributes:
-      partition: The partition of the trained parameters.
-      params: Their values.
-      gradients: The gradients of each step.
+    `gradients` has one tree for each step.
     """
 
     partition: TreePartition
@@ -97,9 +90,9 @@ class _Trial:
     def is_separable(self, part: optax.GradientTransformation) -> bool:
         """Returns whether the updates of the parts, joined, equal the update of the whole.
 
-        The inputs include large gradients, because a clipping may leave small ones unchanged, and
-        a NaN in the first or the last gradient: a transformation with a state reacts to it in a
-        later step, one without a state in the same.
+        The inputs include large gradients, because clipping may leave small ones unchanged. They
+        also include a NaN in the first or the last step: a transformation with a state reacts to it
+        in a later step, one without a state in the same step.
         """
 
         @jax.jit

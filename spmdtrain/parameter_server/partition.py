@@ -1,7 +1,7 @@
 """Partitions of arrays, and of trees of arrays, over parameter servers.
 
-The three partitioners are those of TensorFlow (`tf.distribute.experimental.partitioners`): they
-split an array along its first dim, and never a scalar.
+The three partitioners work as in TensorFlow (`tf.distribute.experimental.partitioners`): they split
+an array along its first dim, and never a scalar.
 """
 
 import math
@@ -24,9 +24,7 @@ class Partitioner(Protocol):
     def __call__(self, shape: Shape, itemsize: int) -> int:
         """Returns the number of shards: at least 1, at most the first dim.
 
-        Args:
-          shape: Shape of the array.
-          itemsize: Bytes of one element.
+        `itemsize` is the number of bytes of one element.
         """
         ...
 
@@ -47,7 +45,7 @@ class FixedShards:
 
 @dataclass(frozen=True)
 class MinSize:
-    """Splits an array into as many shards as its size fills, rounded up.
+    """Splits an array into one shard for each `min_shard_bytes` of its size, rounded up.
 
     Attributes:
       max_shards: Maximum number of shards.
@@ -64,11 +62,12 @@ class MinSize:
 
 @dataclass(frozen=True)
 class MaxSize:
-    """Splits an array into as few shards of whole rows as do not exceed a size.
+    """Splits an array into the fewest shards of whole rows that do not exceed a size.
 
     Attributes:
       max_shard_bytes: Maximum size of a shard in bytes; a shard has at least one row.
-      max_shards: Maximum number of shards, which precedes the size; None for no maximum.
+      max_shards: Maximum number of shards, which takes precedence over the size; None for no
+        maximum.
     """
 
     max_shard_bytes: int
@@ -105,20 +104,13 @@ class Leaf:
 def assign_rows(
     leaves: Mapping[str, Leaf], servers: int, partitioner: Partitioner
 ) -> list[dict[str, RowRange]]:
-    """Assigns the rows of arrays to servers.
+    """Assigns the rows of arrays to servers; returns each server's rows by the names of the arrays.
 
     The shards of an array are assigned to the servers with the fewest bytes, the largest arrays
     first. A server that receives several shards of an array receives adjacent ones.
 
-    Args:
-      leaves: The arrays by name.
-      servers: Number of servers.
-      partitioner: Determines the number of shards of each array.
-
-    Returns:
-      For each server the rows that it holds, by the names of the arrays; an array of which it
-      holds no rows is absent. An array that is not split is `RowRange(0, first dim)` of one
-      server, and a scalar `RowRange(0, 1)`.
+    An array is absent from the result of a server that holds no rows of it. An array that is not
+    split is `RowRange(0, first dim)` of one server, and a scalar `RowRange(0, 1)`.
     """
     placed: list[dict[str, RowRange]] = [{} for _ in range(servers)]
     used = [0] * servers  # bytes
@@ -149,15 +141,11 @@ def _start_of(total: int, parts: int, part: int) -> int:
 
 @dataclass(frozen=True)
 class TreePartition:
-    """A partition of a tree of arrays over servers.
+    """A partition of a tree of arrays over servers; `whole` and `parts` are abstract.
 
-    Each part has the structure of the whole tree; an array of which a server holds no rows has a
-    first dim of 0. Therefore everything that depends on the structure (labels of parameters,
-    masks) applies to a part too.
-
-    Attributes:
-      whole: The abstract tree.
-      parts: The abstract part of each server.
+    Each part has the structure of the whole tree: an array has a first dim of 0 in the part of a
+    server that holds no rows of it. Therefore everything that depends on the structure (labels of
+    parameters, masks) applies to a part too.
     """
 
     whole: PyTree
@@ -190,13 +178,7 @@ class TreePartition:
 
 
 def partition_tree(whole: PyTree, servers: int, partitioner: Partitioner) -> TreePartition:
-    """Returns the partition of an abstract tree along the first dims of its arrays.
-
-    Args:
-      whole: Tree of arrays or `jax.ShapeDtypeStruct`.
-      servers: Number of servers.
-      partitioner: Determines the number of shards of each array.
-    """
+    """Returns the partition of a tree along the first dims of its (abstract) arrays."""
     leaves = named_leaves(whole)
     shapes = {name: Leaf(tuple(x.shape), x.dtype.itemsize) for name, x in leaves.items()}
     placed = assign_rows(shapes, servers, partitioner)
@@ -215,7 +197,7 @@ def _part(whole: PyTree, rows: Mapping[str, RowRange]) -> PyTree:
 
 
 def _is_partitioned(whole: Any, parts: Sequence[Any]) -> bool:
-    """Returns False for an array of which every server holds a copy, such as a step counter."""
+    """Returns False for an array that every server holds whole, such as a step counter."""
     return any(part.shape != whole.shape for part in parts)
 
 

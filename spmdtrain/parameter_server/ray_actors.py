@@ -16,14 +16,7 @@ from spmdtrain.source_files import describe_sys_exit
 
 
 class ServerActor:
-    """A parameter server in its own process.
-
-    Args:
-      partition: The partition of the state over servers.
-      held: The part of this server.
-      step: Number of updates in it.
-      max_staleness: See `Server`.
-    """
+    """A parameter server (see `Server`) in its own process."""
 
     def __init__(
         self, partition: ServerPartition, held: ServerState, step: int, max_staleness: int | None
@@ -80,7 +73,7 @@ class WorkerActor:
 
 @contextlib.contextmanager
 def _exit_as_error() -> Iterator[None]:
-    """Raises `RuntimeError` in place of `SystemExit`, upon which Ray ends an actor for good."""
+    """Raises `RuntimeError` in place of `SystemExit`, because Ray would end the actor for good."""
     try:
         yield
     except SystemExit as stop:

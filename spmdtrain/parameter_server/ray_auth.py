@@ -57,13 +57,10 @@ def check_enabled() -> None:
 def create_token(chief: Address, is_local: bool) -> None:
     """Sets Ray's token in the chief and its children, before they start Ray.
 
-    The token derives from that of the job (see `job_token`). Without one it is that of Ray's own
-    environment variables. If the whole job runs on loopback addresses, it may also be a new one,
-    which the other tasks of this user read from a file.
-
-    Args:
-      chief: Address of the chief.
-      is_local: Whether all addresses of the job are loopback addresses.
+    The token is derived from the token of the job (see `job_token`). Without one it is the token in
+    Ray's own environment variables. Without either, if `is_local` (all addresses of the job are
+    loopback addresses), the chief creates a token, which the other tasks of this user read from a
+    file.
 
     Raises:
       UserError: If the tasks of the job share no secret.
@@ -81,11 +78,7 @@ def create_token(chief: Address, is_local: bool) -> None:
 
 
 def read_token(chief: Address, is_local: bool) -> None:
-    """Sets Ray's token in another task, once the chief listens.
-
-    Args:
-      chief: Address of the chief.
-      is_local: Whether all addresses of the job are loopback addresses.
+    """Sets Ray's token in another task, once the chief listens; see `create_token`.
 
     Raises:
       UserError: If this task shares no secret with the chief.
@@ -117,13 +110,10 @@ def refused(chief: Address) -> UserError:
 
 
 def _set_by_environment(chief: Address, is_local: bool) -> bool:
-    """Sets the token if the environment determines it.
-
-    Returns:
-      Whether it does. If not, the token is in a file of this user.
+    """Sets the token if the environment has one; if not (False), it is in a file of this user.
 
     Raises:
-      UserError: If it does not, and the job is not on loopback addresses alone.
+      UserError: If the environment has none, and the job is not on loopback addresses alone.
     """
     if secret := job_token.read(warn=lambda text: print(text, file=sys.stderr)):
         # Each chief has its own token, so a program that takes the port of one learns no other.

@@ -56,9 +56,6 @@ def resource(task: Task) -> str:
 def import_ray(spec: ClusterSpec) -> Any:
     """Returns the module `ray`, bound to the addresses of the cluster, with token authentication.
 
-    Args:
-      spec: The cluster.
-
     Raises:
       UserError: If Ray is missing, or does not authenticate its clients.
     """
@@ -90,12 +87,7 @@ def import_ray(spec: ClusterSpec) -> Any:
 def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
     """Starts the chief's node, which the other tasks join, and connects this process to it.
 
-    Args:
-      spec: The cluster.
-      timeout: Seconds to wait for the node.
-
-    Yields:
-      The module `ray`.
+    Waits at most `timeout` seconds for the node. Yields the module `ray`.
 
     Raises:
       UserError: If Ray is missing or unauthenticated, or the chief's address cannot be used.
@@ -140,16 +132,12 @@ def _keeping_handlers(ray: Any) -> Iterator[None]:
 def serve(spec: ClusterSpec, timeout: float) -> str:
     """Runs the node of a worker or a parameter server until the job ends.
 
-    Args:
-      spec: The cluster.
-      timeout: Seconds to wait for the chief.
-
     Returns:
       How the job has ended: `finished`, `preempted` or `failed` as the chief reports it, or the
       reason for which this task has left it.
 
     Raises:
-      UserError: If the chief does not start in time.
+      UserError: If the chief does not start within `timeout` seconds.
     """
     import_ray(spec)
     task = spec.own_task
@@ -205,10 +193,6 @@ def _chief_watcher(chief: Address, read_end: Callable[[], str | None]) -> Iterat
     """Ends this process if the job ends, or the chief is lost, while Ray's node starts.
 
     Ray would wait for the chief for a minute or two and then raise an unrelated error.
-
-    Args:
-      chief: Address of the chief.
-      read_end: Returns how the job has ended, if it has.
     """
     has_started = threading.Event()
 
@@ -236,13 +220,9 @@ def _chief_watcher(chief: Address, read_end: Callable[[], str | None]) -> Iterat
 def publish_end(ray: Any, how: str, coming: Sequence[Task] = ()) -> None:
     """Publishes how the job has ended, and waits until all tasks have read it.
 
-    The chief calls it. It waits 5 seconds for tasks with a node, and 20 if nodes may be starting,
-    which would otherwise find no chief.
-
-    Args:
-      ray: The module `ray`.
-      how: How the job has ended: a key of `ENDS`, or `failed`.
-      coming: Tasks that may not have started yet.
+    The chief calls it, with a key of `ENDS` or `failed` as `how`. It waits 5 seconds for tasks with
+    a node, and 20 if nodes may be starting, which would otherwise find no chief. The tasks of
+    `coming` may not have started yet.
     """
     client = ray._private.worker.global_worker.gcs_client
     client.internal_kv_put(_END_KEY, how.encode(), True, _NAMESPACE)
@@ -414,10 +394,10 @@ def _ip(host: str) -> str:
 
 
 def _store(nodes: int) -> int:
-    """Returns the bytes of the object store of each of a number of nodes on this host.
+    """Returns the bytes of the object store of a node, if this host has `nodes` of them.
 
-    The store is in shared memory, of which a container may have little. Ray refuses to start with a
-    store that exceeds it.
+    The store is in shared memory, which may be small in a container. Ray refuses to start if the
+    store exceeds it.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else memory

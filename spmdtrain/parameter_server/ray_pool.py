@@ -26,12 +26,9 @@ _SHARE = 0.001  # of a task's resource that a server takes, because it may have 
 
 
 class RayJob:
-    """A job of a chief, workers and parameter servers; used by the chief.
+    """A job of a chief, workers and parameter servers, as the chief uses it.
 
-    Args:
-      ray: The module `ray`, which is connected to the job.
-      spec: The cluster.
-      timeout: Seconds to wait for the servers.
+    The module `ray` is connected to the job. `serve` waits `timeout` seconds for the servers.
     """
 
     def __init__(self, ray: Any, spec: ClusterSpec, timeout: float) -> None:
@@ -62,17 +59,12 @@ class RayJob:
         *,
         check_interrupt: Callable[[], None],
     ) -> list[Any]:
-        """Starts the servers with their parts of a state.
+        """Starts the servers with their parts of a state; returns their Ray actors in task order.
 
         Args:
-          partition: The partition of the state.
-          state: The state, which contains all batches below `first`.
-          first: Number of the first batch.
+          state: Contains all batches below `first`.
           max_staleness: See `Server`.
           check_interrupt: Called while waiting for the servers; may raise.
-
-        Returns:
-          The Ray actors of the servers, in the order of their tasks.
 
         Raises:
           UserError: If a server does not start in time.
@@ -102,8 +94,8 @@ class RayJob:
     def worker_pool(self, make: Callable[[], Callable[[Any], Any]]) -> "RayWorkerPool":
         """Returns the pool of the job's workers, which may start at any time.
 
-        Args:
-          make: Called in each worker's process; returns the function that processes work items.
+        `make` is called in each worker's process and returns the function that processes work
+        items.
         """
         actor = self.ray.remote(WorkerActor)
         actors = {
@@ -120,16 +112,11 @@ class RayJob:
 def start_job(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
     """Starts a job as its chief. Its tasks end with the block: `finished`, `preempted` or `failed`.
 
-    Args:
-      spec: The cluster.
-      timeout: Seconds to wait for the chief's node, and later for the servers.
-
-    Yields:
-      The job.
+    A `SystemExit` of the block is `finished` if its code is 0 or None, and a `PreemptedExit` is
+    `preempted`. `timeout` is the number of seconds to wait for the chief's node, and later for the
+    servers.
 
     Raises:
-      PreemptedExit: If the block raises it.
-      SystemExit: If the block raises it; the job is finished if its code is 0 or None.
       UserError: If Ray is missing or unauthenticated, or the chief's address cannot be used.
     """
     with ray_nodes.head(spec, timeout) as ray:
@@ -169,10 +156,8 @@ class RayWorker:
 class RayWorkerPool:
     """The workers of a job on Ray, including those that have not started or are lost.
 
-    Attributes:
-      ray: The module `ray`.
-      workers: The workers by name.
-      make: Reference to the function that initializes a worker; kept for restarted workers.
+    `make` is a reference to the function that initializes a worker; it is kept for restarted
+    workers.
     """
 
     ray: Any
@@ -241,10 +226,7 @@ class RayWorkerPool:
         return WorkerJoined(name)
 
     def _lost_early(self, name: str, reason: str) -> PoolEvent:
-        """Returns the event of a worker that was lost during initialization.
-
-        Repeated losses are an error.
-        """
+        """Returns the event of a loss during initialization: an error if it is repeated."""
         worker = self.workers[name]
         worker.losses += 1
         if worker.losses < _MAX_LOSSES:
@@ -259,15 +241,7 @@ class RayWorkerPool:
 
 
 def answers(ray: Any, calls: Sequence[Any]) -> list[Any]:
-    """Returns the results of calls of servers.
-
-    Args:
-      ray: The module `ray`.
-      calls: References to the results.
-
-    Raises:
-      ClusterError: If a server is lost.
-    """
+    """Returns the results of calls of servers; raises `ClusterError` if a server is lost."""
     try:
         results: list[Any] = ray.get(list(calls))
     except ray.exceptions.RayActorError as error:
@@ -281,10 +255,9 @@ def await_answers(
     on_silence: Callable[[str], None],
     check_interrupt: Callable[[], None],
 ) -> list[Any]:
-    """Returns the results of calls of servers, for a wait that a signal can end.
+    """Returns the results of calls of servers, in a wait that a signal can end.
 
     Args:
-      ray: The module `ray`.
       calls: References to the results, each with the name of its server.
       on_silence: Called once with the names of the servers that have not answered for 20 s.
       check_interrupt: Called while results are pending; may raise.

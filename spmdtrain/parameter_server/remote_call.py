@@ -48,18 +48,14 @@ class Call:
 
 
 class LruCache:
-    """A cache that keeps the most recently used values.
-
-    Args:
-      count: Maximum number of values.
-    """
+    """A cache that keeps the `count` most recently used values."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._values = OrderedDict[Hashable, Any]()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the value of a key, which `make()` returns if it is not in the cache."""
+        """Returns the value of a key; if it is not in the cache, adds the result of `make()`."""
         if key not in self._values:
             self._values[key] = make()
         self._values.move_to_end(key)
@@ -73,7 +69,6 @@ class Running:
     """The call that this process is running (`CONTEXT.running_call`).
 
     Attributes:
-      number: Number of the call.
       floor: All calls of lower numbers have ended.
       pulled: The servers' answers to the last pull, by the number of the shared parameters.
       pushed: Numbers of the shared parameters that have been pushed.

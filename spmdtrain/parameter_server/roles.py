@@ -9,10 +9,8 @@ from spmdtrain.parameter_server import ray_nodes
 def run_task_role(timeout: float) -> None:
     """Takes the role that TF_CONFIG gives this process in a job of parameter servers.
 
-    The chief, or worker 0 of a cluster without one, returns. Workers and servers serve it and exit.
-
-    Args:
-      timeout: Seconds to wait for the chief.
+    The chief, or worker 0 of a cluster without one, returns. Workers and servers wait at most
+    `timeout` seconds for it, serve it and exit.
 
     Raises:
       UserError: If the cluster lacks tasks, or this is its evaluator.
@@ -44,14 +42,8 @@ def run_task_role(timeout: float) -> None:
 def run_if_worker_or_server(timeout: float) -> None:
     """Takes the role of a worker or a parameter server, if this process is one, and then exits.
 
-    Call before devices are used, because the actors of the task use them.
-
-    Args:
-      timeout: Seconds to wait for the chief.
-
-    Raises:
-      UserError: If the cluster lacks tasks.
-      SystemExit: In a worker or a server, when the job has ended.
+    Call before devices are used, because the actors of the task use them. For `timeout` and errors
+    see `run_task_role`.
     """
     spec = from_environment()
     if spec.task_type in ("worker", "ps") and not spec.is_chief:

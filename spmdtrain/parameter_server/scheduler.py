@@ -41,16 +41,14 @@ class _Assignment:
 
 
 class BatchQueue:
-    """The state of each batch number: not started, in progress or applied.
+    """The state of each batch number, from `first` on: not started, in progress or applied.
 
     A batch is a pure function of its number, so the batch of a lost worker is identical when
-    another worker computes it. This class uses no JAX, no clock and no messages: its caller
-    passes times and events.
+    another worker computes it. This class uses no JAX, no clock and no messages: its caller passes
+    events, and times in seconds of any clock.
 
-    Args:
-      first: Number of the first batch.
-      max_staleness: Maximum number of updates between a worker's pull and its push; None for no
-        bound.
+    `max_staleness` is the maximum number of updates between a worker's pull and its push; None for
+    no bound.
     """
 
     def __init__(self, first: int, max_staleness: int | None = None) -> None:
@@ -68,15 +66,7 @@ class BatchQueue:
         return not self._in_progress and not self._requeued
 
     def give(self, worker: str, now: float) -> int | None:
-        """Assigns the next batch to a worker.
-
-        Args:
-          worker: Name of the worker.
-          now: The time in seconds, of any clock.
-
-        Returns:
-          Number of the batch; None if the worker has to wait.
-        """
+        """Assigns the next batch, and returns its number; None if the worker has to wait."""
         if not (self._requeued or self._next < self.limit) or not self._stays_fresh():
             return None
         if self._requeued:
@@ -101,11 +91,7 @@ class BatchQueue:
     def requeue(self, worker: str) -> list[int]:
         """Releases the batches of a worker that is lost or whose result was refused.
 
-        Args:
-          worker: Name of the worker.
-
-        Returns:
-          The batches that no other worker computes; they are assigned again.
+        Returns the batches that no other worker computes; they are assigned again.
         """
         lost = []
         for number, assignment in list(self._in_progress.items()):
@@ -148,13 +134,12 @@ class BatchResult:
     """The result of a batch.
 
     Attributes:
-      number: Number of the batch.
       metrics: Weighted means, "loss" among them.
       sums: Weighted sum and weight of each metric.
       combined: The metrics that are combined from the means of others.
       finite: Whether each of `FLAGS` is finite, on all servers.
-      staleness: Number of updates between the pull and the push of the batch: the maximum over
-        the servers.
+      staleness: Number of updates between the pull and the push of the batch: the maximum over the
+        servers.
       is_stale: Whether a server has refused the batch as too stale; it is computed again.
       pulled: Bytes that the worker has read from the servers.
       pushed: Bytes that the worker has sent to the servers.
@@ -175,15 +160,12 @@ class BatchScheduler:
     """Assigns batches to the workers of a pool and collects their results.
 
     Args:
-      pool: The workers.
-      queue: The batches.
       backup_task_timeout: Seconds after which an idle worker computes a batch in progress too
-        ("backup tasks" in Dean and Ghemawat, "MapReduce", OSDI 2004); by default three times
-        the median of recent durations, and at least one second.
+        ("backup tasks" in Dean and Ghemawat, "MapReduce", OSDI 2004); by default three times the
+        median of recent durations, and at least one second.
       log: Receives a line for the user, such as the loss of a worker.
       check_interrupt: Called while results are pending, with whether the pool is empty; may raise.
       on_silence: Called once with the number of seconds in which no pending batch has completed.
-      clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -211,17 +193,7 @@ class BatchScheduler:
         self._on_silence, self._last_result_at, self._was_silent = on_silence, clock(), False
 
     def take(self, number: int) -> BatchResult:
-        """Waits until a batch is applied; other batches proceed.
-
-        Args:
-          number: Number of the batch.
-
-        Returns:
-          Its result.
-
-        Raises:
-          Exception: The error of the user's function.
-        """
+        """Waits for a batch's result while others proceed; raises the user function's error."""
         while number not in self._results:
             self._process_events(number)
         return self._results.pop(number)

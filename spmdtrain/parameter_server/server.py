@@ -65,8 +65,8 @@ class PushResult:
         too stale.
       is_stale: Whether it was refused because its staleness exceeds `max_staleness`.
       staleness: Number of updates between the pull and this push.
-      finite: Whether each of `FLAGS` is finite in this server's part, now and after each update
-        before.
+      finite: Whether each of `FLAGS` is finite in this server's part, after this update and all
+        earlier ones.
     """
 
     is_new: bool
@@ -91,9 +91,7 @@ class Server:
     """A part of the state, which each pushed batch updates once.
 
     Args:
-      update: The optimizer of this part.
-      held: The part of the state.
-      step: Number of updates in it: it contains all batches below this number.
+      step: Number of updates in `held`: it contains all batches below this number.
       max_staleness: Maximum number of updates between a pull and its push; None for no bound.
     """
 
@@ -133,14 +131,12 @@ class Server:
         self._apply = jax.jit(apply)
 
     def pull(self, number: int | None = None) -> Pulled:
-        """Returns the current parameters and model state for a worker that computes a batch.
+        """Returns the parameters and model state for the computation of a batch.
 
-        With `max_staleness=0`, if this server has applied the batch already (its worker was lost
-        before it pushed to another server), the values before that update are returned. The
-        batch then has the same gradients again.
-
-        Args:
-          number: Number of the batch; None for the current values.
+        They are the current ones, with one exception. With `max_staleness=0`, this server may have
+        applied the same batch already, because its worker was lost before it pushed to another
+        server. Then they are the values before that update, so that the batch has the same
+        gradients again.
         """
         if self._before is not None and number == self._last:
             return _pulled(self._version - 1, self._before)

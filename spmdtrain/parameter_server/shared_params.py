@@ -24,10 +24,7 @@ PyTree = Any
 class Shared:
     """Parameters on servers; see `Coordinator.share`.
 
-    Attributes:
-      number: Identifies these parameters among those that are shared.
-      partition: Their partition over the servers.
-      servers: The Ray actors of the servers.
+    `number` identifies these parameters among those that are shared; `servers` are Ray actors.
     """
 
     number: int

@@ -1,8 +1,7 @@
 """The partition of a training: workers compute gradients, servers hold the state.
 
-The scheme is that of `tf.distribute.ParameterServerStrategy` (Li et al., "Scaling Distributed
-Machine Learning with the Parameter Server", OSDI 2014), for any model and any optimizer that can
-be split.
+The scheme follows `tf.distribute.ParameterServerStrategy` (Li et al., "Scaling Distributed Machine
+Learning with the Parameter Server", OSDI 2014), for any model and any optimizer that can be split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,15 +33,12 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Computed:
-    """A worker's result for a batch.
+    """A worker's result for a batch; for the other fields see `BatchResult`.
 
     Attributes:
       gradients: Gradients of the weighted mean for the trained parameters, after the part of the
         optimizer that runs on the worker, such as clipping.
       model_state: The change of the model state by the batch (see `difference`).
-      metrics: Weighted means, "loss" among them.
-      sums: Weighted sum and weight of each metric.
-      combined: The metrics that are combined from the means of others.
     """
 
     gradients: PyTree
@@ -56,14 +52,9 @@ class Computed:
 class ServerPartition:
     """The partition of a state over servers, and of the optimizer over workers and servers.
 
-    Attributes:
-      params: Partition of the parameters.
-      trained: Partition of the parameters that are trained.
-      opt_state: Partition of the optimizer's state, which follows that of the parameters.
-      averaged: Partition of the averaged parameters, which follows that of the parameters.
-      model_state: Partition of the model state; each array is whole on one server.
-      on_worker: The transformations that need whole gradients.
-      on_server: The update that each server applies to its part.
+    The optimizer's state and the averaged parameters are partitioned like the parameters; each
+    array of the model state is whole on one server. `on_worker` are the transformations that need
+    whole gradients, `on_server` is the update that each server applies to its part.
     """
 
     params: TreePartition
@@ -78,17 +69,7 @@ class ServerPartition:
     def of(
         cls, state: TrainState, update: Update, servers: int, partitioner: Partitioner
     ) -> "ServerPartition":
-        """Returns the partition of a state.
-
-        Args:
-          state: The abstract state.
-          update: The optimizer, frozen parameters and moving average.
-          servers: Number of servers.
-          partitioner: Determines the number of shards of each parameter.
-
-        Raises:
-          UserError: If the optimizer cannot be split.
-        """
+        """Returns the partition of an abstract state; raises as `split_optimizer` does."""
         params = partition_tree(state.params, servers, partitioner)
         trained = params.map(lambda params: update.partition(params)[0])
         on_worker, on_server = split_optimizer(update.optimizer, trained)
@@ -119,13 +100,7 @@ class ServerPartition:
         )
 
     def state(self, held: Sequence[ServerState], step: int, key: Any) -> TrainState:
-        """Returns the whole state, NumPy arrays.
-
-        Args:
-          held: The parts of all servers in their order.
-          step: Number of updates in the state.
-          key: The random key of the state.
-        """
+        """Returns the whole state, NumPy arrays, from the parts of all servers in their order."""
         return TrainState(
             step=np.asarray(step, np.int32),  # type: ignore[arg-type]
             params=self.params.join([part.params for part in held]),
@@ -142,13 +117,7 @@ class ServerPartition:
         return params, self.model_state.join([part.model_state for part in parts])
 
     def pushes(self, number: int, computed: Computed, parts: Sequence[Pulled]) -> list[Push]:
-        """Returns the push to each server.
-
-        Args:
-          number: Number of the batch.
-          computed: The result of the batch.
-          parts: What the worker pulled from each server, which has the versions.
-        """
+        """Returns each server's push of a batch, with the version of its pulled part."""
         return [
             Push(
                 number=number,
@@ -174,16 +143,7 @@ def batch_result(
     """Returns the result of a batch from the answers of all servers to its pushes.
 
     The staleness that a server reports for a batch which it had applied before is ignored, because
-    this push was not applied.
-
-    Args:
-      number: Number of the batch.
-      metrics: Weighted means.
-      results: The answers of the servers.
-      sums: Weighted sum and weight of each metric.
-      combined: The metrics that are combined from the means of others.
-      pulled: Bytes read from the servers.
-      pushed: Bytes sent to the servers.
+    this push was not applied. `pulled` and `pushed` are bytes.
     """
     return BatchResult(
         number=number,

@@ -25,13 +25,7 @@ class StalenessStats:
         return self.staleness.total()
 
     def add(self, staleness: int, pulled: int, pushed: int) -> None:
-        """Adds an update.
-
-        Args:
-          staleness: Its staleness.
-          pulled: Bytes that its worker has read from the servers.
-          pushed: Bytes that its worker has sent to them.
-        """
+        """Adds an update; `pulled` and `pushed` are the bytes of its worker."""
         self.staleness[staleness] += 1
         self._pulled += pulled
         self._pushed += pushed
@@ -39,12 +33,7 @@ class StalenessStats:
     def report(
         self, batches: Mapping[str, int], servers: Sequence[Mapping[str, int]]
     ) -> dict[str, Any]:
-        """Returns the statistics as JSON.
-
-        Args:
-          batches: Number of batches of each worker.
-          servers: Counts of each server.
-        """
+        """Returns the statistics as JSON, with the counts of each server."""
         return {
             "updates": self.steps,
             "staleness": {str(n): self.staleness[n] for n in sorted(self.staleness)},
@@ -58,9 +47,6 @@ class StalenessStats:
         """Returns a table of the updates by staleness.
 
         Its caption has the bytes of a step and the number of batches of each worker.
-
-        Args:
-          batches: Number of batches of each worker.
         """
         table = Table(
             title="staleness of the updates", title_justify="left", caption_justify="left"

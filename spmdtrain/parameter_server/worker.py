@@ -36,17 +36,12 @@ PyTree = Any
 class Worker:
     """Computes the gradients of batches on its own devices, over which it mirrors the model.
 
+    Every worker makes the same batch of a number. `augment` transforms each example on the host.
+
     Args:
-      steps: The functions of the step for `placement`.
-      placement: The mesh of the worker's devices.
-      partition: The partition of the state over servers.
-      dataset: The training data; every worker makes the same batch of a number.
-      batch_size: Examples of a batch.
-      seed: Seed of the order of the examples.
-      shuffle: Whether the examples are shuffled.
+      placement: The mesh of the worker's devices, for which `steps` were made.
       threads: Number of threads that read a batch, each a part of it; with 0 or 1 the calling
         thread reads it.
-      augment: Transformation of each example on the host; None for none.
       key: The random key of the state.
     """
 
@@ -105,13 +100,7 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteWorker:
-    """A worker that pulls parameters from the servers and pushes gradients to them.
-
-    Attributes:
-      worker: Computes the gradients.
-      partition: The partition of the state over servers.
-      servers: The Ray actors of the servers.
-    """
+    """A worker that pulls parameters from the servers (Ray actors) and pushes gradients to them."""
 
     worker: Worker
     partition: ServerPartition
@@ -147,10 +136,7 @@ class WorkerFactory:
     """A pickled description of the work, from which each worker's process makes its worker.
 
     Attributes:
-      program: What computes the gradients.
       config: Configuration of the run for one worker (see `for_worker`).
-      partition: The partition of the state over servers.
-      dataset: The training data.
       augment: Transformation of each example on the host; None for none.
       key: The random key of the state.
       servers: The Ray actors of the servers.
@@ -165,7 +151,7 @@ class WorkerFactory:
     servers: Sequence[Any]
 
     def __call__(self) -> RemoteWorker:
-        """Returns the worker. Call in its own process, whose devices it uses."""
+        """Returns the worker. Call it in the worker's process, whose devices it uses."""
         configure_backend(self.config)
         placement = make_placement(self.config)
         # The chief has only checked that the batch divides over its own devices.
@@ -189,12 +175,9 @@ class WorkerFactory:
 class PickledProgram:
     """The model, objective and optimizer of a run, for other processes.
 
-    They are pickled on their own, because models of Keras need it (`reduce_by_attributes`), and
-    because their arrays may use devices, which the worker's configuration has to come before.
-
-    Attributes:
-      pickled: Without the contents of large arrays.
-      buffers: These contents.
+    They are pickled separately from the rest, because Keras models need it
+    (`reduce_by_attributes`), and because their arrays may use devices, which the worker has to
+    configure first. `buffers` has the contents of large arrays, `pickled` everything else.
     """
 
     pickled: bytes
@@ -202,11 +185,7 @@ class PickledProgram:
 
     @classmethod
     def of(cls, steps: Callable[[RunConfig, Placement], StepFunctions]) -> "PickledProgram":
-        """Returns the pickle of a function.
-
-        Args:
-          steps: Returns the functions of the step for a configuration and a placement.
-        """
+        """Returns the pickle of a function that makes the functions of the step."""
         import ray
 
         base: Any = ray.cloudpickle.Pickler
@@ -229,7 +208,7 @@ class PickledProgram:
 
 
 def for_worker(config: RunConfig) -> RunConfig:
-    """Returns the configuration of one worker, which mirrors the model over its own devices."""
+    """Returns the configuration of one worker, which mirrors the model over its devices."""
     return dataclasses.replace(
         config, strategy="mirrored", workdir=None, servers=ParameterServerOptions()
     )

@@ -56,9 +56,5 @@ class WorkerPool(Protocol):
         ...
 
     def events(self, timeout: float) -> Sequence[PoolEvent]:
-        """Returns the events since the last call.
-
-        Args:
-          timeout: Seconds to wait for the first event.
-        """
+        """Returns the events since the last call; waits at most `timeout` s for the first."""
         ...

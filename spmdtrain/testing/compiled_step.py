@@ -30,15 +30,15 @@ def compiled_step(trainer: Trainer, batch: Any) -> "CompiledStep":
             step.assert_no("all-gather", larger_than="1 MB")
 
     Args:
-        trainer: The trainer.
-        batch: A batch as the objective receives it: a pytree of arrays with leading dim B, or of
-            anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
+      trainer: The trainer.
+      batch: A batch as the objective receives it: a pytree of arrays with leading dim B, or of
+        anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
 
     Returns:
-        The compiled step, with assertions about its collectives.
+      The compiled step, with assertions about its collectives.
 
     Raises:
-        UserError: If the trainer does not compile its steps (`jit` is off).
+      UserError: If the trainer does not compile its steps (`jit` is off).
     """
     return CompiledStep(trainer.compile_step(batch), trainer.mesh)
 
@@ -51,11 +51,11 @@ class CompiledStep:
     size unit raises `ValueError`, so that a misspelled assertion never passes.
 
     Args:
-        compiled: The compiled step.
-        mesh: Its mesh; None for a single device, where it has no collectives.
+      compiled: The compiled step.
+      mesh: Its mesh; None for a single device, where it has no collectives.
 
     Raises:
-        ValueError: If XLA does not provide the step's HLO.
+      ValueError: If XLA does not provide the step's HLO.
     """
 
     def __init__(self, compiled: Compiled, mesh: Mesh | None) -> None:
@@ -82,12 +82,12 @@ class CompiledStep:
         """Asserts that the step has no such collective.
 
         Args:
-            kind: See `assert_count`.
-            larger_than: See `assert_count`.
-            axes: See `assert_count`.
+          kind: See `assert_count`.
+          larger_than: See `assert_count`.
+          axes: See `assert_count`.
 
         Raises:
-            AssertionError: If there is one; lists the collectives.
+          AssertionError: If there is one; lists the collectives.
         """
         __tracebackhide__ = True
         self.assert_count(0, kind, larger_than=larger_than, axes=axes)
@@ -103,15 +103,15 @@ class CompiledStep:
         """Asserts the number of collectives of a kind.
 
         Args:
-            count: Expected number of entries in `collectives`.
-            kind: XLA's name: "all-reduce", "all-gather", "reduce-scatter", ...
-            larger_than: Counts only larger ones: bytes, or a string such as "1 MB" or "1 MiB".
-            axes: Counts only those over exactly these mesh axes; by default over any.
+          count: Expected number of entries in `collectives`.
+          kind: XLA's name: "all-reduce", "all-gather", "reduce-scatter", ...
+          larger_than: Counts only larger ones: bytes, or a string such as "1 MB" or "1 MiB".
+          axes: Counts only those over exactly these mesh axes; by default over any.
 
         Raises:
-            AssertionError: If the number differs, or the axes of a candidate are unknown; lists all
-                collectives.
-            ValueError: If kind, size or axis is unknown.
+          AssertionError: If the number differs, or the axes of a candidate are unknown; lists all
+            collectives.
+          ValueError: If kind, size or axis is unknown.
         """
         __tracebackhide__ = True
         if kind not in KINDS:

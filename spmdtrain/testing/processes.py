@@ -39,11 +39,11 @@ class Process:
     """One process of a running job.
 
     Args:
-        task: Task name, such as `worker 0`.
-        command: Command line.
-        env: Environment variables.
-        cwd: Working directory; by default that of this process.
-        log: File that receives the output.
+      task: Task name, such as `worker 0`.
+      command: Command line.
+      env: Environment variables.
+      cwd: Working directory; by default that of this process.
+      log: File that receives the output.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Process:
         """Sends a signal to the process if it still runs.
 
         Args:
-            number: Signal number.
+          number: Signal number.
         """
         if self.code is None:
             self._process.send_signal(number)
@@ -93,11 +93,11 @@ class Process:
         """Waits until the output contains a text.
 
         Args:
-            text: Text to wait for.
-            timeout: Seconds.
+          text: Text to wait for.
+          timeout: Seconds.
 
         Raises:
-            AssertionError: If the process ends, or the timeout expires, without the text.
+          AssertionError: If the process ends, or the timeout expires, without the text.
         """
         until = time.monotonic() + timeout
         while text not in self.output:
@@ -125,9 +125,9 @@ class RunningJob:
     """The processes of a running job, indexed by rank.
 
     Args:
-        processes: The processes in order of rank.
-        deadline: Time (`time.monotonic()`) when the job must have ended.
-        grace: Seconds that the other processes have to end after one failed.
+      processes: The processes in order of rank.
+      deadline: Time (`time.monotonic()`) when the job must have ended.
+      grace: Seconds that the other processes have to end after one failed.
     """
 
     def __init__(self, processes: Sequence[Process], deadline: float, grace: float) -> None:
@@ -140,14 +140,14 @@ class RunningJob:
         """Waits until all processes have ended.
 
         Args:
-            check: Whether a non-zero exit code raises.
+          check: Whether a non-zero exit code raises.
 
         Returns:
-            The results in order of rank.
+          The results in order of rank.
 
         Raises:
-            AssertionError: If the timeout of the job expires, or if `check` and a process failed;
-                contains the output of all processes.
+          AssertionError: If the timeout of the job expires, or if `check` and a process failed;
+            contains the output of all processes.
         """
         until, failed = self._deadline, None
         while running := [process for process in self.processes if process.code is None]:
@@ -198,19 +198,19 @@ def start_processes(
             assert [result.code for result in job.wait(check=False)] == [75, 75]
 
     Args:
-        command: See `run_processes`.
-        processes: See `run_processes`.
-        devices_per_process: See `run_processes`.
-        timeout: See `run_processes`.
-        grace: See `run_processes`.
-        env: See `run_processes`.
-        cwd: See `run_processes`.
+      command: See `run_processes`.
+      processes: See `run_processes`.
+      devices_per_process: See `run_processes`.
+      timeout: See `run_processes`.
+      grace: See `run_processes`.
+      env: See `run_processes`.
+      cwd: See `run_processes`.
 
     Yields:
-        The running job.
+      The running job.
 
     Raises:
-        ValueError: If `devices_per_process` has another number of entries than `processes`.
+      ValueError: If `devices_per_process` has another number of entries than `processes`.
     """
     deadline = time.monotonic() + timeout
     names = training_tasks(processes)
@@ -263,21 +263,21 @@ def run_processes(
             assert "finished" in chief.output
 
     Args:
-        command: Command line, or a function that returns one for a rank.
-        processes: Number of processes.
-        devices_per_process: Number of virtual CPU devices of each process, or one number per rank.
-        timeout: Seconds until the job must have ended.
-        check: Whether a non-zero exit code raises.
-        grace: Seconds that the other processes have to end after one failed; then they are killed.
-        env: Variables to add to this process's environment.
-        cwd: Working directory; by default that of this process.
+      command: Command line, or a function that returns one for a rank.
+      processes: Number of processes.
+      devices_per_process: Number of virtual CPU devices of each process, or one number per rank.
+      timeout: Seconds until the job must have ended.
+      check: Whether a non-zero exit code raises.
+      grace: Seconds that the other processes have to end after one failed; then they are killed.
+      env: Variables to add to this process's environment.
+      cwd: Working directory; by default that of this process.
 
     Returns:
-        The results in order of rank.
+      The results in order of rank.
 
     Raises:
-        AssertionError: If the timeout expires, or if `check` and a process failed; contains the
-            output of all processes.
+      AssertionError: If the timeout expires, or if `check` and a process failed; contains the
+        output of all processes.
     """
     with start_processes(
         command,
