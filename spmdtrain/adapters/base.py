@@ -46,16 +46,9 @@ class Annotated(Protocol):
 
 
 def check_call(function: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> None:
-    """Checks that a function of the user takes some arguments, without calling it.
+    """Raises `UserError` if a function of the user does not take the arguments, without calling it.
 
-    Args:
-      function: The function, class or callable object.
-      what: The call, for the message.
-      *args: Its positional arguments.
-      **kwargs: Its keyword arguments.
-
-    Raises:
-      UserError: If it does not take them, or cannot be called.
+    `what` names the call in the message.
     """
     if not callable(function):
         raise UserError(f"{what}: a {type(function).__name__} is not a function")
@@ -73,29 +66,20 @@ def check_call(function: Callable[..., Any], what: str, *args: Any, **kwargs: An
 
 
 def annotations_of(adapter: "Adapter") -> Mapping[str, Annotation]:
-    """Returns the annotations of a model, by path; empty if its adapter reads none.
-
-    Args:
-      adapter: An adapter whose `init` has been traced.
-    """
+    """Returns the annotations by path, which `init` has set; empty if the adapter reads none."""
     return adapter.annotations if isinstance(adapter, Annotated) else {}
 
 
 @runtime_checkable
 class HasModes(Protocol):
-    """An adapter whose layers have modes of their own, which training keeps as they are given."""
+    """An adapter whose layers have modes (train or evaluate), which training does not change."""
 
     modes: Mapping[str, bool]
-    """Whether each layer that has a mode is given in evaluation mode, by path; known after
-    `init`."""
+    """Whether the user's model has each layer in evaluation mode, by path; known after `init`."""
 
 
 def describe_modes(adapter: "Adapter") -> str:
-    """Returns which layers are in evaluation mode in training, too; "" without such layers.
-
-    Args:
-      adapter: An adapter whose `init` has been traced.
-    """
+    """Returns which layers stay in evaluation mode in training (known after `init`); "" if none."""
     modes = adapter.modes if isinstance(adapter, HasModes) else {}
     names = [name or "the model itself" for name, in_evaluation in modes.items() if in_evaluation]
     if not names:
@@ -112,52 +96,48 @@ class HasFileNames(Protocol):
     """An adapter of a library whose files name arrays by their place in the model."""
 
     def file_names(self) -> Mapping[str, str | None]:
-        """Returns the path in the model of each array in a file of it; None for other arrays."""
+        """Returns the path in the model of each array in its library's file; None for others."""
         ...
 
 
 def file_names_of(adapter: "Adapter") -> Mapping[str, str | None]:
-    """Returns the names of a model's arrays in files of its library; empty without such names.
-
-    Args:
-      adapter: The adapter of the model.
-    """
+    """Returns the adapter's `file_names`; empty if the files of its library have no such names."""
     return adapter.file_names() if isinstance(adapter, HasFileNames) else {}
 
 
 @runtime_checkable
 class ExtendsBase(Protocol):
-    """An adapter that adds trained parameters to those of a base model, which are frozen."""
+    """An adapter that adds trained parameters to the frozen parameters of a base model."""
 
     alpha: float
     """The scale of the low-rank factors (see `LoraModel`)."""
     frozen: Sequence[str]
     """Regular expressions of the base model's variables, by path in the model."""
     derived: Mapping[str, DimsOf]
-    """The added parameters with the dims that they share with one of the base model, by path in the
-    state; known after `init`."""
+    """The dims that each added parameter shares with a parameter of the base model, by path in the
+    state; known after `init`.
+    """
 
 
 @runtime_checkable
 class ComputesParams(Protocol):
-    """An adapter whose base model gets parameters that are computed from those of the state.
+    """An adapter that computes the parameters of its base model from the parameters of the state.
 
     The step computes them in the dtype of the state, before it casts them to the compute dtype.
     `run` and `merge` compute them as well.
     """
 
     base: "Adapter"
-    """The model that gets them."""
+    """The model that gets the computed parameters."""
 
     def is_operand(self, name: str) -> bool:
-        """Returns whether a parameter of the state enters a computation, by its path."""
+        """Returns whether `base_params` computes with a parameter, by its path in `params`."""
         ...
 
     def base_params(self, params: PyTree) -> PyTree:
         """Returns the parameters of the base model. Traced under `jit`.
 
-        Args:
-          params: The parameters of the state; None in place of all operands or of all others.
+        `params` may have None in place of all operands, or in place of all other parameters.
         """
         ...
 
@@ -167,29 +147,19 @@ class FreezesState(Protocol):
     """An adapter whose layers can train with their stored batch statistics."""
 
     def layer_path(self, name: str) -> str:
-        """Returns the path in the model's layers of a leaf of the model state.
-
-        Args:
-          name: The path of the leaf in the model state.
-        """
+        """Converts a path in the model state to a path in the model's layers."""
         ...
 
     def with_frozen_state(self, names: Collection[str]) -> "Adapter":
-        """Returns this model, whose batch normalizations use their stored statistics in training.
+        """Returns a copy whose batch normalizations use their stored statistics in training.
 
-        Args:
-          names: Paths in the model state of the statistics that are frozen. `init` has been traced.
+        `names` are paths of these statistics in the model state. `init` must have been traced.
         """
         ...
 
 
 def layer_paths(adapter: "Adapter", model_state: PyTree) -> dict[str, str]:
-    """Returns the paths of the model state in the model's layers, by path in the model state.
-
-    Args:
-      adapter: The adapter.
-      model_state: The model state; shapes suffice.
-    """
+    """Returns the path in the model's layers for each path in the model state; shapes suffice."""
     names = named_leaves(model_state)
     return {n: adapter.layer_path(n) if isinstance(adapter, FreezesState) else n for n in names}
 

@@ -133,7 +133,7 @@ class KerasModel:
         }
 
     def with_frozen_state(self, names: Collection[str]) -> "KerasModel":
-        """Returns this model, whose batch normalizations use their stored statistics in training.
+        """Returns a copy whose batch normalizations use their stored statistics in training.
 
         Args:
           names: Paths in the model state of the statistics that are frozen.
@@ -222,7 +222,6 @@ class BoundKeras:
 
     Attributes:
       keras_model: The Keras model, to call its other methods.
-      training: Whether the model trains.
     """
 
     def __init__(self, keras_model: Any, *, training: bool) -> None:
@@ -230,13 +229,9 @@ class BoundKeras:
         self._losses_read = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output of the model.
+        """Calls the model: in training, dropout is active and batch statistics are updated.
 
-        In training, dropout is active and batch statistics are updated.
-
-        Args:
-          *args: Inputs of the model.
-          **kwargs: Keyword arguments of the model; `training` defaults to the step's mode.
+        The keyword argument `training` defaults to the step's mode.
         """
         _check_rank(self.keras_model, args)
         try:
@@ -254,11 +249,7 @@ class BoundKeras:
         return losses
 
     def check_losses(self) -> None:
-        """Checks that the objective has read the losses that Keras would have added.
-
-        Raises:
-          UserError: If the model trains and has losses of its own that were not read.
-        """
+        """Raises `UserError` if the objective has not read losses that Keras itself would add."""
         if self.training and not self._losses_read and (unread := self.keras_model.losses):
             raise UserError(
                 f"the Keras model {self.keras_model.name!r} has {len(unread)} losses of its own "
@@ -271,7 +262,7 @@ class BoundKeras:
 
 
 def _check_rank(keras_model: Any, args: Sequence[Any]) -> None:
-    """Raises `UserError` if each row of the only input is a batch of inputs, by its shape."""
+    """Raises `UserError` if each row of the only input has the shape of a batch of inputs."""
     found: list[Any] = jax.tree.leaves(args)
     inputs: Sequence[Any] = getattr(keras_model, "inputs", None) or ()
     if len(found) != 1 or len(inputs) != 1:
@@ -289,7 +280,7 @@ def _check_rank(keras_model: Any, args: Sequence[Any]) -> None:
 
 
 def _check_compiles(keras_model: Any, error: Exception) -> None:
-    """Raises `UserError` if an error while a step was traced is that of an uncompilable layer."""
+    """Raises `UserError` if an error in a trace comes from a layer that cannot be compiled."""
     for layer in all_layers(keras_model):
         kind = type(layer).__name__
         if not layer.supports_jit and f"calling {kind}.call()" in str(error):  # Keras' own words
@@ -301,7 +292,7 @@ def _check_compiles(keras_model: Any, error: Exception) -> None:
 
 
 def import_keras() -> Any:
-    """Returns the `keras` module, imported and checked.
+    """Imports Keras.
 
     Raises:
       UserError: If it is not installed, uses another backend than JAX, or has a
@@ -351,14 +342,9 @@ def _split(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_trainable(model: Any, params: Mapping[str, Any]) -> None:
-    """Checks for features of Keras' training loop that a step with optax does not have.
+    """Raises `UserError` if the model needs a feature of Keras' training that optax steps lack.
 
-    Args:
-      model: The model.
-      params: The variables whose constraints nothing would enforce.
-
-    Raises:
-      UserError: If it has one.
+    `params` are the variables whose constraints nothing would enforce.
     """
     for name, variable in params.items():
         if variable.constraint is not None:
@@ -410,9 +396,7 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 def assign_variable(variable: Any, value: jax.Array) -> None:
     """Assigns a global array to a Keras variable, which stays on its device.
 
-    Args:
-      variable: The variable.
-      value: The array. If it is split over several processes, all of these must call this.
+    If the array is split over several processes, all of these must call this.
     """
     variable.assign(jax.device_put(_whole(value), variable.value.sharding))
 

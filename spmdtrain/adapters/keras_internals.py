@@ -1,6 +1,6 @@
 """The attributes of Keras that this package reads although Keras does not document them.
 
-Keras 3.15 has all of them. If another version lacks one, the error names that version.
+Keras 3.15 has all of them; if another version lacks one, the error advises to install 3.15.
 """
 
 import contextlib
@@ -22,8 +22,7 @@ _KNOWN = "3.15"
 def compile_arguments(model: Any) -> Mapping[str, Any]:
     """Returns the arguments of `model.compile` by name, as objects.
 
-    Args:
-      model: A compiled Keras model. Its public `get_compile_config` serializes the objects.
+    Keras' public `get_compile_config` serializes them.
     """
     arguments: Mapping[str, Any] = _read(_read(model, "_compile_config"), "config")
     return arguments
@@ -36,12 +35,11 @@ def all_layers(model: Any) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def with_moments(layers: Sequence[Any], moments: Callable[..., Any]) -> Iterator[None]:
-    """Makes batch normalizations compute mean and variance by a function.
+    """Makes the batch normalizations among some layers compute mean and variance by `moments`.
 
-    Those that do not reduce over the first dim, and calls with a mask, keep Keras' computation.
+    Layers that do not reduce over the first dim, and calls with a mask, keep Keras' computation.
 
     Args:
-      layers: Layers of a model, of any kind.
       moments: Computes mean and variance (C,) from values (B, ..., C) and `near`, their averages.
     """
     kind = importlib.import_module("keras").layers.BatchNormalization
@@ -68,8 +66,7 @@ def with_moments(layers: Sequence[Any], moments: Callable[..., Any]) -> Iterator
 def saved_variables(model: Any) -> Mapping[str, Any]:
     """Returns what a `.keras` file of a model holds, by the name in its HDF5 file.
 
-    Args:
-      model: The model. Values are its variables themselves, unless a layer saves something else.
+    Values are the model's variables themselves, unless a layer saves something else.
     """
     saving = importlib.import_module("keras.src.saving.saving_lib")
     store = _read(saving, "NpzIOStore")("", None, "w")  # keeps what it is given until it is closed
@@ -94,14 +91,9 @@ def with_mask(array: Any, mask: Any) -> None:
 
 
 def values_and_masks(loss: Any, targets: Any, predictions: Any) -> tuple[Any, list[Any]]:
-    """Returns the values of a loss before its reduction, and the masks of those that count.
+    """Returns the values of a Keras loss before its reduction, and the masks of values that count.
 
-    A mask is that of the predictions or of the values (`ignore_class`).
-
-    Args:
-      loss: A Keras loss.
-      targets: Of the output.
-      predictions: The output.
+    A mask comes with the predictions, or the loss attaches it to the values (`ignore_class`).
     """
     masks = [mask_of(predictions)]
 
@@ -120,9 +112,7 @@ def values_and_masks(loss: Any, targets: Any, predictions: Any) -> tuple[Any, li
 def loss_of_function(function: Any, name: str) -> Any:
     """Returns a Keras loss that calls a function; the reduction is the mean.
 
-    Args:
-      function: A function of (targets, predictions) that returns a value for each example.
-      name: The name of the loss.
+    `function(targets, predictions)` returns a value for each example.
     """
     # Keras wraps functions in the base class of its own losses, which it does not export.
     loss = importlib.import_module("keras").losses.MeanSquaredError(name=name)
@@ -157,11 +147,9 @@ def profiles_steps(callback: Any) -> bool:
 def reduce_by_attributes(value: Any) -> Any:
     """Returns how pickle copies an object of Keras with its attributes; NotImplemented for others.
 
-    Keras' own pickles are its files. They need a `get_config` of each class and its module, and
-    what is read from them has other variables than the rest of the pickle refers to.
-
-    Args:
-      value: Any object, as `Pickler.reducer_override` receives it.
+    A `Pickler.reducer_override`. Keras' own pickles are its files: they need a `get_config` of each
+    class and its module, and the variables read from them are not those that the rest of the
+    pickle refers to.
     """
     if "keras" not in sys.modules:
         return NotImplemented

@@ -14,25 +14,25 @@ from spmdtrain.adapters.keras_internals import loss_of_function, values_and_mask
 from spmdtrain.errors import UserError
 
 ExampleLosses = Callable[[jax.Array, jax.Array, jax.Array | None], tuple[Any, Any]]
-"""(targets, predictions, sample weights) -> the values, and the weights whose sum divides theirs.
-The values have shape (B,) if these are None, so that the number of examples divides."""
+"""(targets, predictions, sample weights) -> (values, weights). The loss is the sum of the values,
+divided by the sum of the weights. If the weights are None, the values have shape (B,), and B
+divides their sum.
+"""
 
 _SUM_OF_WEIGHTS = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean", _SUM_OF_WEIGHTS)
 
 
 def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) -> ExampleLosses:
-    """Returns a loss for each example.
+    """Returns a Keras loss without its reduction.
 
     Keras divides the sum of the values times their sample weights by the number of values, or, if
     the model or the loss has computed a mask, by the number of values that it keeps. The reduction
     `mean_with_sample_weight` divides by the sum of the sample weights instead.
 
     Args:
-      keras: The module.
-      given: The name of a loss, a function, or a Keras loss.
-      targets: Of the output; its rank decides what "crossentropy" means.
-      predictions: The output.
+      given: The name of a loss, a function, or a Keras loss. "crossentropy" means the variant for
+        the shapes of targets and predictions.
 
     Raises:
       UserError: If its reduction is not a mean.
@@ -90,12 +90,7 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
 
 
 def kind_of_labels(targets: jax.Array, predictions: jax.Array) -> str:
-    """Returns which of its variants Keras means by "accuracy" or "crossentropy".
-
-    Args:
-      targets: Of the output.
-      predictions: The output.
-    """
+    """Returns which of its variants Keras means by "accuracy" or "crossentropy"."""
     if predictions.shape[-1] == 1:
         return "binary"
     if targets.ndim < predictions.ndim or targets.shape[-1] == 1:
@@ -104,12 +99,7 @@ def kind_of_labels(targets: jax.Array, predictions: jax.Array) -> str:
 
 
 def expanded(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns sample weights of the rank of the values, to multiply both.
-
-    Args:
-      weights: One for each example, or for each value.
-      values: Array of leading dim B.
-    """
+    """Reshapes sample weights, one for each example or each value, to multiply values (B, ...)."""
     weights = jnp.asarray(weights, values.dtype)
     if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
         return weights[..., 0]

@@ -19,16 +19,14 @@ _COUNT, _RATE, _AVERAGE = "iteration", "learning_rate", "average"
 class KerasOptimizer:
     """The optimizer of a compiled Keras model, with its updates as pure functions.
 
-    The state is that of `optax.inject_hyperparams`: the learning rate is a hyperparameter in it,
-    which a callback can change unless a schedule computes it. `inner_state` holds Keras' variables
-    by name; those of a parameter are nested by its path, so each is sharded as its parameter.
+    The state has the form of `optax.inject_hyperparams`: its hyperparameter `learning_rate` can be
+    changed by a callback, unless a schedule computes it. `inner_state` holds Keras' variables by
+    name; variables of a parameter are nested by its path, so that they are sharded like it.
 
-    Args:
-      optimizer: The Keras optimizer. It is built if it is not yet.
-      model: The Keras model whose trainable variables it updates.
+    The optimizer is built for the model's trainable variables if it is not built yet.
 
     Raises:
-      UserError: If the optimizer scales the loss, is not one optimizer, or was built for others.
+      UserError: If it scales the loss, is not one optimizer, or was built for other variables.
     """
 
     def __init__(self, optimizer: Any, model: Any) -> None:
@@ -45,7 +43,7 @@ class KerasOptimizer:
 
     @property
     def transformation(self) -> optax.GradientTransformation:
-        """The optimizer for a step."""
+        """The optimizer as an optax transformation."""
         return optax.GradientTransformation(self._init, self._update)
 
     @property
@@ -54,35 +52,25 @@ class KerasOptimizer:
         return bool(self._optimizer.use_ema)
 
     def average(self, params: PyTree, opt_state: PyTree) -> PyTree:
-        """Returns the moving averages of the parameters.
-
-        Args:
-          params: The parameters. One without an average stays as it is.
-          opt_state: The optimizer's state.
-        """
+        """Returns the moving averages of the parameters; one without an average stays as it is."""
         return traverse_util.unflatten_dict(
             _flat(params) | _flat(opt_state.inner_state[_AVERAGE]), sep="/"
         )
 
     def assign_state(self, opt_state: PyTree) -> None:
-        """Assigns a state to the variables of the Keras optimizer. All processes call it.
-
-        Args:
-          opt_state: The optimizer's state.
-        """
+        """Assigns a state to the variables of the Keras optimizer. All processes call it."""
         for variable, value in zip(self._optimizer.variables, self._values(opt_state), strict=True):
             assign_variable(variable, value)
 
     def read_state(self) -> PyTree:
-        """Returns the state that the variables of the Keras optimizer have, as NumPy arrays."""
+        """Returns the state that the Keras optimizer's variables have now, as NumPy arrays."""
         values: Any = [np.array(v.value) for v in self._optimizer.variables]
         return jax.tree.map(np.asarray, self._state(values))
 
     def known_arguments(self) -> tuple[str, dict[str, Any]] | None:
         """Returns the class of the Keras optimizer and its arguments, with those of a schedule.
 
-        Returns:
-          None if the class of the optimizer or of the schedule is the user's.
+        None if the class of the optimizer or of the schedule is the user's.
         """
         found = self._optimizer
         rate = found._learning_rate  # the property computes the rate of a schedule
@@ -126,9 +114,7 @@ class KerasOptimizer:
     ) -> PyTree:
         """Returns the state for the values of Keras' variables, with the rate of the last update.
 
-        Args:
-          values: The values.
-          before: Those before the update, from which a schedule has computed its rate.
+        A schedule computed that rate from the values `before` the update.
         """
         state: dict[tuple[str, ...], jax.Array] = dict(zip(self._keys, values, strict=True))
         count = state.pop((_COUNT,))
@@ -165,7 +151,7 @@ class KerasOptimizer:
 def _plain_attributes(x: Any) -> dict[str, Any]:
     """Returns the public attributes of an object that are numbers, texts, flags or lists of them.
 
-    Names are left out, because Keras counts them.
+    `name` is left out, because Keras numbers the names.
     """
     plain = (bool, int, float, str, type(None))
     found = {n: v for n, v in vars(x).items() if n not in ("name", "built") and n[:1] != "_"}
@@ -193,14 +179,8 @@ def _check_supported(keras: Any, optimizer: Any) -> None:
 def _keys(variables: Sequence[Any], params: Mapping[str, tuple[int, ...]]) -> list[tuple[str, ...]]:
     """Returns the path in the state of each of an optimizer's variables.
 
-    Keras names the variable of a parameter `a/b` as `a_b_momentum`.
-
-    Args:
-      variables: The variables of the optimizer.
-      params: The shapes of the parameters by path.
-
-    Raises:
-      UserError: If two parameters have the same name for the optimizer.
+    Keras names the variable of a parameter `a/b` as `a_b_momentum`. Two parameters with the same
+    such name raise `UserError`. `params` has the shapes of the parameters by path.
     """
     flat_names: dict[str, str] = {}
     for path in params:

@@ -85,7 +85,7 @@ class LinenModel:
         return name.partition("/")[2]  # without the collection, such as `batch_stats`
 
     def with_frozen_state(self, names: Collection[str]) -> "LinenModel":
-        """Returns this model, whose batch normalizations use their stored statistics in training.
+        """Returns a copy whose batch normalizations use their stored statistics in training.
 
         Args:
           names: Paths in the model state of the statistics that are frozen.
@@ -105,8 +105,7 @@ _NO_MESH = AbstractMesh((), ())
 def _stored_statistics(frozen: Collection[str]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which some batch normalizations use their stored statistics.
 
-    Args:
-      frozen: Paths of their statistics, without the collection.
+    `frozen` are paths of these statistics, without the collection.
     """
     from flax import linen  # slow to import
 
@@ -140,13 +139,10 @@ def _averaged_statistics(axis: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _init_variables(init: Callable[[], Any]) -> Any:
-    """Returns the variables of a module.
+    """Initializes a module's variables, if possible without a mesh.
 
-    Within a mesh Flax constrains each new variable to its annotation, and names that are not axes
-    are errors. Therefore the module is initialized without a mesh, unless its own code needs one.
-
-    Args:
-      init: Initializes the module.
+    In a mesh Flax constrains each new variable to its annotation, and names that are not axes are
+    errors. Only a module whose code needs the mesh is initialized in it.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return init()
@@ -200,15 +196,7 @@ class BoundLinen:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `module.apply`; in training, updates the model state.
-
-        Args:
-          *args: Inputs of the module.
-          **kwargs: Keyword arguments of the module.
-
-        Returns:
-          The output of the module.
-        """
+        """Calls `module.apply` with the arguments; in training, updates the model state."""
         key = jax.random.fold_in(self._key, self._calls)  # so a second call draws different masks
         self._calls += 1
         result, changed = self._module.apply(

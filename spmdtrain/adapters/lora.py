@@ -38,7 +38,7 @@ _TRAINED = "(?!.*(?:{}))"  # after `^`: not the paths that a pattern matches
 class LoraRule:
     """The kernels that get low-rank factors, and which of their dims are the input.
 
-    The dims of a kernel are `stacked` dims, `inputs` dims, and those of the output, in this order.
+    The dims of a kernel are `stacked` dims, `inputs` dims, and output dims, in this order.
     A dense kernel (in, out) has one input dim. A convolution (height, width, in, out) has three. A
     kernel (layers, in, heads, size) of stacked layers has one, behind one stacked dim: each layer
     gets factors of its own.
@@ -96,9 +96,9 @@ class LoraModel:
 
     The model computes with `W + alpha / rank * A @ B` in place of a kernel W. `A` is normal with
     variance 1 / inputs and `B` is 0, so that training starts from the loss of the base model
-    (Hu et al. 2021, https://arxiv.org/abs/2106.09685). The parameters are those of the base model
-    under their own paths, and `lora/PATH/a` and `lora/PATH/b` for a kernel PATH, which are sharded
-    as the kernel's dims that they share. Batch statistics are frozen as well.
+    (Hu et al. 2021, https://arxiv.org/abs/2106.09685). The parameters are the base model's, under
+    their own paths, and `lora/PATH/a` and `lora/PATH/b` for each kernel PATH. A dim that a factor
+    shares with its kernel is sharded like the kernel's. Batch statistics are frozen as well.
 
     Args:
       model: The base model: what a `Trainer` takes. `init_from` gives its values.
@@ -110,10 +110,10 @@ class LoraModel:
 
     Attributes:
       frozen: Regular expressions of the variables that are not trained.
-      derived: The dims of the factors that are dims of a kernel, by path in the state; known after
+      derived: The dims that each factor shares with its kernel, by path in the state; known after
         `init`.
       annotations: The annotations of the base model by path in the state; known after `init`.
-      modes: Those of the base model (see `HasModes`).
+      modes: The modes of the base model's layers (see `HasModes`).
 
     Raises:
       UserError: If an argument is wrong.
@@ -243,7 +243,7 @@ class LoraModel:
         return self.base.layer_path(name) if isinstance(self.base, FreezesState) else name
 
     def with_frozen_state(self, names: Collection[str]) -> "LoraModel":
-        """Returns this model, whose batch normalizations use their stored statistics in training.
+        """Returns a copy whose batch normalizations use their stored statistics in training.
 
         Args:
           names: Paths in the model state of the statistics that are frozen.
@@ -257,13 +257,11 @@ class LoraModel:
 def merge_factors(params: Mapping[str, Any], alpha: float, einsum: Callable[..., Any]) -> Any:
     """Returns the parameters of the base model with `alpha / rank * A @ B` added to its kernels.
 
+    They have the paths of the base model and their dtypes.
+
     Args:
       params: The parameters of a `LoraModel`, JAX or NumPy arrays.
-      alpha: The scale of the products, times their rank.
       einsum: `jnp.einsum` or `np.einsum`.
-
-    Returns:
-      The parameters under the paths of the base model, in their dtypes.
     """
     factors = named_leaves(params[FACTORS])
 
@@ -294,7 +292,7 @@ def _several(what: str, given: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
 
 
 def _check_pattern(pattern: Any, form: str = "{}") -> None:
-    """Raises `UserError` if a pattern, as a part of another, is not a regular expression."""
+    """Raises `UserError` if a pattern, inserted into `form`, is not a regular expression."""
     if not isinstance(pattern, str):
         raise UserError(f"LoRA: {pattern!r} is a {type(pattern).__name__}: give a str")
     try:

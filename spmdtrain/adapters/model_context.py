@@ -21,22 +21,11 @@ _ONE_DEVICE = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES))
 
 
 class ModelContext:
-    """Calls model code as Flax expects it for annotated models. Traced under `jit`.
+    """The context in which annotated Flax models expect to be called. Traced under `jit`.
 
-    Constraints of activations apply to the mesh of the run (`jax.lax.with_sharding_constraint` with
-    a `PartitionSpec`, Flax's `with_logical_constraint`), and Flax's `logical_axis_rules` are those
-    of the experiment. Without annotations and axis rules, it only calls.
-
-    Args:
-      placement: The strategy and its mesh.
-      axis_rules: The experiment's table, or None.
-      annotated: Whether the model has annotations.
-
-    Attributes:
-      is_active: Whether there are annotations or axis rules.
-
-    Raises:
-      UserError: If `axis_rules` has another type.
+    Constraints of activations (`jax.lax.with_sharding_constraint` with a `PartitionSpec`, Flax's
+    `with_logical_constraint`) apply to the mesh of the run, and Flax's `logical_axis_rules` are
+    the experiment's. Without annotations and axis rules, it is not active and only calls.
     """
 
     def __init__(
@@ -63,17 +52,15 @@ class ModelContext:
         return jax.tree.map(spec, batch)
 
     def call(self, function: Callable[..., T], *args: PyTree, specs: Any = None) -> T:
-        """Returns `function(*args)`, called in the context.
+        """Calls `function(*args)` in the context.
 
         Args:
-          function: A function of arrays, which it must not close over.
-          *args: Its arguments.
-          specs: A function that returns their specs, for explicit axes: `PartitionSpec`s by
-            argument. By default arguments keep automatic axes.
+          function: A function that does not close over arrays.
+          specs: A function that returns the `PartitionSpec`s by argument, for explicit axes. By
+            default arguments keep automatic axes.
 
         Raises:
           UserError: If the model needs explicit axes that are automatic.
-          ValueError: Another one of the function.
         """
         # Under `shard_map` each device computes alone: there is nothing to constrain.
         if not self.is_active or is_under_shard_map(self._placement):

@@ -31,8 +31,7 @@ class NnxModel:
 
     Attributes:
       annotations: The `out_sharding` metadata of the variables by path; known after `init`.
-      modes: Whether each layer that has a mode is given in evaluation mode, by path; known after
-        `init`. Training keeps these modes; evaluation sets all to evaluation.
+      modes: See `HasModes`. Training keeps these modes; evaluation sets all to evaluation.
     """
 
     def __init__(self, make: Callable[[PyTree, nnx.Rngs], nnx.Module], given: PyTree) -> None:
@@ -45,14 +44,7 @@ class NnxModel:
 
     @classmethod
     def of(cls, model: Any) -> "NnxModel | None":
-        """Returns the adapter of a module, or of a function of `rngs` that returns one.
-
-        Args:
-          model: The module or function.
-
-        Returns:
-          The adapter; None if `model` is neither.
-        """
+        """Returns the adapter of a module or a function of `rngs`; None if `model` is neither."""
         if isinstance(model, nnx.Module):
             graph, state = nnx.split(model)
             # As host arrays, because the mesh may use other devices than the user's arrays.
@@ -102,19 +94,9 @@ class NnxModel:
         return result, after
 
     def layer_path(self, name: str) -> str:
-        """Returns the path in the model's layers of a leaf of the model state.
-
-        Args:
-          name: The path of the leaf in the model state.
-        """
         return name
 
     def with_frozen_state(self, names: Collection[str]) -> "NnxModel":
-        """Returns this model, whose batch normalizations use their stored statistics in training.
-
-        Args:
-          names: Paths in the model state of the statistics that are frozen.
-        """
         frozen = copy.copy(self)
         frozen._frozen_state = frozenset(names)
         return frozen
@@ -219,7 +201,7 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _use_stored_statistics(model: nnx.Module, frozen: Collection[str]) -> None:
-    """Sets the batch normalizations among whose variables are frozen ones to evaluation."""
+    """Sets the batch normalizations that have frozen variables to evaluation."""
     layers = {name.rpartition("/")[0] for name in frozen}
     for path, module in nnx.iter_modules(model):
         if "/".join(map(str, path)) in layers and hasattr(module, "use_running_average"):

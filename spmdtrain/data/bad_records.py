@@ -40,12 +40,11 @@ _CHECKING = "checking records"
 class SkipBadRecords:
     """A source without the records that are corrupted or cannot be decoded.
 
-    All records are read once, at the start. So the examples of a
-    batch do not depend on when and where a bad record is read, an evaluation counts every other
-    record once, and a resume on other devices has the same batches. If the source has
-    `fingerprint()`, one process of each machine reads them, and the result is cached in the user's
-    cache folder, by its `source_key`. Only
-    `BadRecordError` is skipped, which exceptions of a function that decodes records become.
+    All records are read once, at the start. So the examples of a batch do not depend on when and
+    where a bad record is read, an evaluation counts every other record once, and a resume on other
+    devices has the same batches. If the source has `fingerprint()`, one process of each machine
+    reads them, and the result is cached in the user's cache folder, by its `source_key`. Only
+    `BadRecordError` is skipped; exceptions of a function that decodes records become this error.
 
     Args:
       source: An object with `__len__` and `__getitem__(int)`.
@@ -99,11 +98,7 @@ class SkipBadRecords:
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Returns several records.
-
-        Args:
-          indices: Their numbers.
-        """
+        """Returns several records by their numbers."""
         originals = self._originals(np.asarray(indices, np.int64)).tolist()
         with _checked_before():
             return read_examples(self.source, originals)
@@ -160,7 +155,7 @@ class SkipBadRecords:
 
 @contextlib.contextmanager
 def _checked_before() -> Iterator[None]:
-    """Ends the run if a record is bad that was not when all were checked."""
+    """Raises `UserError` for a bad record that could be read when all were checked."""
     try:
         yield
     except BadRecordError as error:
@@ -224,7 +219,7 @@ def _refuse(source: Any, limit: int, first: str | None) -> NoReturn:
 
 
 def _contents(source: Any, indices: Sequence[int]) -> Iterator[bytes]:
-    """Yields the content of records; of a bad one, the word that it is."""
+    """Yields the content of records, `b"bad"` for a bad one."""
     for index in indices:
         try:
             (example,) = read_examples(source, [index])
@@ -253,10 +248,7 @@ _DONE = (SkipBadRecords, ArrayDataset, tuple, dict, list, np.ndarray, jax.Array)
 def run_dataset(data: Any, config: RunConfig, what: str = "the dataset") -> Dataset:
     """Returns a dataset of a run, without its bad records if `on_bad_record` is "skip".
 
-    Args:
-      data: Anything that `as_dataset` accepts.
-      config: The configuration.
-      what: The name of `data` in error messages.
+    `data` is anything that `as_dataset` accepts; `what` is its name in error messages.
 
     Raises:
       UserError: As `as_dataset`, or if too many records are bad, or if the records cannot be

@@ -21,11 +21,7 @@ _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
 
 def holds_batches(names: Collection[str]) -> bool:
-    """Returns whether items of an object are batches by the definition of its class.
-
-    Args:
-      names: Its classes, as `known_as` returns them.
-    """
+    """Returns whether an object's items are batches, by its classes as `known_as` returns them."""
     return not _BASES.isdisjoint(names)
 
 
@@ -35,9 +31,6 @@ class BatchedDataset:
 
     A batch is a tuple of up to three parts, a dictionary or an array. All batches but the last one
     have one number of rows, so that a row is found by its number.
-
-    Attributes:
-      source: The `PyDataset`.
 
     Raises:
       UserError: If it has no known number of batches, changes between epochs or between two reads,
@@ -92,11 +85,7 @@ class BatchedDataset:
             ) from None
 
     def describe(self, index: int) -> str:
-        """Returns the batch and the row of an example.
-
-        Args:
-          index: The index of the example.
-        """
+        """Returns the batch and the row of an example."""
         batch, row = divmod(index, self.batch_size)
         return f"row {row} of batch {batch} of {describe(self.source)}"
 
@@ -134,7 +123,7 @@ class BatchedDataset:
 
     @property
     def _overridden_hook(self) -> str | None:
-        """The name of a method for epochs that the class of the source defines; None without."""
+        """The name of a method for epochs that the class of the source defines, or None."""
         kind = type(self.source)
         base = next(c for c in kind.__mro__ if c.__name__ in ("PyDataset", "Sequence"))
         own = (x for x in _HOOKS if getattr(kind, x, None) is not getattr(base, x, None))

@@ -105,14 +105,10 @@ class ArrayDataset:
 
 
 def own_rows(dataset: Dataset, indices: np.ndarray) -> PyTree:
-    """Returns rows in containers and arrays of their own.
+    """Returns rows in new containers and arrays.
 
-    A dataset may return the same ones in each call. Functions of the user change theirs in place,
-    several batches are kept at a time, and those on CPU devices share memory with the rows.
-
-    Args:
-      dataset: The dataset.
-      indices: int64 (n,), the indices of the examples.
+    A dataset may return the same ones in each call. But functions of the user change rows in place,
+    several batches are kept at a time, and batches on CPU devices share memory with the rows.
     """
     rows = dataset.rows(indices)
     if type(dataset) is ArrayDataset:  # makes new arrays, as a subclass need not
@@ -207,11 +203,7 @@ class MappedDataset:
 
 
 def batched_of(dataset: Any) -> BatchedDataset | None:
-    """Returns the data that were given as batches, also in a `MappedDataset`; None for others.
-
-    Args:
-      dataset: A dataset.
-    """
+    """Returns the data that were given as batches, also in a `MappedDataset`; None for others."""
     while isinstance(dataset, MappedDataset):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, BatchedDataset) else None
@@ -225,7 +217,7 @@ def is_in_memory(dataset: Any) -> bool:
 
 
 def as_dataset(data: Any, what: str = "the dataset", *, sparse: bool = False) -> Dataset:
-    """Returns a dataset.
+    """Converts data to a dataset.
 
     Args:
       data: A dataset; arrays (one, a tuple or a dictionary of them); a list of records; a table of
@@ -261,7 +253,7 @@ def as_dataset(data: Any, what: str = "the dataset", *, sparse: bool = False) ->
 
 
 def _of_list(records: list[Any]) -> ArrayDataset:
-    """Returns a list of records or numbers, stacked."""
+    """Stacks a list of records or numbers."""
     if isinstance(records[0], (list, np.ndarray, jax.Array)):
         raise UserError(
             "a list of arrays is not a dataset, because it could mean several examples or several "
@@ -289,14 +281,8 @@ def _may_be_batch(record: tuple[Any, ...]) -> bool:
 def blocks_of(data: Any) -> np.ndarray | None:
     """Returns where the blocks begin that are read together; None if there are none.
 
-    Args:
-      data: A dataset or source, with or without `blocks`.
-
-    Returns:
-      int64 (m+1,), from 0 to the number of examples.
-
-    Raises:
-      UserError: If `blocks` is anything else.
+    They are int64 (m+1,), from 0 to the number of examples; `UserError` if `blocks` of `data` is
+    anything else.
     """
     if (blocks := getattr(data, "blocks", None)) is None:
         return None
@@ -316,13 +302,7 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
 
     Class names are included if the dataset has any, and so are a CRC-32 of its blocks and of the
     bad records that are left out, and the components and weights of a mixture, which determine the
-    order of the examples.
-
-    Args:
-      dataset: The dataset.
-
-    Returns:
-      A dictionary that can be stored as JSON.
+    order of the examples. The dictionary can be stored as JSON.
     """
     rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
     classes, blocks = classes_of(dataset), blocks_of(dataset)
@@ -345,13 +325,8 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
 def fingerprint_of_rows(rows: PyTree) -> dict[str, Any]:
     """Returns shapes, dtypes and a CRC-32 of examples, as a step computes with them.
 
-    Without `jax_enable_x64`, the same numbers in 64 and in 32 bits are the same data.
-
-    Args:
-      rows: Arrays with the examples as first dim.
-
-    Returns:
-      A dictionary that can be stored as JSON.
+    Without `jax_enable_x64`, the same numbers in 64 and in 32 bits are the same data. The
+    dictionary can be stored as JSON.
     """
     arrays, crc = {}, 0
     for name, leaf in named_leaves(rows).items():
@@ -365,14 +340,13 @@ def fingerprint_of_rows(rows: PyTree) -> dict[str, Any]:
 
 
 _WITHIN = ("dataset", "source", "documents", "_source")
-"""Attributes that hold what a dataset or source reads from: of spmdtrain's classes, and Grain's."""
+"""Attributes of spmdtrain's and Grain's classes that hold what a dataset or source reads from."""
 
 
 def sources_within(data: Any) -> Iterator[Any]:
     """Yields a dataset or source, and all those that it reads from, as far as they are known.
 
-    Args:
-      data: A dataset or source of spmdtrain or Grain; of any other object nothing is yielded.
+    For an object of another library than spmdtrain or Grain nothing is yielded.
     """
     if not any(name.startswith(("spmdtrain.", "grain.")) for name in known_as(data)):
         return
@@ -384,11 +358,7 @@ def sources_within(data: Any) -> Iterator[Any]:
 
 
 def skipped_of(dataset: Any) -> list[str]:
-    """Returns the numbers or files of the bad records that sources of a dataset leave out.
-
-    Args:
-      dataset: A dataset.
-    """
+    """Returns the numbers or files of the bad records that sources of a dataset leave out."""
     return [str(x) for each in sources_within(dataset) for x in getattr(each, "skipped", ())]
 
 

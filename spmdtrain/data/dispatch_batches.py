@@ -34,7 +34,8 @@ class CountedBatches:
     """The batches of a dispatch whose number of steps is an argument of its program.
 
     Attributes:
-      batches: Stacked batches, with a leading dim of the most steps; those after `count` are zero.
+      batches: Stacked batches, with the largest number of steps as leading dim; the batches after
+        `count` are zero.
       count: int32 scalar, the number of steps.
     """
 
@@ -59,12 +60,7 @@ def indexed(indices: PyTree, arrays: PyTree) -> PyTree:
 
 
 def batch_at(batches: PyTree, number: Any) -> PyTree:
-    """Returns the batch of one step.
-
-    Args:
-      batches: Stacked batches of several steps.
-      number: Index of the step, an integer or an array.
-    """
+    """Returns the batch of one step from stacked batches. `number` is an integer or an array."""
     if isinstance(batches, CountedBatches):
         return batch_at(batches.batches, number)
     if isinstance(batches, IndexedBatch):

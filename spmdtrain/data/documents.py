@@ -19,14 +19,9 @@ _COUNTING = "counting tokens"
 
 
 def check_source(source: Any, what: str) -> None:
-    """Checks that a source has random access to single records.
+    """Raises `UserError` if a source has no random access to single records.
 
-    Args:
-      source: The source.
-      what: The purpose of the source, for messages: "packed".
-
-    Raises:
-      UserError: If it has not.
+    `what` is the purpose of the source, for messages: "packed".
     """
     checked = from_library(source)  # streams, and what Grain's MapDataset must not do
     if isinstance(checked, BatchedDataset):
@@ -46,15 +41,9 @@ def check_source(source: Any, what: str) -> None:
 def read_documents(
     documents: Any, indices: Sequence[int], field: str | None = None
 ) -> list[np.ndarray]:
-    """Reads documents, several at once if `documents` has `__getitems__`.
+    """Reads documents, several at once if `documents` has `__getitems__`: int32 (n,) each.
 
-    Args:
-      documents: A source of 1-D arrays of integers, or of records that hold one.
-      indices: Their numbers.
-      field: The field of the records with the tokens.
-
-    Returns:
-      Their tokens, int32 (n,) each.
+    `documents` has 1-D arrays of integers, or records that hold one in `field`.
 
     Raises:
       UserError: If a document cannot be read, or is not a 1-D array of integers that fit int32.
@@ -94,18 +83,11 @@ def _tokens(document: Any, index: int, field: str | None) -> np.ndarray:
 
 
 def document_lengths(documents: Any, field: str | None = None) -> np.ndarray:
-    """Returns the number of tokens of every document.
+    """Returns the number of tokens of every document: int32 (number of documents,), read-only.
 
     They come from `documents.lengths()` if there is such a method. If not, all documents are read
     once by one process of each machine, and the result is cached in the user's cache folder by
-    their `source_key`.
-
-    Args:
-      documents: A source of 1-D arrays of integers, or of records that hold one.
-      field: The field of the records with the tokens.
-
-    Returns:
-      int32 (number of documents,), read-only.
+    their `source_key`. The arguments are as for `read_documents`.
 
     Raises:
       UserError: If a document is not an array of tokens, or `lengths()` does not return as many

@@ -20,9 +20,7 @@ TEXT = 100  # characters of a text that are shown
 def place_of_example(data: Any, index: int) -> str:
     """Returns where an example comes from: its file and record, as far as they are known.
 
-    Args:
-      data: A dataset or source. One that has `describe(int)` names its records itself.
-      index: The index of the example in it.
+    A dataset or source that has `describe(int)` names its records itself.
     """
     if isinstance(data, Subset):
         return place_of_example(data.dataset, int(np.asarray(data.indices)[index]))
@@ -43,13 +41,9 @@ def place_of_example(data: Any, index: int) -> str:
 def describe_values(data: Any, rows: PyTree, row: int) -> list[str]:
     """Returns the values of an example, a text for each field: a number, a text, or a summary.
 
-    The summary of an array has its dtype, shape and checksum, and its least and greatest number.
-
-    Args:
-      data: The dataset that the example is from. If it or one that it reads from has
-        `decode(tokens)`, the field `tokens` is shown as text, with "|" between documents.
-      rows: A pytree of arrays of leading dim n.
-      row: The row of the example.
+    The summary of an array has its dtype, shape and checksum, and its least and greatest number. If
+    `data`, or one that it reads from, has `decode(tokens)`, the field `tokens` is shown as text,
+    with "|" between documents.
     """
     leaves = {name: np.asarray(leaf)[row] for name, leaf in named_leaves(rows).items()}
     inside = (getattr(each, "decode", None) for each in (data, *sources_within(data)))

@@ -22,8 +22,7 @@ _VALUES = (int, float, complex, str, bytes, np.generic)
 def holds_numbers(dtype: np.dtype) -> bool:
     """Returns whether JAX has arrays of a dtype: not of objects, text, structures, long doubles.
 
-    Args:
-      dtype: The dtype; one that JAX adds, such as bfloat16, is of kind V.
+    A dtype that JAX adds, such as bfloat16, is of kind V.
     """
     longest = 16 if dtype.kind == "c" else 8  # bytes
     return dtype.kind in "biufcV" and dtype.names is None and dtype.itemsize <= longest
@@ -51,17 +50,14 @@ class ExampleReader:
         numbers: Sequence[Any],
         dtypes: Sequence[np.dtype] | None = None,
     ) -> PyTree:
-        """Returns examples as rows.
+        """Stacks examples to rows: a pytree of arrays of leading dim n.
 
         Args:
           examples: At least one example.
           numbers: Their numbers, or other objects whose text says which ones they are.
           dtypes: The dtypes of the fields of the first example of the source. Without them the
-            dtype of a batch would depend on which examples it has, and with several processes that
-            of one part of a batch on the number of processes: 1 and 2.5 are of one field.
-
-        Returns:
-          A pytree of arrays, of leading dim n.
+            dtype of a batch would depend on its examples, and the dtype of a process's part of a
+            batch on the number of processes: 1 and 2.5 are of one field.
 
         Raises:
           UserError: If an example is None or has other fields than the first one, a field holds
@@ -73,12 +69,7 @@ class ExampleReader:
         return self._converted(rows, dtypes, examples, numbers)
 
     def dtypes(self, example: Any, number: Any) -> list[np.dtype]:
-        """Returns the dtypes of the fields of an example.
-
-        Args:
-          example: The example.
-          number: Its number.
-        """
+        """Returns the dtypes of the fields of an example."""
         return leaf_dtypes(self._stacked([example], [number]))
 
     def _stacked(self, examples: Sequence[Any], numbers: Sequence[Any]) -> PyTree:
@@ -240,11 +231,7 @@ class ExampleReader:
 
 
 def leaf_dtypes(rows: PyTree) -> list[np.dtype]:
-    """Returns the dtypes of the arrays of a pytree.
-
-    Args:
-      rows: The pytree.
-    """
+    """Returns the dtypes of the arrays of a pytree."""
     return [leaf.dtype for leaf in jax.tree.leaves(rows)]
 
 

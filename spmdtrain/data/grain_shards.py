@@ -24,11 +24,6 @@ def shard_of(dataset: Any, index: int, count: int) -> Any:
     Grain divides datasets in the same way over the workers of `mp_prefetch`. The result shares all
     data with `dataset`, because slices are views.
 
-    Args:
-      dataset: The `grain.IterDataset`.
-      index: Index of the shard.
-      count: Number of shards.
-
     Raises:
       UserError: If it cannot be divided into that many shards.
     """
@@ -50,9 +45,6 @@ def prepare(iterable: Any) -> None:
     """Prepares an iterable that may be a Grain pipeline for reading.
 
     The processes of its `mp_prefetch` or `worker_count` end with this process, whatever ends it.
-
-    Args:
-      iterable: A `grain.IterDataset`, a `grain.DataLoader` or another iterable.
     """
     if "grain" not in sys.modules:
         return

@@ -115,7 +115,7 @@ def find_idx(folder: str | os.PathLike[str], name: str = "") -> epath.Path | Non
 
     Args:
       folder: The folder, a local path or a URL.
-      name: The name of the plain file; that of the gzipped one ends with `.gz` in addition.
+      name: The name of the plain file; the gzipped file has the suffix `.gz` in addition.
 
     Raises:
       UserError: If `name` is empty.

@@ -20,14 +20,9 @@ _SUM = hashlib.sha256().digest_size  # bytes of the checksum, which precedes the
 
 @dataclass(frozen=True)
 class ImageCache:
-    """Decoded images of one size in a local folder that processes may share.
+    """Decoded images of one size (height, width) in a local folder that processes may share.
 
-    Attributes:
-      folder: The folder; it is created if it does not exist.
-      size: (height, width) of the images.
-
-    Raises:
-      UserError: If the folder cannot be created.
+    The folder is created if it does not exist; `UserError` if this fails.
     """
 
     folder: Path
@@ -50,16 +45,9 @@ class ImageCache:
         return digest.hexdigest()
 
     def get(self, key: str) -> np.ndarray | None:
-        """Returns a stored image.
+        """Returns a stored image, uint8 (height, width, 3), read-only.
 
-        Args:
-          key: The name of the entry (see `key`).
-
-        Returns:
-          uint8 (height, width, 3), read-only; None if the entry is missing or corrupted.
-
-        Raises:
-          StorageError: If the entry cannot be read.
+        None if the entry is missing or corrupted; `StorageError` if it cannot be read.
         """
         try:
             stored = self._path(key).read_bytes()
@@ -73,15 +61,7 @@ class ImageCache:
         return np.frombuffer(pixels, np.uint8).reshape(*self.size, 3)
 
     def put(self, key: str, image: np.ndarray) -> None:
-        """Stores an image atomically.
-
-        Args:
-          key: The name of the entry (see `key`).
-          image: uint8 (height, width, 3).
-
-        Raises:
-          StorageError: If the entry cannot be written.
-        """
+        """Stores an image, uint8 (height, width, 3), atomically; `StorageError` if this fails."""
         path, pixels = self._path(key), image.tobytes()
         # A name unique to this call, in the folder of the final name, where a rename is atomic.
         temporary = path.with_name(f".{key}.{uuid.uuid4().hex}")

@@ -48,11 +48,7 @@ class UndecodableError(Exception):
 
 
 def load_pillow() -> None:
-    """Imports Pillow for `decode`, and silences its warnings.
-
-    Raises:
-      UserError: If Pillow is not installed.
-    """
+    """Imports Pillow for `decode`, and silences its warnings; `UserError` if it is missing."""
     try:
         # All plugins are imported here, before any thread decodes.
         for name in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
@@ -83,17 +79,10 @@ def _libraries() -> str:
 
 
 def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
-    """Decodes an image, turns it upright and resizes it.
+    """Decodes an image, turns it upright and resizes it to uint8 (height, width, 3), read-only.
 
     Each side is scaled independently by Pillow's bilinear filter, which averages over the area
-    that a pixel covers.
-
-    Args:
-      content: The bytes of the file. Of several frames, the first is decoded.
-      size: (height, width) of the result.
-
-    Returns:
-      uint8 (height, width, 3), read-only.
+    that a pixel covers. Of several frames, the first is decoded.
 
     Raises:
       UndecodableError: If it is not an image, is corrupted or is too large.
@@ -120,14 +109,7 @@ def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
 
 
 def check_file_size(size: int) -> None:
-    """Checks that a file is not larger than any supported image.
-
-    Args:
-      size: Size of the file in bytes.
-
-    Raises:
-      UndecodableError: If it is larger.
-    """
+    """Raises `UndecodableError` if a file has more bytes than any supported image."""
     from PIL import Image
 
     limit = Image.MAX_IMAGE_PIXELS
@@ -138,7 +120,7 @@ def check_file_size(size: int) -> None:
 
 
 def _check_pixels(width: int, height: int) -> None:
-    """Checks Pillow's pixel limit, of which Pillow itself only warns up to twice its value."""
+    """Enforces Pillow's limit of pixels; Pillow itself only warns up to twice the limit."""
     from PIL import Image
 
     limit = Image.MAX_IMAGE_PIXELS

@@ -22,14 +22,7 @@ _MAX_DEPTH = 64  # levels of folders below a class
 
 
 def check_splits(splits: Mapping[str, float]) -> None:
-    """Checks that splits are positive fractions that add up to 1.
-
-    Args:
-      splits: Fractions by name.
-
-    Raises:
-      UserError: If they are not.
-    """
+    """Raises `UserError` unless splits are positive fractions that add up to 1."""
     if not isinstance(splits, Mapping) or not splits:
         raise UserError(
             f"splits is {splits!r}: it must be a dictionary of fractions, with at least one"
@@ -48,11 +41,7 @@ def split_of(file: str, splits: Mapping[str, float] = SPLITS) -> str:
     """Returns the split that a file belongs to.
 
     The first 53 bits of the path's SHA-256 are a number in [0, 1). The fractions of the splits, in
-    their order, divide that interval.
-
-    Args:
-      file: The path below the folder, with "/".
-      splits: Fractions by name.
+    their order, divide that interval. The path is below the folder, with "/".
     """
     digest = hashlib.sha256(file.encode(errors="surrogateescape")).digest()
     number = (int.from_bytes(digest[:8], "big") >> 11) / 2**53
@@ -64,17 +53,7 @@ def split_of(file: str, splits: Mapping[str, float] = SPLITS) -> str:
 def files_of_split(
     folder: epath.Path, files: Iterable[str], split: str | None, splits: Mapping[str, float]
 ) -> list[str]:
-    """Returns the files of a split.
-
-    Args:
-      folder: The folder, for the error message.
-      files: Paths below it.
-      split: The name of the split; None for all files.
-      splits: Fractions by name.
-
-    Raises:
-      UserError: If the split is empty.
-    """
+    """Returns the files of a split, or all for None; `UserError` if the split is empty."""
     if split is None:
         return list(files)
     by_split: dict[str, list[str]] = {name: [] for name in splits}
@@ -95,13 +74,9 @@ def class_of(file: str) -> str:
 
 
 def find_images(folder: epath.Path) -> dict[str, list[str]]:
-    """Finds the images in the folders of the classes.
+    """Finds the images in the folders of the classes, which are in `folder`.
 
-    Args:
-      folder: The folder that holds one folder for each class.
-
-    Returns:
-      The paths of the images below their class's folder, by class; both sorted.
+    Returns, by class, the paths of the images below the folder of their class; both are sorted.
 
     Raises:
       UserError: If there is no such folder, no class, an empty class, or an image outside of the
@@ -142,10 +117,7 @@ def _images(
     """Yields the images in the folder of a class, at any depth.
 
     `parents` are the real paths of the folders that contain it; `others` counts images of
-    unsupported formats.
-
-    Raises:
-      UserError: If folders are nested too deeply.
+    unsupported formats. `UserError` if folders are nested too deeply.
     """
     if len(parents) > _MAX_DEPTH:
         raise UserError(f"{printable(folder)}: nested more than {_MAX_DEPTH} levels deep")

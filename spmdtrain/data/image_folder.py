@@ -230,7 +230,7 @@ class ImageFolder:
         return image
 
     def _check_unchanged(self, file: str, found: Iterable[os.stat_result]) -> None:
-        """Checks that a file is the one that was read before, if it was."""
+        """Raises `UserError` if a file has changed since it was read before."""
         place = bisect.bisect_left(self.files, _class_and_name(file), key=_class_and_name)
         first, *others = [hash((x.st_size, x.st_mtime_ns)) or 1 for x in found]
         known = int(self._versions[place]) or first
@@ -287,7 +287,7 @@ class ImageFolder:
 
 
 def _class_and_name(file: str) -> list[str]:
-    """Returns what files are sorted by."""
+    """Returns the sort key of a file."""
     return file.split("/", 1)
 
 
@@ -359,7 +359,7 @@ def _cpu_count() -> int:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Returns the pool of all datasets: those read at the same time share the cores."""
+    """Returns the pool of all datasets, so that datasets read at the same time share the cores."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
     # At exit Python waits until a pool has done all of its pending work, needed or not. A function
     # registered with `atexit` would be called too late to prevent that.

@@ -19,10 +19,9 @@ PyTree = Any
 class IndexableDataset:
     """A source of single examples, such as a `grain.MapDataset`, as a dataset.
 
-    Attributes:
-      source: An object with `__len__` and `__getitem__(int)`. If it has `__getitems__(list of
-        int)`, several examples are read by one call. An example is a pytree of numbers and arrays
-        of fixed shapes; a list of numbers is an array.
+    The source has `__len__` and `__getitem__(int)`. If it has `__getitems__(list of int)`, several
+    examples are read by one call. An example is a pytree of numbers and arrays of fixed shapes; a
+    list of numbers is an array.
     """
 
     source: Any
@@ -40,7 +39,7 @@ class IndexableDataset:
 
     @functools.cached_property
     def _dtypes(self) -> Any:
-        """The dtypes of the fields of example 0; None if it cannot be read, or is not there."""
+        """The dtypes of the fields of example 0; None if it cannot be read or is missing."""
         try:
             return self._reader.dtypes(read_examples(self.source, [0])[0], 0)
         except UserError:  # a `Subset` may leave it out
@@ -60,9 +59,9 @@ _KEEPS_ORDER = {
 
 
 def _untransformed(source: Any) -> Any:
-    """Returns the source of a `grain.MapDataset` whose examples have the same numbers there.
+    """Returns the source of a `grain.MapDataset` that keeps the numbers of the source's examples.
 
-    `blocks` are an attribute of that source: without them, a batch would read from all row groups.
+    Only that source has `blocks`. Without them, a batch would read from all row groups.
     """
     while type(source).__module__.startswith("grain."):
         if type(source).__name__ in _KEEPS_ORDER:
@@ -83,14 +82,7 @@ def describe(source: Any) -> str:
 
 
 def read_examples(source: Any, indices: Sequence[int]) -> Sequence[Any]:
-    """Reads examples of a source, by one call if it has `__getitems__`.
-
-    Args:
-      source: The source.
-      indices: Their indices.
-
-    Returns:
-      The examples, in the order of `indices`.
+    """Reads examples of a source in order of their indices, by one call if it has `__getitems__`.
 
     Raises:
       BadRecordError: If an example cannot be read; names its index, and the line of the user's code
@@ -135,10 +127,6 @@ def _fail(source: Any, which: str, error: Exception) -> NoReturn:
 def raise_with_place(what: str, error: Exception) -> NoReturn:
     """Raises an error of the user's code again, with the place in the data.
 
-    Args:
-      what: What cannot be read.
-      error: The error.
-
     Raises:
       StorageError: If storage or a connection fails, so that another attempt can succeed.
       BadRecordError: Otherwise.
@@ -151,7 +139,7 @@ def raise_with_place(what: str, error: Exception) -> NoReturn:
 
 
 def _is_of_decoder(error: Exception) -> bool:
-    """Returns whether a decoder raised an error: Pillow's and gzip's are `OSError`s, too."""
+    """Returns whether a decoder raised an error: errors of Pillow and gzip are `OSError`s, too."""
     if getattr(error, "errno", None) is not None:  # of the operating system
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

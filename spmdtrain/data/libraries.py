@@ -29,23 +29,16 @@ NO_STREAM = (
 
 
 def known_as(data: Any) -> frozenset[str]:
-    """Returns the classes of an object and their bases as `library.Class`, as `pandas.DataFrame`.
+    """Returns an object's classes and bases as `library.Class`, such as `pandas.DataFrame`.
 
-    So objects of a library are recognized without importing it.
-
-    Args:
-      data: Any object.
+    They identify objects of a library without importing it.
     """
     classes = type(data).__mro__
     return frozenset(f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in classes)
 
 
 def stream_advice(data: Any) -> tuple[str, str] | None:
-    """Returns the name of a known stream, and the dataset to give instead; None for other data.
-
-    Args:
-      data: Any object.
-    """
+    """Returns the name of a known stream, and the dataset to give instead; None for other data."""
     name = min(known_as(data) & _STREAMS.keys(), default=None)
     return None if name is None else (name, _STREAMS[name])
 
@@ -53,12 +46,8 @@ def stream_advice(data: Any) -> tuple[str, str] | None:
 def from_library(data: Any, *, sparse: bool = False) -> Any:
     """Converts a table, and checks a collection, of a library that spmdtrain knows.
 
-    Args:
-      data: Any object.
-      sparse: Whether examples of a `grain.MapDataset` may be missing.
-
-    Returns:
-      A dictionary of arrays or a dataset, if `data` is a table; else `data` itself.
+    A table becomes a dictionary of arrays or a dataset; other data are returned as they are. If
+    `sparse`, examples of a `grain.MapDataset` may be missing.
 
     Raises:
       UserError: If `data` cannot be a dataset; says what to give instead.
@@ -116,15 +105,10 @@ def _check_map_dataset(data: Any, sparse: bool) -> None:
 
 
 def check_unbatched(data: Any, name: str, instead: str) -> None:
-    """Checks that the elements of a Grain pipeline are single examples.
+    """Raises `UserError` if a Grain pipeline has a `batch` without a later `flat_map`.
 
-    Args:
-      data: A `grain.MapDataset` or `grain.IterDataset`.
-      name: Its kind, for the message.
-      instead: What to give if batches are meant to be the examples.
-
-    Raises:
-      UserError: If it has a `batch` without a later `flat_map`.
+    For the message, `name` is its kind, and `instead` says what to give if batches are meant to be
+    the examples.
     """
     until = ("grain.FlatMapMapDataset", "grain.FlatMapIterDataset")
     for batch in ("grain.BatchMapDataset", "grain.BatchIterDataset", "grain.RebatchIterDataset"):
@@ -137,13 +121,9 @@ def check_unbatched(data: Any, name: str, instead: str) -> None:
 
 
 def check_examples(iterable: Any) -> None:
-    """Checks that an iterable of a `Stream` is not a loader of batches.
+    """Raises `UserError` if an iterable of a `Stream` is a `DataLoader` that makes batches.
 
-    Args:
-      iterable: Any iterable. Batches of a `grain.IterDataset` may be meant to be the examples.
-
-    Raises:
-      UserError: If it is a `DataLoader` of Grain or PyTorch that makes batches.
+    Batches of a `grain.IterDataset` may be meant to be the examples.
     """
     names = known_as(iterable)
     if "grain.DataLoader" in names:
@@ -165,8 +145,7 @@ def check_examples(iterable: Any) -> None:
 def inputs_of(dataset: Any) -> list[Any]:
     """Returns the datasets that a `grain.MapDataset` or `grain.IterDataset` reads.
 
-    Args:
-      dataset: The dataset. If it interleaves datasets that are made lazily, they are left out.
+    Interleaved datasets that are made lazily are left out.
     """
     # An InterleaveIterDataset, with which mp_prefetch begins, does not count them as its parents.
     interleaved = getattr(dataset, "_datasets", ())

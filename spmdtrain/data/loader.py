@@ -3,8 +3,8 @@
 The path of a training batch: `sampling.TrainBatches` reads its rows from the dataset, `read_ahead`
 does so in threads or worker processes, `_group` collects the batches of a dispatch, `_Placer`
 stacks them and places them on the devices as global arrays, and `_prefetch` does that before they
-are requested. The batches of a stream are read by `ShardedStream.batches`, and each is accompanied
-by the positions after it.
+are requested. The batches of a stream are read by `ShardedStream.batches`, and each comes with the
+positions of the shards after it.
 """
 
 import collections
@@ -42,14 +42,7 @@ _CHUNK = 1024  # examples read at once by `on_devices`
 
 
 def on_devices(dataset: Dataset, placement: Placement) -> PyTree:
-    """Places all examples of a dataset on each device.
-
-    Args:
-      dataset: The examples.
-      placement: The devices.
-
-    Returns:
-      Replicated arrays (N, ...).
+    """Places all examples of a dataset on each device, as replicated arrays (N, ...).
 
     Raises:
       UserError: If they do not fit into a device's memory.
@@ -96,10 +89,6 @@ def abstract_batch(
     """Returns the shapes, dtypes and shardings of a batch of `train_batches`. Reads one example.
 
     Args:
-      dataset: The examples, a dataset or a stream.
-      batch_size: Number of examples of the global batch.
-      placement: The devices.
-      augment: Applied to each example.
       steps: Number of steps of a dispatch.
       by_index: Whether batches are `IndexedBatch`.
       step_may_place: As for `train_batches`.
@@ -171,15 +160,10 @@ def train_batches(
     """Returns a generator of the training batches, placed on the devices.
 
     Args:
-      dataset: The examples, a dataset or a stream.
       batch_size: Number of examples of the global batch.
-      sharding: The sharding of a batch.
-      seed: The run's seed.
-      shuffle: Whether each epoch has a random order.
       start: Number of steps made before. Without batches that are left out, it is the number of the
         first batch.
       stop: Number of steps after the last batch.
-      augment: Applied to each example.
       threads: Number of threads that read ahead, in each worker if there are workers; without both,
         batches are read when requested.
       workers: Number of processes that read ahead; they end when the iterator is closed.
@@ -191,9 +175,9 @@ def train_batches(
         (`places_in_step`), batches stay host arrays.
       padded_to: If above `batch_size`, batches are padded to this number of rows, and are
         `MarkedRows` with a mask.
-      progress: Has the positions of a stream after `start` steps, and receives those after each
-        batch that is returned.
-      skipped: Batches that are left out. Those of a stream are read and dropped.
+      progress: Has the positions of a stream after `start` steps, and receives the positions after
+        each batch that is returned.
+      skipped: Batches that are left out. If the dataset is a stream, they are read and dropped.
     """
     progress = progress or StreamProgress()
     size = padded_to or batch_size
@@ -256,10 +240,7 @@ def ordered_batches(
     """Returns all examples once, as placed batches of (rows, mask), and the number of batches.
 
     Args:
-      dataset: The examples.
       batch_size: Number of examples of a batch; it need not divide over the devices.
-      sharding: The sharding of a batch.
-      threads: Number of threads that read ahead.
       padded: Whether each batch is padded to a size that divides over the devices. If not, a batch
         of another size is replicated instead.
     """
@@ -350,7 +331,7 @@ class _Placer:
 class BatchCheck:
     """A check that all batches have the shapes and dtypes of the first, and fit JAX's dtypes.
 
-    For other shapes the step would be compiled again. Raises `UserError`.
+    With other shapes the step would be compiled again. Raises `UserError`.
     """
 
     def __init__(self) -> None:
@@ -390,9 +371,6 @@ def places_in_step(sharding: Sharding) -> bool:
 
     On CPU it takes a tenth of the time. On other platforms batches are transferred while the
     previous step runs.
-
-    Args:
-      sharding: The sharding of a batch.
     """
     devices: Collection[Any] = sharding.device_set
     return sharding.is_fully_addressable and all(x.platform == "cpu" for x in devices)
@@ -405,14 +383,7 @@ def _describe(batch: Sequence[Any]) -> str:
 
 
 def check_fits(local: np.ndarray) -> None:
-    """Checks that integers fit: JAX without x64 keeps only their lower 32 bits.
-
-    Args:
-      local: An array of a batch.
-
-    Raises:
-      UserError: If a value does not fit.
-    """
+    """Raises `UserError` if integers do not fit: JAX without x64 keeps only their lower 32 bits."""
     kept = jax.dtypes.canonicalize_dtype(local.dtype)
     if local.dtype.kind not in "iu" or kept == local.dtype:
         return

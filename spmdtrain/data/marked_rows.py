@@ -18,7 +18,6 @@ class MarkedRows:
       mask: f32 (P,), 1 for examples and 0 for padding rows; None if there is no padding.
       component: int32 (P,), the number of each row's component in `names`; None if the examples
         are not of a mixture.
-      names: The names of the components.
     """
 
     rows: PyTree
@@ -28,12 +27,7 @@ class MarkedRows:
 
 
 def with_marks(batch: PyTree, **marks: Any) -> MarkedRows:
-    """Returns rows with these marks besides those that they have.
-
-    Args:
-      batch: Rows, or `MarkedRows`.
-      **marks: Fields of `MarkedRows`.
-    """
+    """Returns rows with these fields of `MarkedRows` besides the marks that they have."""
     return replace(as_marked(batch), **marks)
 
 

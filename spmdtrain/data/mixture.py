@@ -40,7 +40,7 @@ class Mixture:
     Args:
       components: Dataset (or arrays) and weight by name. The weights hold from batch 0 on.
       stages: New weights of all components, by the batch from which they hold, counted from 0:
-        those of `{10: ...}` hold after 10 steps.
+        the weights of `{10: ...}` hold after 10 steps.
 
     Attributes:
       components: The datasets, sorted by name.
@@ -175,9 +175,6 @@ class Mixture:
 def mixture_of(dataset: Any) -> Mixture | None:
     """Returns the mixture behind a dataset, also through `MappedDataset`; None if there is none.
 
-    Args:
-      dataset: A dataset.
-
     Raises:
       UserError: If it is a `Subset` of a mixture, whose weights would have no meaning.
     """
@@ -193,14 +190,7 @@ def mixture_of(dataset: Any) -> Mixture | None:
 
 
 def components_of(dataset: Any) -> dict[str, Dataset]:
-    """Returns the components of a mixture by name, with the mixture's map function applied.
-
-    Args:
-      dataset: A dataset.
-
-    Returns:
-      The components; {} if `dataset` is not a mixture.
-    """
+    """Returns the components of a mixture by name, with its map function applied; else {}."""
     if isinstance(dataset, MappedDataset):
         parts = components_of(dataset.dataset)
         return {name: MappedDataset(part, dataset.function) for name, part in parts.items()}
@@ -209,11 +199,7 @@ def components_of(dataset: Any) -> dict[str, Dataset]:
 
 
 def epoch_size(dataset: Dataset | None) -> int:
-    """Returns the number of examples of an epoch; 0 if there are no epochs.
-
-    Args:
-      dataset: The training data of a run, if it has any. A mixture has no epochs.
-    """
+    """Returns the number of examples of an epoch; 0 without data, and for a mixture."""
     return 0 if dataset is None or mixture_of(dataset) is not None else len(dataset)
 
 
@@ -271,12 +257,10 @@ def _check_same_arrays(components: Mapping[str, Dataset]) -> None:
 
 
 def _first_row(dataset: Dataset) -> PyTree:
-    """Returns the first of the examples that can be read, of leading dim 1.
+    """Returns the first example that can be read, as rows of leading dim 1.
 
-    A run may leave bad records out, so the first one may be bad.
-
-    Raises:
-      BadRecordError: If no example can be read, or none of the first 100.
+    A run may leave bad records out, so the first one may be bad. `BadRecordError` if none of the
+    first 100 examples can be read.
     """
     last = min(len(dataset), 100) - 1
     for index in range(last):

@@ -18,9 +18,6 @@ def examples_per_period(weights: Mapping[str, float]) -> np.ndarray:
 
     They are the weights' shares, rounded by the method of largest remainders.
 
-    Args:
-      weights: The weights by component, 0 or more.
-
     Raises:
       UserError: If a weight is below a millionth of their sum, and not 0.
     """
@@ -39,9 +36,9 @@ def examples_per_period(weights: Mapping[str, float]) -> np.ndarray:
 
 
 def _with_total(counts: np.ndarray, remainders: np.ndarray, total: int) -> np.ndarray:
-    """Returns the counts with 1 added to those of the largest remainders, up to a total.
+    """Adds 1 to the counts with the largest remainders, so that the counts add up to a total.
 
-    If they are above the total, 1 is subtracted from those of the smallest remainders.
+    If they are above the total, subtracts 1 from the counts with the smallest remainders.
     """
     missing = total - int(counts.sum())
     if missing >= 0:
@@ -58,13 +55,8 @@ def _counts_of_blocks(per_period: np.ndarray) -> np.ndarray:
     """Returns how many examples of each component are before each block of a period.
 
     A block has the share of each component, rounded by the method of largest remainders. The
-    rounding error is added to the share of the next block, so that errors do not accumulate.
-
-    Args:
-      per_period: Number of examples of each component in a period.
-
-    Returns:
-      int64 (blocks + 1, components).
+    rounding error is added to the share of the next block, so that errors do not accumulate. The
+    result is int64 (blocks + 1, components).
     """
     blocks = PERIOD // BLOCK
     before = np.zeros((blocks + 1, len(per_period)), np.int64)
@@ -81,12 +73,10 @@ class _Stage:
     """Positions with constant weights.
 
     Attributes:
-      number: Index of the stage.
       first: Its first position.
       per_period: int64 (components,), examples of each component in a period.
       before: Examples of each component before each block of a period.
       starts: int64 (components,), examples of each component before the stage.
-      seed: The run's seed.
     """
 
     number: int
@@ -141,18 +131,16 @@ class _Stage:
 
 
 class MixtureOrder:
-    """The order of several components, of which each repeats for itself.
+    """The order of several components, each of which repeats independently.
 
     Every block of `BLOCK` positions has a fixed number of examples of each component, which the
     weights determine, in random order. The component of a position is computed from its block
     alone, at any position in constant time.
 
     Args:
-      orders: The orders of the components.
       offsets: int64 (components,), the index of the first example of each component.
       stages: The examples of each component in a period (see `examples_per_period`), by the
         position from which on they hold. The first position is 0.
-      seed: The run's seed.
     """
 
     def __init__(
@@ -174,11 +162,7 @@ class MixtureOrder:
     def components(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the component of each position, and the position in the component's stream.
 
-        Args:
-          positions: int64 (n,).
-
-        Returns:
-          Two arrays, each int64 (n,).
+        All arrays are int64 (n,).
         """
         firsts = [stage.first for stage in self._stages]
         stages = np.searchsorted(firsts, positions, side="right") - 1
@@ -190,11 +174,7 @@ class MixtureOrder:
         return components, of_component
 
     def examples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the index in the mixture and the epoch of its component for each position.
-
-        Args:
-          positions: int64 (n,).
-        """
+        """Returns the index in the mixture and the epoch of its component for each position."""
         components, of_component = self.components(positions)
         indices, epochs = np.empty_like(positions), np.empty_like(positions)
         for number in np.unique(components):

@@ -15,13 +15,9 @@ class Order(Protocol):
     """A function from positions of the training stream to examples."""
 
     def examples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the examples at these positions.
+        """Returns the indices in the dataset, and the epochs, of the examples at positions.
 
-        Args:
-          positions: int64 (n,), at least 0.
-
-        Returns:
-          Their indices in the dataset and their epochs, each int64 (n,).
+        All arrays are int64 (n,); positions are at least 0.
         """
         ...
 
@@ -33,9 +29,6 @@ class EpochOrder:
     `BLOCKS_PER_GROUP` consecutive permuted blocks, so that neighboring positions read few blocks.
 
     Args:
-      size: Number of examples.
-      seed: The run's seed.
-      shuffle: Whether each epoch has a random order.
       blocks: int64 (m+1,), the examples at which blocks begin, from 0 to `size`. By default all
         examples are permuted together.
       whole_blocks: Whether the examples of a block keep their order, and stay together.

@@ -28,13 +28,8 @@ _TOKENS_KEPT = 2**24  # of documents longer than a row, which several rows need
 def best_fit(lengths: Iterable[int], capacity: int) -> tuple[list[int], int]:
     """Assigns each piece to the fullest row that has room for it, or to a new row.
 
-    Args:
-      lengths: Tokens of each piece, at least 1 and at most `capacity`. In descending order this is
-        best-fit-decreasing bin packing.
-      capacity: Tokens of a row.
-
-    Returns:
-      The row of each piece, and the number of rows.
+    Returns the row of each piece, and the number of rows. Pieces have 1 to `capacity` tokens; in
+    descending order of their lengths this is best-fit-decreasing bin packing.
     """
     rows_with: dict[int, list[int]] = {}  # by number of free tokens
     spaces = 0  # bit n is set if a row has n free tokens
@@ -85,14 +80,9 @@ class Assignment:
 
 
 def assign(lengths: np.ndarray, capacity: int) -> Assignment:
-    """Assigns the documents of a window to rows.
+    """Assigns the documents of a window to rows. Documents longer than a row are split.
 
-    Args:
-      lengths: Tokens of each document, int32 (n,). Longer documents than a row are split.
-      capacity: Tokens of a row.
-
-    Returns:
-      The assignment.
+    `lengths` are the tokens of each document, int32 (n,); `capacity` is the tokens of a row.
     """
     counts = -(-lengths // capacity)
     documents = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
@@ -111,8 +101,7 @@ def assign(lengths: np.ndarray, capacity: int) -> Assignment:
 class RecentDocuments:
     """A thread-safe LRU cache of documents. Pickling drops its content.
 
-    Args:
-      tokens: Capacity in tokens. The most recent document is kept even if it is longer.
+    Its capacity is in tokens. The most recent document is kept even if it is longer.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -144,10 +133,10 @@ class RecentDocuments:
 class Packed:
     """Documents packed into rows of a fixed number of tokens, as a dataset.
 
-    The documents are divided into windows of consecutive documents, and those of a window are
-    packed by best-fit-decreasing into as few rows as possible. A document longer than a row is
-    split into pieces of at most a row; each piece has positions of its own. A document without
-    tokens is left out.
+    The documents are divided into windows of consecutive documents. Best-fit-decreasing packs the
+    documents of a window into as few rows as possible. A document longer than a row is split into
+    pieces of at most a row; in each piece positions begin at 0. A document without tokens is left
+    out.
 
     Rows are a function of the lengths of all documents, which are read once and cached: see
     `document_lengths`. Only the number of rows of each window is kept; the assignment of a window

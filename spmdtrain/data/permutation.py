@@ -21,7 +21,7 @@ def permuted(
     epochs: np.ndarray,
     part: Integers | None = None,
 ) -> np.ndarray:
-    """Returns the examples at these positions of the shuffled epochs.
+    """Returns the examples at these positions of the shuffled epochs, int64.
 
     For each (seed, epoch) this is a keyed bijection of [0, size), computed in time and memory
     proportional to `positions`; no permutation is stored. It is a Feistel network over a grid of
@@ -37,13 +37,9 @@ def permuted(
     Args:
       positions: int64 (n,), in [0, size).
       size: Number of examples; int64 (n,) if positions are of permutations of different sizes.
-      seed: The run's seed.
       epochs: The epoch of each position; broadcasts against `positions`.
       part: Number of one of several permutations of an epoch, an int or int64 (n,). By default
         there is only one.
-
-    Returns:
-      Indices of examples, int64, of the shape of `positions`.
     """
     if isinstance(size, int):
         rows: Any = math.isqrt(size - 1) + 1

@@ -9,15 +9,11 @@ from spmdtrain.terminal import Terminal
 
 PROGRESS_DELAY = 3.0  # seconds before a bar appears
 _hidden = False
-"""Whether bars are hidden in this process. Datasets show them, which have no configuration."""
+"""Whether bars are hidden in this process. It is global because datasets have no configuration."""
 
 
 def hide_progress(*, hidden: bool) -> None:
-    """Hides or shows the bars of datasets, as the option `quiet` of a command says.
-
-    Args:
-      hidden: Whether to hide them.
-    """
+    """Hides or shows the bars of datasets, as the option `quiet` of a command says."""
     global _hidden
     _hidden = hidden
 
@@ -26,12 +22,7 @@ def hide_progress(*, hidden: bool) -> None:
 def delayed_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows a progress bar on the first process's terminal once the work takes long.
 
-    Args:
-      description: The text before the bar.
-      total: Amount of the whole work.
-
-    Yields:
-      A function of the amount that is done, to be called in one thread.
+    Yields a function of the amount of `total` that is done, to be called in one thread.
     """
     terminal = Terminal(quiet=_hidden or not process_group.is_chief())
     started, has_bar = time.perf_counter(), False

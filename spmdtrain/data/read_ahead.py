@@ -47,14 +47,13 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def read_ahead(batches: Any, start: int, *, threads: int = 0, workers: int = 0) -> Iterator[PyTree]:
-    """Returns an iterator over batches, in order.
+    """Returns an iterator over batches, in order, from index `start` on.
 
     Without threads and workers a batch is read when it is requested, which is faster for rows in
     memory.
 
     Args:
       batches: A sequence. To be read by workers it must be picklable.
-      start: Index of the first batch.
       threads: Number of threads that read ahead, in each worker if there are workers.
       workers: Number of processes that read ahead. They end when the iterator is closed.
 
@@ -103,7 +102,6 @@ def in_thread(
       items: A generator. The thread runs and closes all of it, because it may hold what only one
         thread may use. Closing the result waits for the item that the thread is reading, up to a
         limit: a connection may never answer.
-      count: Number of items that it reads ahead.
       interrupt: Ends the wait of that thread for an item. It is called if a signal ended the wait
         of the caller, and after the limit.
     """
@@ -149,8 +147,8 @@ def in_thread(
 def _from_workers(batches: Any, start: int, threads: int, workers: int) -> Iterator[PyTree]:
     """Yields batches that processes read. Worker i reads every `workers`-th batch, from i on.
 
-    A thread takes them from Grain, whose waits no signal interrupts, and starts the processes: in
-    it the signals that they ignore are blocked, and not in the thread of the run.
+    A thread takes the batches from Grain, because no signal interrupts Grain's waits. This thread
+    also starts the processes: it blocks the signals that they ignore, the run's thread does not.
     """
     workers = min(workers, len(batches) - start)
     if workers < 1:
@@ -212,11 +210,11 @@ def _grain_workers() -> list[Any]:
 
 
 def _watch_workers() -> None:
-    """Makes each worker's end with code 0 one that Grain notices: it waits for its batches forever.
+    """Reports a worker that ended with code 0 to Grain as failed; Grain would wait for it forever.
 
-    A worker that has returned all of its batches ends only when its reader is closed, which reads
-    no code any more. The code of C, and a program that replaces the worker, end it unseen by
-    `_fail_early_ends`.
+    A worker that has returned all of its batches ends only when its reader is closed, and then the
+    reader reads no code any more. `_fail_early_ends` does not see workers that C code ends, or that
+    another program replaces.
     """
     seen: dict[int, Any] = {}
     while True:
@@ -253,7 +251,7 @@ def _result(iterator: Iterator[Any]) -> PyTree:
 
 
 def death_of_worker(error: Exception) -> str:
-    """Returns how a worker process died, if that is the error that Grain raised; else ""."""
+    """Returns how a worker process died, if Grain raised the error because of that; else ""."""
     ended = re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))
     if ended is None or not isinstance(error, RuntimeError):
         return ""
@@ -382,7 +380,7 @@ def begin_worker() -> None:
 def _fail_early_ends() -> None:
     """Makes an end of this worker with code 0 a failure: Grain would wait for its batches forever.
 
-    A worker ends with its reader, which then has set an event.
+    If a worker ends because its reader is closed, the reader has set an event before.
     """
     pid, end = os.getpid(), os._exit
     # An argument of Grain's function for the process, which has no public name.

@@ -36,17 +36,10 @@ def all_rows(batch_size: int) -> np.ndarray:
 
 
 def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
-    """Returns the indices of the rows of each global batch that this process's devices hold.
+    """Returns the indices of the rows of a global batch that this process's devices hold, sorted.
 
     They follow from the sharding, not from the process index, because several processes hold the
     same rows if a model axis crosses processes.
-
-    Args:
-      sharding: The sharding of a batch.
-      batch_size: Number of rows of the global batch.
-
-    Returns:
-      Sorted indices, int64.
     """
     slices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([all_rows(batch_size)[s] for s in slices if s is not None]))
@@ -65,19 +58,14 @@ def padded_size(batch_size: int, sharding: Sharding) -> int:
 class TrainBatches:
     """The batches of the training stream. All are full and continue into the next epoch.
 
-    Item k is the pytree of the rows that this process loads of the batch of step k + 1: batch k,
+    Item k is a pytree of the rows that this process loads for step k + 1. They are rows of batch k,
     unless earlier batches are left out. The rows of a mixture are `MarkedRows` with their
     components.
 
     Attributes:
-      dataset: The examples.
-      batch_size: Number of examples of a global batch.
       seed: The run's seed, for the order and `augment`.
-      shuffle: Whether each epoch has a random order.
       steps: Number of batches.
       local: Indices of the rows of each batch to load (see `process_rows`).
-      augment: Applied to each example.
-      skipped: Batches that are left out.
     """
 
     dataset: Dataset
@@ -116,12 +104,7 @@ class TrainBatches:
         return self.with_components(rows, indices)
 
     def with_components(self, rows: PyTree, indices: np.ndarray) -> PyTree:
-        """Returns rows, marked with their components if the dataset is a mixture.
-
-        Args:
-          rows: Arrays of leading dim n.
-          indices: int64 (n,), the indices of the examples.
-        """
+        """Returns rows, marked with their components if the dataset is a mixture."""
         if (mixture := self._mixture) is None:
             return rows
         return with_marks(rows, component=mixture.component_of(indices), names=mixture.names)
@@ -153,11 +136,7 @@ class TrainBatches:
 def augmented(augment: Augment, rows: PyTree, counters: np.ndarray, seed: int) -> PyTree:
     """Returns rows after `augment`, whose randomness depends on the seed and a row's counter.
 
-    Args:
-      augment: Applied to each row.
-      rows: Arrays of leading dim n.
-      counters: Integers (n, 4), different for each example and epoch.
-      seed: The run's seed.
+    `counters` are integers (n, 4), different for each example and epoch.
     """
     examples = []
     augment = locate_errors(augment, "augment", takes="(example, generator)")
@@ -172,12 +151,6 @@ def augmented(augment: Augment, rows: PyTree, counters: np.ndarray, seed: int) -
 
 def order_of(dataset: Dataset, seed: int, *, shuffle: bool, batch_size: int) -> Order:
     """Returns the order in which a dataset is trained on.
-
-    Args:
-      dataset: A dataset.
-      seed: The run's seed.
-      shuffle: Whether the examples are shuffled.
-      batch_size: Number of examples of a step.
 
     Raises:
       UserError: If the dataset's blocks are not valid, or it is a `Subset` of a mixture.
@@ -196,11 +169,9 @@ class OrderedBatches:
     padding rows.
 
     Attributes:
-      dataset: The examples.
-      batch_size: Number of examples of a batch; the last one may have fewer.
-      local: Indices of the rows of each batch to load; those from `batch_size` on are padding.
+      local: Indices of the rows of each batch to load; indices from `batch_size` on are padding.
       split_size: If given, only batches of exactly this number of examples are split over the
-        processes. Every process loads all rows of the others, which are not padded.
+        processes. Other batches are not padded, and every process loads all of their rows.
     """
 
     dataset: Dataset

@@ -31,7 +31,6 @@ def source_key(
     `source.fingerprint()` if there is such a method.
 
     Args:
-      source: The source.
       contents: Returns the content of records by their numbers.
       *options: What else the scan depends on.
     """
@@ -57,18 +56,15 @@ def cached_scan(
 ) -> np.ndarray:
     """Returns the result of a scan from the user's cache folder, or scans.
 
-    Of several processes on this machine, one scans and the others wait for its result.
+    Of several processes on this machine, one scans and the others wait for its result. It is an
+    array (n,), read-only; a memory map if it comes from a file.
 
     Args:
       kind: The kind of the result, which is part of the file's name.
       key: Everything that the result depends on, or a hash of it.
       scan: Returns the result. It is cached if this took more than `CACHE_DELAY`.
       work: What the scan does, such as "counting tokens", for the line of a process that waits.
-      dtype: The dtype of the result.
       is_valid: Whether a result from the cache still holds.
-
-    Returns:
-      An array (n,) of this dtype, read-only; a memory map if it comes from a file.
     """
     path = scan_folder() / f"{kind}-{hashlib.sha256(kind.encode() + key).hexdigest()}"
 

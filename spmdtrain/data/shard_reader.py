@@ -40,8 +40,8 @@ class Position:
     Attributes:
       shard: The shard as named in messages.
       pickled: Epoch, number of examples, length of the first epoch and the iterator's state, which
-        may change it later. Pickle copies it 20 times faster than `text` does, and each batch has
-        positions; only a save stores them, as text.
+        the iterator may change later. Pickle copies them 20 times faster than `text` does, and each
+        batch has positions; only a save stores them, as text.
     """
 
     shard: str
@@ -63,13 +63,9 @@ class Position:
 
 
 class ShardReader:
-    """Reads a shard of a stream.
+    """The reader of a shard of a stream.
 
-    Args:
-      stream: The stream.
-      index: Index of the shard.
-      count: Number of shards.
-      position: The position to continue from, the text of `position()`; None to begin.
+    It continues from `position`, the text of a position; None to begin.
 
     Raises:
       UserError: If the shard cannot be made, or has no state.
@@ -144,7 +140,7 @@ class ShardReader:
         self._length = self._length or found
 
     def _read_again(self, most: int) -> int:
-        """Returns the number of examples of the epoch, which it reads again, up to `most`."""
+        """Reads the epoch again, up to `most` examples, and returns their number."""
         if process_group.is_chief():
             message = f"{self.name}: reading epoch {self.epoch} again, to check that it is complete"
             print(message, file=sys.stderr, flush=True)

@@ -32,8 +32,8 @@ _READER = ExampleReader("stream", in_stream=True)
 class StreamProgress:
     """Positions of the shards after the batches that a run has received last.
 
-    Batches are read ahead, so the readers themselves are at later positions. Of a dataset, whose
-    batches are found by their number, nothing is kept.
+    Batches are read ahead, so the readers themselves are at later positions. For a dataset nothing
+    is kept, because its batches are found by their number.
 
     Attributes:
       after: Positions by step, ascending. An interrupted loop may have received one batch more
@@ -45,8 +45,7 @@ class StreamProgress:
     def at(self, step: int) -> Mapping[str, str]:
         """Returns the positions after a step as text; empty at the beginning, and for a dataset.
 
-        Args:
-          step: The last step received, or the one before it.
+        `step` is the last step received, or the one before it.
         """
         after = self.after.get(step, {})
         return {i: x if isinstance(x, str) else x.text() for i, x in after.items()}
@@ -62,11 +61,8 @@ class ShardedStream:
     """A stream, divided into shards.
 
     Row r of a global batch of B examples is from shard `r * shards // B`, so each shard has B /
-    shards consecutive rows. A process reads only the shards whose rows it holds.
-
-    Args:
-      stream: The stream.
-      shards: Number of shards; it divides the global batch size.
+    shards consecutive rows; `shards` divides B. A process reads only the shards whose rows it
+    holds.
     """
 
     def __init__(self, stream: Stream, shards: int) -> None:
@@ -78,7 +74,7 @@ class ShardedStream:
     def first(self) -> tuple[PyTree, Place]:
         """The first example of the first shard of this process, and its place.
 
-        All others have its structure, shapes and dtypes.
+        All other examples have its structure, shapes and dtypes.
         """
         index = process_group.rank() * self.shards // process_group.count()
         with _closing() as readers:
@@ -119,19 +115,14 @@ class ShardedStream:
     ) -> Generator[tuple[PyTree, Positions], None, None]:
         """Returns a generator of the batches of this process, which a thread reads ahead.
 
-        Its end closes the iterators.
+        It yields pairs of the batch's rows and the positions of this process's shards after it. Its
+        end closes the iterators.
 
         Args:
-          batch_size: Number of examples of a global batch.
           rows: Indices of the rows of each batch to load, ascending.
           start: Number of batches made before.
           stop: Number of batches after the last one.
           positions: Positions of the shards after batch `start`, as text.
-          seed: The run's seed, for `augment`.
-          augment: Applied to each example.
-
-        Returns:
-          Pairs of the batch's rows and the positions of this process's shards after it.
 
         Raises:
           UserError: If this process holds a part of a shard's rows, or positions are missing.
@@ -218,11 +209,7 @@ def _closing() -> Iterator[list[ShardReader]]:
 def shards_of(config: RunConfig) -> int:
     """Returns the number of shards of a stream: `stream_shards`, or a divisor of the batch size.
 
-    Args:
-      config: A resolved configuration.
-
-    Raises:
-      UserError: If `stream_shards` does not divide the global batch size.
+    `config` is resolved. `UserError` if `stream_shards` does not divide the global batch size.
     """
     batch_size = config.resolved_batch_size
     shards = config.stream_shards or int(np.gcd(batch_size, 8))

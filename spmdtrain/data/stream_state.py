@@ -18,7 +18,7 @@ class UnsupportedStateError(ValueError):
 
 
 def as_text(state: Any) -> str:
-    """Returns a state as text.
+    """Converts a state to text.
 
     Args:
       state: Numbers, text, bytes, NumPy arrays of numbers, and lists, tuples and dictionaries of
@@ -31,14 +31,7 @@ def as_text(state: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """Returns the state that `as_text` has stored.
-
-    Args:
-      text: The text, which may be corrupted.
-
-    Raises:
-      ValueError: If it is malformed.
-    """
+    """Returns the state that `as_text` has stored; `ValueError` if the text is malformed."""
     try:
         return _restored(json.loads(text))
     except (TypeError, KeyError, RecursionError) as error:

@@ -49,9 +49,8 @@ def is_iterable_only(data: Any) -> bool:
 def as_stream(data: Any) -> Stream | None:
     """Returns the stream of training data that have no random access; None for other data.
 
-    Args:
-      data: A `Stream`, a `grain.IterDataset`, a Hugging Face `IterableDataset`, an iterable whose
-        iterators have a state, or any other object.
+    Such data are a `Stream`, a `grain.IterDataset`, a Hugging Face `IterableDataset`, or an
+    iterable whose iterators have a state.
 
     Raises:
       UserError: If it is an iterable that cannot begin again, such as a generator, or is known to

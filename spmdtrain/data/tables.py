@@ -25,9 +25,7 @@ _REMOVE = {
 def pandas_columns(frame: Any) -> dict[str, np.ndarray]:
     """Returns the columns of a pandas DataFrame as arrays of numbers.
 
-    Args:
-      frame: The DataFrame. A cell of a column of objects may be an array or a list; then all have
-        one shape.
+    A cell of a column of objects may be an array or a list; then all have one shape.
 
     Raises:
       UserError: If columns share a name, or do not hold numbers.
@@ -68,11 +66,8 @@ def arrow_columns(
 ) -> dict[str, Any]:
     """Returns the columns of an Arrow table as arrays of numbers, without a copy if possible.
 
-    Args:
-      table: A table or record batch. Lists of numbers are arrays; all have one length. Structs are
-        dictionaries.
-      library: The library of the data, for messages.
-      name: The class of the data, for messages.
+    Lists of numbers are arrays; all have one length. Structs are dictionaries. For messages,
+    `library` is the library of the data, and `name` their class.
 
     Raises:
       UserError: If columns share a name, or do not hold numbers.
@@ -152,9 +147,6 @@ class HuggingFaceDataset:
 
     Without a format, or with one of a table, columns of numbers keep their dtypes. Others, such as
     images, are decoded as Hugging Face's format "numpy" does.
-
-    Attributes:
-      data: The `datasets.Dataset`.
     """
 
     data: Any
@@ -202,9 +194,7 @@ class HuggingFaceDataset:
 class HuggingFaceStream:
     """An `IterableDataset` of Hugging Face, with the values of `HuggingFaceDataset`.
 
-    Attributes:
-      data: The `datasets.IterableDataset`, without a format instead of one of a table.
-      is_formatted: Whether it has a format.
+    If its format was one of a table, `data` is without a format.
     """
 
     data: Any
@@ -212,11 +202,7 @@ class HuggingFaceStream:
 
     @classmethod
     def from_data(cls, data: Any) -> "HuggingFaceStream":
-        """Returns the stream of an `IterableDataset`.
-
-        Args:
-          data: The `IterableDataset`.
-        """
+        """Returns the stream of an `IterableDataset`."""
         formatting = getattr(data, "_formatting", None)
         is_formatted = formatting is not None and formatting.format_type not in _TABLES
         is_table = formatting is not None and not is_formatted

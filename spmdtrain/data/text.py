@@ -80,10 +80,7 @@ class Tokenized:
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """Returns several documents, whose texts are tokenized together.
-
-        Args:
-          indices: Their numbers.
+        """Returns several documents by their numbers. Their texts are tokenized together.
 
         Raises:
           BadRecordError: If a record cannot be read, has no text, or cannot be tokenized.

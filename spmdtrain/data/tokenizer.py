@@ -42,9 +42,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(tokenizer: str | os.PathLike[str]) -> Tokenizer:
     """Returns a tokenizer.
 
-    Args:
-      tokenizer: "bytes"; a file of Hugging Face's tokenizers, `.json`; or a SentencePiece model,
-        `.model`. Nothing is downloaded.
+    It is "bytes"; a file of Hugging Face's tokenizers, `.json`; or a SentencePiece model, `.model`.
+    Nothing is downloaded.
 
     Raises:
       UserError: If there is no such file, it is not a tokenizer, or its library is not installed.
@@ -91,10 +90,6 @@ class JsonTokenizer:
     Special tokens are not added, and texts are neither cut nor padded, whatever the file says:
     packing and the end-of-document token are the dataset's.
 
-    Args:
-      path: The file, for messages.
-      content: Its content.
-
     Raises:
       UserError: If it is not a tokenizer, or the library is not installed.
     """
@@ -133,10 +128,6 @@ def _size(tokenizer: Any) -> int:
 
 class SentencePieceTokenizer:
     """A SentencePiece model.
-
-    Args:
-      path: The file, for messages.
-      content: Its content.
 
     Raises:
       UserError: If it is not a SentencePiece model, or the library is not installed.

@@ -19,9 +19,7 @@ TrainingData = Dataset | ShardedStream
 def training_data(data: Any, config: RunConfig) -> TrainingData:
     """Returns training data as a dataset, or as a stream in shards.
 
-    Args:
-      data: Anything that `as_dataset` or `as_stream` accepts.
-      config: A resolved configuration.
+    `data` is anything that `as_dataset` or `as_stream` accepts; `config` is resolved.
 
     Raises:
       UserError: If `data` is neither, or the configuration has an option that streams do not
@@ -68,11 +66,7 @@ def training_data(data: Any, config: RunConfig) -> TrainingData:
 
 
 def examples_per_epoch(data: Any) -> int:
-    """Returns the number of examples of an epoch of training data; 0 without epochs.
-
-    Args:
-      data: Training data. A stream and a mixture have no epochs.
-    """
+    """Returns the number of examples of an epoch; 0 for a stream or mixture, or without data."""
     if data is None or isinstance(data, ShardedStream) or as_stream(data) is not None:
         return 0
     return epoch_size(as_dataset(data))
@@ -87,9 +81,5 @@ SAME_DATA = (
 
 
 def data_fingerprint(data: TrainingData) -> dict[str, Any]:
-    """Returns what identifies training data, as JSON. All processes of a job call it.
-
-    Args:
-      data: A dataset or a stream.
-    """
+    """Returns what identifies training data, as JSON. All processes of a job call it."""
     return data.fingerprint if isinstance(data, ShardedStream) else datasets.fingerprint(data)

@@ -25,9 +25,8 @@ def why_not_in_training(
 
     Args:
       outputs: Maps (params, frozen, batch) to the objective's values.
-      params: Trained parameters; abstract arrays suffice here and below.
+      params: Trained parameters; here and below, abstract arrays suffice.
       frozen: Parameters that are not trained.
-      batch: Rows of a batch.
       rows: Number of rows that the objective gets at once.
     """
 

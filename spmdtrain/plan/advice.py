@@ -57,11 +57,9 @@ class Advice:
     """A problem and the options that fix it.
 
     Attributes:
-        finding: The problem, as a sentence for the user.
-        options: Command-line options that fix it; "" if none of those tried does.
-        without: Figures of the plan without the options.
-        with_options: Figures with the options; None if there are no options.
-        tried: Options that were tried without success, each with the reason.
+      options: Command-line options that fix it; "" if none of the tried options does.
+      with_options: Figures with the options; None if there are no options.
+      tried: Options that were tried without success, each with the reason.
     """
 
     finding: str
@@ -82,12 +80,6 @@ def advise(plan: Plan, config: RunConfig, topology: Topology, replan: Replan) ->
     """Returns the known problems of a plan, each with the first options that fix it.
 
     Each try is a complete plan: it builds, traces and compiles.
-
-    Args:
-        plan: The plan.
-        config: Its options.
-        topology: Its topology.
-        replan: Plans again with additional options.
     """
     if plan.fits is False:
         findings = [_too_big(plan, config)]

@@ -22,8 +22,7 @@ _CUDA = ("cuda13", "cuda12")
 def environment(topology: Topology) -> dict[str, str]:
     """Returns environment variables for a process that plans for a topology.
 
-    Args:
-        topology: Devices to compile for; the process may need their plugin but never the devices.
+    The process may need the plugin of the topology's devices, but never the devices.
     """
     if topology.platform == "tpu":
         return {
@@ -64,11 +63,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 
     Without the CUDA plugin, virtual CPU devices stand in for GPUs.
 
-    Args:
-        topology: Devices to compile for.
-
     Raises:
-        UserError: If the compiler is not installed or rejects the topology.
+      UserError: If the compiler is not installed or rejects the topology.
     """
     chip = topology.chip
     if chip is None or topology.platform == "cpu" or not has_compiler(topology):
@@ -112,8 +108,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 def other_compiler(topology: Topology) -> str:
     """Returns a sentence if the compiler's version is not the one that JAX requires, else "".
 
-    Args:
-        topology: Its platform selects the compiler: libtpu or the CUDA plugin.
+    The compiler is libtpu or the CUDA plugin.
     """
     if topology.platform == "tpu":
         extra, package = "tpu", "libtpu"

@@ -1,4 +1,4 @@
-"""Qualitative changes from the plan for one topology to that for the next."""
+"""Qualitative changes from the plan for one topology to the plan for the next."""
 
 import itertools
 from collections import defaultdict
@@ -18,12 +18,7 @@ def describe_changes(plans: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def events(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Yields the qualitative changes between the plans of two topologies.
-
-    Args:
-        before: A plan as returned by `plan_as_json`.
-        after: The plan of the next topology.
-    """
+    """Yields the qualitative changes between the plans (`plan_as_json`) of two topologies."""
     if before["fits"] != after["fits"] and None not in (before["fits"], after["fits"]):
         yield "fits" if after["fits"] else "no longer fits"
     yield from _shards(before, after)

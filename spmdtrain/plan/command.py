@@ -65,14 +65,10 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Runs the command; by default with the command-line arguments of this process.
 
-    Args:
-        arguments: Command-line arguments; by default those of this process.
-
-    Returns:
-        The exit code: 0 if the run fits, 1 if it does not or if planning failed, 2 for invalid
-        input.
+    Returns the exit code: 0 if the run fits, 1 if it does not or if planning failed, 2 for invalid
+    input.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -94,14 +90,10 @@ def _end(number: int, _: FrameType | None) -> None:
 def execute(arguments: Sequence[str]) -> int:
     """Plans for each topology in a separate process and prints the results.
 
-    Args:
-        arguments: Command-line arguments.
-
-    Returns:
-        The exit code; see `main`.
+    Returns the exit code; see `main`.
 
     Raises:
-        UserError: If the arguments or the experiment are invalid.
+      UserError: If the arguments or the experiment are invalid.
     """
     command = parse_command_line(arguments, Options, _COMMAND, __doc__)
     if command.experiment.has_own_loop:

@@ -50,10 +50,8 @@ class CompilerLog:
 def kept_log() -> Iterator[CompilerLog]:
     """Captures what this process writes to stderr, including C++ libraries.
 
-    If the context exits with an exception, the captured output is written to stderr.
-
-    Yields:
-        The log; it has its lines after the exit.
+    The log has its lines after the exit. If the context exits with an exception, the captured
+    output is written to stderr.
     """
     log = CompilerLog()
     sys.stderr.flush()
@@ -76,8 +74,7 @@ def kept_log() -> Iterator[CompilerLog]:
 def short(error: Exception) -> str:
     """Returns the first line of an error, with the second if the first is only a heading.
 
-    Args:
-        error: A compiler's error; at most 300 characters are returned.
+    At most 300 characters are returned.
     """
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return (f"{first} {others[0]}" if first.endswith(":") and others else first)[:300]

@@ -47,19 +47,11 @@ _WINDOW = re.compile(r"window=\{size=([\dx]+)")
 
 @reading_program()
 def element_operations(module: Module) -> dict[str, float]:
-    """Returns the operations on elements in a step on one device, also those within fusions.
+    """Returns the number of operations on elements in a step on one device, by `ElementKind`.
 
-    What a fusion computes several times, because several of its results need it, counts once.
-    Gathers, scatters, sorts and pads have no kind: only their memory traffic is known.
-
-    Args:
-        module: The compiled program.
-
-    Returns:
-        Their number by `ElementKind`.
-
-    Raises:
-        UnreadableProgramError: If XLA wrote the program in an unknown format.
+    Operations within fusions count. If several results of a fusion need a value, and it computes
+    the value several times, the value counts once. Gathers, scatters, sorts and pads have no kind:
+    only their memory traffic is known.
     """
     found: dict[str, float] = defaultdict(float)
     for name, times in module.times.items():
@@ -88,7 +80,7 @@ def _count(instruction: Instruction, kind: ElementKind, within: Computation) -> 
 def _moves(instruction: Instruction, operand: Array, result: Array) -> bool:
     """Returns whether a copy or a transpose writes elements in another order.
 
-    XLA also writes a transpose where the layout alone changes, so that the elements stay.
+    XLA also writes a transpose where only the layout changes, so that the elements stay.
     """
     after: Sequence[int] = result.order  # the dims of the operand, in the order of the result
     if instruction.opcode == "transpose" and (match := _DIMENSIONS.search(instruction.attributes)):

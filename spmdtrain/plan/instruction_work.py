@@ -18,9 +18,9 @@ class Work:
     """The work of an instruction in all its executions in a step.
 
     Attributes:
-        cycles: Cycles that the compiler estimates; 0 if it gives none.
-        bytes: Bytes that it reads and writes in the main memory.
-        has_products: Whether it computes matrix products or convolutions.
+      cycles: Cycles that the compiler estimates; 0 if it gives none.
+      bytes: Bytes that it reads and writes in the main memory.
+      has_products: Whether it computes matrix products or convolutions.
     """
 
     cycles: float
@@ -32,16 +32,8 @@ class Work:
 def work_of(module: Module) -> list[Work]:
     """Returns the work of the instructions that run one after another on a device.
 
-    Collectives, kernels and copies in the background are omitted.
-
-    Args:
-        module: The compiled program.
-
-    Returns:
-        The work; empty if the compiler gives no cycles, as on GPU and CPU.
-
-    Raises:
-        UnreadableProgramError: If XLA wrote the program in an unknown format.
+    Collectives, kernels and copies in the background are omitted. The list is empty if the compiler
+    gives no cycles, as on GPU and CPU.
     """
     aside = {  # computations of the SparseCore, or of a collective
         name

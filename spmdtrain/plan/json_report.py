@@ -22,13 +22,7 @@ _MOST_BUFFERS = 12
 def plan_as_json(
     plan: planner.Plan, advised: Sequence[Advice] = (), measured: Measured | None = None
 ) -> dict[str, Any]:
-    """Returns a plan as `--json` prints it.
-
-    Args:
-        plan: The plan.
-        advised: Advice for it.
-        measured: Measurement on the same topology, if there is one.
-    """
+    """Returns a plan as `--json` prints it."""
     times, memory = plan.times, dataclasses.asdict(plan.memory)
     report: dict[str, Any] = {
         "topology": plan.topology,
@@ -112,7 +106,7 @@ def _sent(traffic: Traffic) -> dict[str, Any]:
 
 
 def _buffers(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
-    """Returns the largest buffers; equal ones are one entry with a `count`, `bytes` is of each."""
+    """Returns the largest buffers. Equal ones are one entry with a `count`; `bytes` is of one."""
     counts = Counter(buffers)
     largest = sorted(counts, key=lambda buffer: -buffer.bytes * counts[buffer])[:_MOST_BUFFERS]
     return [dataclasses.asdict(buffer) | {"count": counts[buffer]} for buffer in largest]

@@ -29,10 +29,7 @@ def is_child() -> bool:
 
 
 def end_with_parent() -> None:
-    """Makes this child process die with its parent; only Linux supports this.
-
-    Call it in a process that `run` started.
-    """
+    """Makes a process that `run` started die with its parent; only Linux supports this."""
     parent = int(os.environ[_PARENT])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
@@ -41,12 +38,7 @@ def end_with_parent() -> None:
 
 
 def send(kind: str, message: Any) -> None:
-    """Sends a message from a process that `run` started; the last message is its result.
-
-    Args:
-        kind: Kind of the message.
-        message: Content that JSON can represent.
-    """
+    """Sends a message from a process that `run` started; the last message is its result."""
     line = json.dumps([kind, message]) + "\n"
     data = line.encode()
     while data:
@@ -54,7 +46,7 @@ def send(kind: str, message: Any) -> None:
 
 
 def end_messages() -> None:
-    """Tells the receiver that there are no more messages, whatever this process still does."""
+    """Signals the receiver that no messages follow, whatever this process still does."""
     os.close(int(os.environ[_CHANNEL]))
 
 
@@ -65,21 +57,18 @@ def run(
     *,
     seconds_to_end: float = 30.0,
 ) -> tuple[str, Any]:
-    """Runs a Python command and returns its last message.
+    """Runs a Python command and returns the kind and the content of its last message.
 
     If this call is interrupted, it kills the command and all processes that it started.
 
     Args:
-        command: Arguments of the Python interpreter.
-        env: Changes to this process's environment; None removes a variable.
-        on_message: Receives the kind and the content of each message.
-        seconds_to_end: How long it may live after its last message; then it is killed.
-
-    Returns:
-        Kind and content of the last message.
+      command: Arguments of the Python interpreter.
+      env: Changes to this process's environment; None removes a variable.
+      on_message: Receives the kind and the content of each message.
+      seconds_to_end: How long it may live after its last message; then it is killed.
 
     Raises:
-        EndedError: If the command failed or sent no message; its output is copied to stderr.
+      EndedError: If the command failed or sent no message; its output is copied to stderr.
     """
     variables = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
     with tempfile.TemporaryDirectory(prefix="spmdtrain-") as folder:

@@ -1,8 +1,9 @@
 """Kernels of a compiled program, of Pallas and of cuDNN's attention: operations and time.
 
-XLA's text does not show what a Pallas kernel does, and its model gives no cycles for it. Its
-operations are those of the step's jaxpr (`spmdtrain.step.kernel_flops`), and so are the blocks that
-it reads; those of cuDNN's attention follow from its shapes. The time is an assumption.
+XLA's text does not show what a Pallas kernel does, and its model gives no cycles for it. The
+operations of a Pallas kernel, and the blocks that it reads, come from the step's jaxpr
+(`spmdtrain.step.kernel_flops`); the operations of cuDNN's attention follow from its shapes. The
+time is an assumption.
 """
 
 import enum
@@ -19,7 +20,7 @@ KERNEL_EFFICIENCY = 0.65
 """Part of the matrix unit's peak that a kernel is assumed to reach, on products of padded dims.
 
 Attention kernels are reported at 50 to 73 % of a chip's peak ("FlashAttention-2", arXiv
-2307.08691). With heads of width 64, half of a unit of 128 x 128 is padding, so that it is 33 %.
+2307.08691). With heads of width 64, half of a unit of 128 x 128 is padding, which leaves 33 %.
 """
 CUDNN_EFFICIENCY = 0.24
 """The same for cuDNN's attention, as measured for the causal attention of GPT-2 small in bfloat16
@@ -50,15 +51,15 @@ class KernelCall:
     """A call of a kernel in a compiled program.
 
     Attributes:
-        name: Name of the instruction, without its number.
-        op_name: JAX operation that it comes from, or "".
-        line: Source line of the user that it comes from, or "".
-        operands: Shapes of its operands.
-        results: Shapes of its results.
-        times: Number of executions in a step.
-        bytes: Bytes in main memory of each operand and of each result.
-        stated: Operations that the kernel's cost estimate states; None without.
-        by_shapes: Operations that follow from the shapes of cuDNN's attention; None for others.
+      name: Name of the instruction, without its number.
+      op_name: JAX operation that it comes from, or "".
+      line: Source line of the user that it comes from, or "".
+      operands: Shapes of its operands.
+      results: Shapes of its results.
+      times: Number of executions in a step.
+      bytes: Bytes in main memory of each operand and of each result.
+      stated: Operations that the kernel's cost estimate states.
+      by_shapes: Operations that follow from the shapes of cuDNN's attention; None for others.
     """
 
     name: str
@@ -77,15 +78,14 @@ class PlannedKernel:
     """A kernel of a plan, with its estimated time.
 
     Attributes:
-        name: Its name.
-        line: Source line that it comes from, or "".
-        times: Number of executions in a step.
-        flops: Operations of one execution; NaN if unknown.
-        basis: What `flops` follows from; "" if it is unknown.
-        bytes: Bytes that one execution reads and writes.
-        traffic: What `bytes` follows from.
-        seconds: Assumed time of all executions in a step.
-        unknown_grid: Whether a dim of its grid is unknown, and counts as 1.
+      line: Source line that it comes from, or "".
+      times: Number of executions in a step.
+      flops: Operations of one execution; NaN if unknown.
+      basis: What `flops` follows from; "" if it is unknown.
+      bytes: Bytes that one execution reads and writes.
+      traffic: What `bytes` follows from.
+      seconds: Assumed time of all executions in a step.
+      unknown_grid: Whether a dim of its grid is unknown, and counts as 1.
     """
 
     name: str
@@ -111,14 +111,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 @reading_program()
 def kernel_calls(module: Module) -> list[KernelCall]:
-    """Returns the calls of kernels of a compiled program.
-
-    Args:
-        module: The program.
-
-    Raises:
-        UnreadableProgramError: If XLA wrote the program in an unknown format.
-    """
+    """Returns the calls of kernels of a compiled program."""
     calls = []
     for instruction, within, times in module.instructions():
         if not times or not is_kernel(instruction):
@@ -146,8 +139,7 @@ def kernel_calls(module: Module) -> list[KernelCall]:
 def _attention_flops(attributes: str, operands: Sequence[tuple[int, ...]]) -> float | None:
     """Returns the operations of a call of cuDNN's attention; None for another instruction.
 
-    Raises:
-        ValueError: If the text does not have the shapes.
+    `ValueError` if the text does not have the shapes.
     """
     target = _TARGET.search(attributes)
     if target is None or not target[1].startswith(_CUDNN):
@@ -174,11 +166,10 @@ def planned_kernels(
     """Returns the kernels of a compiled program with their operations and their time.
 
     Args:
-        calls: Their calls.
-        known: The kernels of the step's jaxpr.
-        peak: Peak FLOP/s of a device.
-        bandwidth: Bytes per second between a device and its memory.
-        pads: Whether the device has a matrix unit that pads dims, as a TPU's.
+      known: The kernels of the step's jaxpr.
+      peak: FLOP/s of a device.
+      bandwidth: Bytes per second between a device and its memory.
+      pads: Whether the device has a matrix unit that pads dims, as a TPU has.
     """
     kernels = []
     for call in calls:
@@ -215,7 +206,7 @@ def planned_kernels(
 
 
 def _traffic(call: KernelCall, kernel: KernelFlops | None) -> tuple[float, TrafficBasis]:
-    """Returns the bytes that an execution reads and writes, and what they follow from."""
+    """Returns the bytes that an execution reads and writes, and their origin."""
     passes = () if kernel is None else kernel.passes
     known = [x for x in passes if x is not None]
     if len(passes) == len(known) == len(call.bytes):
@@ -229,9 +220,9 @@ def _traffic(call: KernelCall, kernel: KernelFlops | None) -> tuple[float, Traff
 def _matching(call: KernelCall, known: Sequence[KernelFlops]) -> KernelFlops | None:
     """Returns the kernel of the jaxpr that a call runs.
 
-    It has the call's name and the shapes of its results or, because XLA names a kernel without a
-    name after the function that calls it, the shapes of its operands and results. If several have
-    them, the one with the most operations is taken.
+    It has the call's name and the shapes of its results. XLA names a kernel without a name after
+    the function that calls it; such a kernel has the shapes of the call's operands and results. If
+    several match, it is the one with the most operations.
     """
     names = {call.name, *call.op_name.split("/")}
     named = [x for x in known if x.name in names]

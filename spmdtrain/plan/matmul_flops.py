@@ -27,16 +27,8 @@ def products(module: Module) -> float:
     """Returns the floating-point operations of all products of a step on one device.
 
     As in `spmdtrain.step.flops`, each multiply-add counts as two; padding and dilation of a
-    convolution do not count. Kernels do not count either: see `kernel_calls`.
-
-    Args:
-        module: The compiled program.
-
-    Returns:
-        The operations; NaN if the program calls a kernel whose operations are unknown.
-
-    Raises:
-        UnreadableProgramError: If XLA wrote the program in an unknown format.
+    convolution do not count. Kernels do not count either: see `kernel_calls`. The result is NaN if
+    the program calls a kernel whose operations are unknown.
     """
     return sum(
         times * _operations(instruction, module.computations[name])

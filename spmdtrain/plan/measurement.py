@@ -37,11 +37,11 @@ class Measured:
     """Time and memory of a measured run.
 
     Attributes:
-        devices: Number and kind of the devices.
-        step: Seconds per step, averaged over several seconds of training.
-        peak: Peak bytes in use on one device; None if the platform does not report it.
-        chip: Rates of one virtual CPU device while the others are equally busy; None for other
-            devices, whose peak rates are known.
+      devices: Number and kind of the devices.
+      step: Seconds per step, averaged over several seconds of training.
+      peak: Peak bytes in use on one device; None if the platform does not report it.
+      chip: Rates of one virtual CPU device while the others are equally busy; None for other
+        devices, whose peak rates are known.
     """
 
     devices: str
@@ -50,16 +50,12 @@ class Measured:
     chip: Chip | None
 
     def known(self, topology: Topology) -> Topology:
-        """Returns the topology with the measured rates.
-
-        Args:
-            topology: Topology of the measurement; returned unchanged if no rates were measured.
-        """
+        """Returns the topology with the measured rates; unchanged if no rates were measured."""
         return topology if self.chip is None else dataclasses.replace(topology, chip=self.chip)
 
 
 def from_json(fields: Mapping[str, Any]) -> Measured:
-    """Returns the `Measured` of which `dataclasses.asdict` returned these fields."""
+    """Returns the `Measured` that `dataclasses.asdict` converted to these fields."""
     chip = fields["chip"]
     return Measured(**{**fields, "chip": None if chip is None else Chip(**chip)})
 
@@ -74,16 +70,10 @@ def environment(topology: Topology) -> dict[str, str]:
 def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Measured:
     """Trains an experiment for a few seconds and measures its steps.
 
-    Args:
-        file: The experiment.
-        config: Options of the run. Nothing is written, so its workdir is not used.
-        topology: Must match the devices of this process.
-
-    Returns:
-        Time of a step and memory of a device.
+    Nothing is written, so the workdir is not used.
 
     Raises:
-        UserError: If this process does not have the devices of the topology.
+      UserError: If this process does not have the devices of the topology.
     """
     config = dataclasses.replace(
         config,
@@ -154,12 +144,11 @@ _REPEATED = 16  # times that a loop's body operates on each element
 
 @dataclass(frozen=True)
 class ElementLoop:
-    """A loop whose time is that of operations of one kind, and of copies.
+    """A loop whose time consists of operations of one kind, and of copies.
 
     Attributes:
-        body: One iteration.
-        operations: The operations of the kind in it, on each element.
-        copies: The memory that it reads and writes, as copies of the array.
+      operations: Number of operations of the kind in one iteration, on each element.
+      copies: The memory that one iteration reads and writes, as copies of the array.
     """
 
     body: Callable[[jax.Array], jax.Array]

@@ -26,19 +26,14 @@ class Memory:
     """Bytes on one device; with unequal devices, on the one that holds the most.
 
     Attributes:
-        params: Parameters.
-        optimizer: Optimizer state.
-        average: Moving average of the parameters.
-        other: Step, key, and model state.
-        inputs: The batch.
-        temporaries: Temporary arrays of the step. None if the state alone exceeds the limit, in
-            which case nothing is compiled.
-        results: Results of the step that do not reuse the buffer of an argument.
-        code: The program.
-        peak: Total at the peak.
-        limit: Memory that a program may use; None if unknown.
-        uses: Temporaries that are live at their peak, by use. The remainder of `temporaries` are
-            gaps between arrays of different lifetimes.
+      other: Step, key, and model state.
+      temporaries: Temporary arrays of the step. None if the state alone exceeds the limit, in
+        which case nothing is compiled.
+      results: Results of the step that do not reuse the buffer of an argument.
+      code: The program.
+      limit: Memory that a program may use; None if unknown.
+      uses: Temporaries that are live at their peak, by use. The remainder of `temporaries` are
+        gaps between arrays of different lifetimes.
     """
 
     params: int
@@ -64,12 +59,8 @@ def state_memory(
 ) -> Memory:
     """Returns the memory that is known without compiling: state and batch.
 
-    Args:
-        total: Sum over the rows of the sharding table.
-        others: Last row of the sharding table: state that belongs to no parameter.
-        batch: Abstract global batch.
-        placement: Mesh and shardings of the step.
-        topology: Its chip sets the limit.
+    `total` and `others` are the sum and the last row of the sharding table. `batch` is the abstract
+    global batch.
     """
     other = others.own.device
     inputs = sum(
@@ -92,13 +83,7 @@ def state_memory(
 
 
 def with_program(memory: Memory, summary: CompiledSummary, topology: Topology) -> Memory:
-    """Returns the memory with that of the compiled program, or of one rejected as too big.
-
-    Args:
-        memory: From `state_memory`.
-        summary: Summary of the compiled step.
-        topology: The topology it was compiled for.
-    """
+    """Adds the memory of the compiled program, or of one that was rejected as too big."""
     uses: dict[Use, int] = defaultdict(int)
     for buffer in summary.buffers:
         uses[buffer.use] += buffer.bytes

@@ -31,13 +31,6 @@ def bytes_moved(
     its part, and an update in place only the updated part. Tiles of a layout count in full. Arrays
     outside of the main memory (a TPU keeps some in its vector memory) do not count. Caches are
     ignored, so the result tends to be an upper bound.
-
-    Args:
-        module: The compiled program.
-        omitted: Returns whether an instruction does not count.
-
-    Raises:
-        UnreadableProgramError: If XLA wrote the program in an unknown format.
     """
     return sum(
         times * bytes_of(instruction, within, module)
@@ -47,13 +40,7 @@ def bytes_moved(
 
 
 def bytes_of(instruction: Instruction, within: Computation, module: Module) -> float:
-    """Returns the bytes that one execution of an instruction reads and writes.
-
-    Args:
-        instruction: The instruction.
-        within: Its computation.
-        module: The compiled program.
-    """
+    """Returns the bytes that one execution of an instruction reads and writes."""
     if (
         instruction.opcode in _FREE
         or instruction.opcode in ASYNC
@@ -81,12 +68,7 @@ def bytes_of(instruction: Instruction, within: Computation, module: Module) -> f
 def array_bytes(
     instruction: Instruction, within: Computation
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the bytes of each operand and of each result of an instruction in main memory.
-
-    Args:
-        instruction: The instruction.
-        within: Its computation.
-    """
+    """Returns the bytes of each operand and of each result of an instruction in main memory."""
     operands = tuple(_operand_bytes(name, within) for name in instruction.operands)
     return operands, tuple(map(_in_main, instruction.arrays))
 
@@ -141,7 +123,7 @@ def _read(name: str, body: Computation, module: Module) -> float:
 
 
 def _written(result: Instruction, body: Computation, module: Module) -> float:
-    """Returns the bytes that a fusion writes of a result: of an update in place, its part."""
+    """Returns the bytes that a fusion writes of a result; of an update in place, only its part."""
     match result.opcode:
         case "tuple":
             return sum(_written(body.instructions[x], body, module) for x in result.operands)

@@ -19,7 +19,7 @@ _EXCESS_PRODUCTS = 1.05
 
 
 def used_chips(trainer: Trainer, topology: Topology) -> float:
-    """Returns the number of chips that the trainer's mesh uses; of half a chip, 0.5."""
+    """Returns the number of chips that the trainer's mesh uses; 0.5 if it uses half of one."""
     per_chip = 1 if topology.chip is None else topology.chip.devices
     return len(trainer.placement.devices) / per_chip
 
@@ -38,14 +38,10 @@ def notes_of(
     """Returns notes about what the figures of a plan do not cover.
 
     Args:
-        trainer: Trainer whose step was compiled.
-        topology: Devices of the plan.
-        flops: Operations of the traced step.
-        memory: Memory of one device.
-        summary: Summary of the compiled step.
-        products: Operations of the compiled step on one device.
-        host: Bytes of a device's state that are in host memory.
-        virtual: Whether virtual CPU devices stand in for the topology's devices.
+      flops: Operations of the traced step.
+      products: Operations of the compiled step on one device.
+      host: Bytes of a device's state that are in host memory.
+      virtual: Whether virtual CPU devices stand in for the topology's devices.
     """
     notes = [
         f"a loop with an unknown trip count is counted once: {line}" for line in flops.unknown_loops
@@ -109,9 +105,7 @@ def notes_of(
 def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
     """Returns notes about kernels whose operations are assumed or unknown.
 
-    Args:
-        kernels: The kernels of the compiled step.
-        useful: Operations of the model's mathematics.
+    `useful` are the operations of the model's mathematics.
     """
     notes = []
     for kernel in kernels:

@@ -45,11 +45,9 @@ def plan_page(
     """Returns the page of the plans for one or several topologies.
 
     Args:
-        results: The plans as returned by `plan_as_json`; of a failed one, at least `topology` and
-            `error`.
-        changes: The qualitative changes from each plan to the next.
-        title: The title.
-        command: The command line.
+      results: The plans as returned by `plan_as_json`; a failed one has at least `topology` and
+        `error`.
+      changes: The qualitative changes from each plan to the next.
     """
     plans = [result for result in results if "state" in result]
     sections = []

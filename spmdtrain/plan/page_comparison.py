@@ -25,9 +25,8 @@ _ROW_HEIGHT = 34  # pixels
 def comparison_blocks(plans: Sequence[dict[str, Any]], changes: Sequence[str]) -> list[Block]:
     """Returns the blocks that compare topologies.
 
-    Args:
-        plans: The plans as returned by `plan_as_json`, without those that failed.
-        changes: The qualitative changes from each to the next.
+    The plans are as returned by `plan_as_json`, without those that failed; `changes` lead from each
+    to the next.
     """
     blocks: list[Block] = [_table(plans)]
     if any(plan["time"] for plan in plans):
@@ -148,7 +147,7 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
 
 
 def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
-    """Returns bars of the memory of a device, as a part of the limit unless that is tiny."""
+    """Returns bars of the memory of a device, as a part of the limit unless the part is tiny."""
     alt = altair()
     limits = [plan["memory"]["limit"] for plan in plans]
     parts = [

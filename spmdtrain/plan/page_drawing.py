@@ -1,7 +1,7 @@
 """A drawing of a topology: chips as points, links as lines.
 
-Of a dim with many chips only the first and the last are drawn, and of a torus of three dims only
-the faces in front, above and on the right.
+If a dim has many chips, only the first and the last are drawn. If a torus has three dims, only
+the faces in front, above and on the right are drawn.
 """
 
 import itertools
@@ -43,13 +43,9 @@ class Drawing:
 
 
 def draw_topology(links: Sequence[dict[str, Any]]) -> Drawing | None:
-    """Returns the drawing of a topology.
+    """Returns the drawing of a topology with these links, as they are in `plan_as_json`.
 
-    Args:
-        links: The links as in `plan_as_json`.
-
-    Returns:
-        The drawing; None if the topology has no links between chips, as on CPU.
+    None if the topology has no links between chips, as on CPU.
     """
     sizes = {link["name"]: link["size"] for link in links}
     rings = {link["name"] for link in links if link["ring"]}

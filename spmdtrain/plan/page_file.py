@@ -16,23 +16,12 @@ _LIBRARIES = ("altair", "jinja2", "vl_convert")
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file that can be written.
-
-    Attributes:
-        path: Its path.
-    """
+    """A file that can be written."""
 
     path: epath.Path
 
     def write(self, html: str) -> None:
-        """Writes the page and replaces an earlier one.
-
-        Args:
-            html: The page.
-
-        Raises:
-            UserError: If it cannot be written.
-        """
+        """Writes the page and replaces an earlier one; `UserError` if it cannot be written."""
         with _explaining(self.path):
             no_follow.write(
                 self.path.parent, self.path.name, lambda file: file.write(html.encode())
@@ -42,11 +31,10 @@ class PageFile:
 def open_page_file(path: str) -> PageFile:
     """Returns a file for a page after a check that the page can be made and written.
 
-    Args:
-        path: A local path or `gs://` URL. A file that exists keeps its content.
+    `path` is a local path or `gs://` URL. A file that exists keeps its content.
 
     Raises:
-        UserError: If a library is missing or the file cannot be written.
+      UserError: If a library is missing or the file cannot be written.
     """
     for library in _LIBRARIES:
         import_extra(library, "report", "HTML pages")

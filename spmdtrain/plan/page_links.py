@@ -34,10 +34,9 @@ class LinkLoad:
     """Bytes and seconds of the collectives of a step on one link of the topology.
 
     Attributes:
-        name: Name of the link, as `TopologyLink.name`.
-        sent: Bytes that each device sends.
-        seconds: Time of the collectives that use it; None if unknown.
-        kinds: Kinds of these collectives.
+      name: Name of the link, as `TopologyLink.name`.
+      sent: Bytes that each device sends.
+      seconds: Time of the collectives that use it; None if unknown.
     """
 
     name: str
@@ -47,11 +46,7 @@ class LinkLoad:
 
 
 def link_loads(plan: dict[str, Any]) -> dict[str, LinkLoad]:
-    """Returns the loads of the links of a topology in a step.
-
-    Args:
-        plan: The plan as returned by `plan_as_json`.
-    """
+    """Returns the loads of a topology's links in a step, by name, from `plan_as_json`."""
     loads = {}
     for link in plan["links"]:
         using = [each for each in plan["collectives"] if each["sent"].get(link["name"])]
@@ -66,11 +61,7 @@ def link_loads(plan: dict[str, Any]) -> dict[str, LinkLoad]:
 
 
 def link_blocks(plan: dict[str, Any]) -> list[Block]:
-    """Returns the blocks that show collectives and links.
-
-    Args:
-        plan: The plan as returned by `plan_as_json`.
-    """
+    """Returns the blocks that show collectives and links, from `plan_as_json`."""
     if not plan["collectives"]:
         if plan["flops"]["device"] is None:
             return [NoteBlock("Unknown, because the step was not compiled.")]
@@ -263,7 +254,7 @@ def _collectives(plan: dict[str, Any]) -> TableBlock:
 
 
 def _excess(plan: dict[str, Any]) -> TableBlock | None:
-    """Returns the parameters of which more is sent than the strategy needs."""
+    """Returns the parameters for which a step sends more than the strategy needs."""
     sent = plan["sent"]
     if not sent["excess"] or sent["excess"] < 0.01 * sent["bytes"]:
         return None

@@ -30,11 +30,7 @@ _LIMIT_SHOWN = 0.1  # fraction of the limit from which on the axis reaches to th
 
 
 def memory_blocks(plan: dict[str, Any]) -> list[Block]:
-    """Returns the blocks that show the memory of one device.
-
-    Args:
-        plan: The plan as returned by `plan_as_json`.
-    """
+    """Returns the blocks that show the memory of one device, from `plan_as_json`."""
     memory = plan["memory"]
     blocks: list[Block] = [_chart(memory)]
     if memory["buffers"]:
@@ -48,7 +44,7 @@ def _percent(size: int | None, whole: int) -> str:
 
 
 def _chart(memory: dict[str, Any]) -> ChartBlock:
-    """Returns a bar of the memory by kind, with the limit if the bar is not tiny beside it."""
+    """Returns a bar of the memory by kind, and the limit unless the bar is tiny beside it."""
     alt = altair()
     peak, limit = memory["peak"], memory["limit"]
     rows, start = [], 0

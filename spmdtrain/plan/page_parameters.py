@@ -14,11 +14,7 @@ _COLUMNS = (
 
 
 def parameter_blocks(plan: dict[str, Any]) -> list[Block]:
-    """Returns the sharding table: the parameters with their bytes on a device, largest first.
-
-    Args:
-        plan: The plan as returned by `plan_as_json`.
-    """
+    """Returns the parameters of `plan_as_json` with their bytes on a device, largest first."""
     state = sorted(plan["state"], key=lambda row: -_bytes(row))
     blocks: list[Block] = [_table(state[:_MOST_ROWS], "Parameters, the largest first")]
     rest = state[_MOST_ROWS:]

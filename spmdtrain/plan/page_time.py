@@ -55,13 +55,9 @@ PART_COLORS = {
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a step in the time model.
+    """A part of a step in the time model; `start` and `end` are seconds from the start of the step.
 
-    Attributes:
-        row: The row of the timeline.
-        part: What it is.
-        start: Seconds from the start of the step.
-        end: Seconds from the start of the step.
+    `row` is its row of the timeline.
     """
 
     row: str
@@ -71,15 +67,12 @@ class Segment:
 
 
 def timeline(plan: dict[str, Any]) -> list[Segment]:
-    """Returns the segments of a step as the time model adds them up.
+    """Returns the segments of a step as the time model adds them up, from a plan with times.
 
     Instructions (or products, if the compiler gives no cycles) with kernels, memory traffic and
     overlapped collectives begin together. On a GPU the memory traffic follows the products, on CPU
     each follows the one before. Then come the exposed collectives. The order within each of them
     is arbitrary.
-
-    Args:
-        plan: The plan as returned by `plan_as_json`, with times.
     """
     time = plan["time"]
     overlap = Overlap(time["overlap"])
@@ -130,11 +123,7 @@ def _instructions(time: dict[str, Any]) -> list[Segment]:
 
 
 def time_blocks(plan: dict[str, Any]) -> list[Block]:
-    """Returns the blocks that show the time of a step and its FLOPs.
-
-    Args:
-        plan: The plan as returned by `plan_as_json`.
-    """
+    """Returns the blocks that show the time of a step and its FLOPs, from `plan_as_json`."""
     blocks: list[Block] = []
     if plan["time"]:
         blocks.append(_chart(plan))

@@ -31,9 +31,9 @@ class PeakMemory:
     """Memory that XLA's allocator assigned to a program.
 
     Attributes:
-        total: Bytes of the main memory for the program, arguments included.
-        live: Temporary arrays at the time of their largest sum, the largest first. Gaps between
-            arrays of different sizes and lifetimes are not included.
+      total: Bytes of the main memory for the program, arguments included.
+      live: Temporary arrays at the time of their largest sum, the largest first. Gaps between
+        arrays of different sizes and lifetimes are not included.
     """
 
     total: int
@@ -44,13 +44,7 @@ def read_dump(folder: Path) -> PeakMemory | None:
     """Reads the memory use of a program from the files that `xla_dump_to` writes.
 
     XLA's own list of the buffers at the peak is incomplete, so they are computed from the live
-    range and the allocation of each value.
-
-    Args:
-        folder: Folder of the dump.
-
-    Returns:
-        The peak memory; None if the files are missing or in an unknown format.
+    range and the allocation of each value. None if files are missing or in an unknown format.
     """
     files = {
         kind: next(iter(folder.glob(f"*after_optimizations-{kind}.txt")), None)

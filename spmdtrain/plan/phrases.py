@@ -70,15 +70,12 @@ class CollectiveGroup:
     """Collectives of one kind, over the same axes, from the same source line.
 
     Attributes:
-        kind: XLA's name, such as "all-reduce".
-        axes: Mesh axes over which they communicate.
-        overlapped: Whether XLA runs other instructions at the same time.
-        source: Source line or operation.
-        times: Number of executions in a step.
-        bytes: Payload of all executions.
-        seconds: Time of all executions; None if unknown.
-        carries: The parameters that they carry, in words.
-        sent: Bytes that a device sends over each link of the topology.
+      source: Source line or operation.
+      times: Number of executions in a step.
+      bytes: Payload of all executions.
+      seconds: Time of all executions; None if unknown.
+      carries: The parameters that they carry, in words.
+      sent: Bytes that a device sends over each link of the topology.
     """
 
     kind: str
@@ -127,10 +124,7 @@ def assumptions(plan: dict[str, Any]) -> str:
 def utilization_kind(time: dict[str, Any]) -> str:
     """Returns whether the MFU of a plan is an estimate, or a bound that ignores work on elements.
 
-    On a GPU the time of that work is the memory traffic, which is added to that of products.
-
-    Args:
-        time: The times of a plan.
+    On a GPU, work on elements counts as memory traffic, which is added to the time of products.
     """
     counts_elements = time["instructions"] or time["overlap"] == Overlap.COLLECTIVES
     return "estimated" if counts_elements else "at most"
@@ -139,10 +133,7 @@ def utilization_kind(time: dict[str, Any]) -> str:
 def time_parts(time: dict[str, Any]) -> list[tuple[str, float, str]]:
     """Returns the parts of an estimate: name, seconds, and what they follow from.
 
-    The parts of the instructions, by what limits them, follow these; their names are indented.
-
-    Args:
-        time: The times of a plan.
+    After the instructions come their parts, by what limits them, with indented names.
     """
     parts = []
     for key, name in _PARTS.items():
@@ -158,7 +149,7 @@ def time_parts(time: dict[str, Any]) -> list[tuple[str, float, str]]:
 
 
 def uses_measured_rates(plan: dict[str, Any]) -> bool:
-    """Returns whether the rates of the devices were measured, which is done for virtual devices."""
+    """Returns whether the rates of the devices were measured, as for virtual devices."""
     return plan["measured"] is not None and plan["measured"]["chip"] is not None
 
 
@@ -166,9 +157,6 @@ def memory_by_kind(memory: dict[str, Any]) -> dict[str, int | None]:
     """Returns the bytes of a device by kind, the temporaries by use; None if unknown.
 
     Kinds without bytes are omitted.
-
-    Args:
-        memory: The memory of a plan.
     """
     rows = {
         "parameters": memory["params"],
@@ -224,7 +212,7 @@ def group_collectives(collectives: Sequence[dict[str, Any]]) -> list[CollectiveG
 
 
 def _carried(collectives: Sequence[dict[str, Any]]) -> str:
-    """Returns the parameters that collectives carry, or whose gradients or new values they do."""
+    """Returns the parameters that collectives carry themselves, or as gradients or new values."""
     names: dict[str, list[str]] = defaultdict(list)
     for each in collectives:
         for carried in each["carries"]:
@@ -271,7 +259,7 @@ def run_time(seconds: float) -> str:
 
 
 def chip_hours(time: dict[str, Any]) -> str:
-    """Returns the chip-hours of a run; tiny ones only as that."""
+    """Returns the chip-hours of a run; a tiny number as "less than"."""
     hours = time["chip_hours"]
     return f"{hours:,.3g}" if hours >= _FEW_HOURS else f"< {_FEW_HOURS:g}"
 
@@ -331,10 +319,8 @@ def _rematerialized(array: dict[str, Any]) -> str:
 def advice_figures(advice: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns the figures that the options of an advice change: name, without, with.
 
-    A figure without the options is "" if it is unknown.
-
-    Args:
-        advice: One entry of a plan's advice, with options that solve the problem.
+    The advice must have options that solve the problem. A figure without the options is "" if it is
+    unknown.
     """
     before, after = advice["without"], advice["with_options"]
     figures = [("memory", byte_size(before["peak"]), byte_size(after["peak"]))]

@@ -11,23 +11,17 @@ from spmdtrain.xla.collectives import Carried, Collective
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """One collective of the compiled step, with its estimated time.
+    """One collective of the compiled step, with its estimated time. See also `Collective`.
 
     Attributes:
-        kind: XLA's name, such as "all-reduce".
-        axes: Mesh axes over which it communicates.
-        group_size: Number of devices in a group; 0 if unknown.
-        bytes: Payload; see `Collective.bytes`.
-        times: Number of executions in a step.
-        overlapped: Whether XLA runs other instructions at the same time.
-        link: Name of the link that it uses, or "unknown".
-        sent: Bytes that each device sends in all its executions in a step, by the name of the
-            topology's link (`TopologyLink`); with an unknown group none.
-        seconds: Minimum time of all its executions in a step; NaN if unknown.
-        direction: Direction of a permute along its axes; see `permute_direction`.
-        op_name: JAX operation that it comes from, or "".
-        line: Source line that it comes from, or "".
-        carries: Its arrays.
+      group_size: Number of devices in a group; 0 if unknown.
+      bytes: Payload of one execution.
+      times: Number of executions in a step.
+      link: Name of the link that it uses, or "unknown".
+      sent: Bytes that each device sends in all its executions in a step, by the name of the
+        topology's link (`TopologyLink`); empty if the group is unknown.
+      seconds: Minimum time of all its executions in a step; NaN if unknown.
+      direction: Direction of a permute along its axes; see `permute_direction`.
     """
 
     kind: str
@@ -48,13 +42,7 @@ class PlannedCollective:
 def planned_collective(
     collective: Collective, placement: Placement, topology: Topology
 ) -> PlannedCollective:
-    """Returns a collective of a compiled step with its link and its time.
-
-    Args:
-        collective: The collective.
-        placement: The strategy and its mesh.
-        topology: The devices.
-    """
+    """Returns a collective of a compiled step with its link and its time."""
     seconds, name, shares = math.nan, "unknown", {}
     if topology.chip is None:
         name = "memory"

@@ -87,7 +87,7 @@ class Plan:
     times: time_model.Times | None
     """None if the rates of the devices are unknown."""
     chip: Chip | None = None
-    """Peak rates, or those measured on CPU; None if they are unknown."""
+    """Peak rates, or rates measured on CPU; None if they are unknown."""
     links: list[time_model.TopologyLink] = field(default_factory=list)
     """Links of the topology."""
     notes: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Plan:
     def utilization(self) -> float | None:
         """Model FLOPs utilization (MFU) at the estimated time; see `flops.CONVENTION`.
 
-        None if the time is unknown, or without that of a kernel whose operations are unknown.
+        None if the time is unknown, or if the operations of a kernel are unknown.
         """
         if self.times is None or any(math.isnan(each.flops) for each in self.kernels):
             return None
@@ -125,19 +125,15 @@ def plan(
 ) -> Plan:
     """Compiles the step of an experiment for a topology and estimates its memory and time.
 
-    The process must be set up for the topology: see `aot.environment`.
+    The process must be set up for the topology: see `aot.environment`. The workdir and the
+    compilation cache of the options are not used. `times` of the plan are None if the step does not
+    fit.
 
     Args:
-        file: The experiment.
-        config: Options of the run. Its workdir and compilation cache are not used.
-        topology: Devices to plan for.
-        on_progress: Receives the name of each stage: building, tracing, compiling.
-
-    Returns:
-        The plan; its `times` are None if the step does not fit.
+      on_progress: Receives the name of each stage: building, tracing, compiling.
 
     Raises:
-        UserError: If the experiment or its options are invalid on this topology.
+      UserError: If the experiment or its options are invalid on this topology.
     """
     if strategy(config.strategy).by_servers:
         raise UserError(
@@ -292,7 +288,7 @@ def _tokens(batch: Any) -> int:
     """Returns the tokens of one example: the length of its longest integer sequence.
 
     uint8 arrays are images. If the sequence is the only integer array of the batch, its last token
-    is a target and no input, and does not count.
+    is only a target, not an input, and does not count.
     """
     integers = [
         x
@@ -321,7 +317,7 @@ def _is_frozen(name: str, trainer: Trainer) -> bool:
 
 
 def _collectives(config: RunConfig, topology: Topology, virtual: bool) -> CollectiveOptions:
-    """Returns the options with which the step is compiled here as a run's is on the topology."""
+    """Returns the options for compiling the step here as a run compiles it on the topology."""
     options = config.collectives
     if topology.platform == "cpu":  # how processes connect, and how long they wait
         return dataclasses.replace(options, timeout=None, cpu_implementation=None)
@@ -385,7 +381,7 @@ def _kernels(topology: Topology, flops: Flops, summary: CompiledSummary) -> list
 
 
 def _products(summary: CompiledSummary, kernels: Sequence[PlannedKernel]) -> float:
-    """Returns the operations of a compiled step on one device, with those of kernels."""
+    """Returns the operations of a compiled step on one device, including kernels."""
     return summary.products + sum(each.times * each.flops for each in kernels)
 
 

@@ -62,13 +62,12 @@ class Buffer:
     """A temporary array that is live at peak memory.
 
     Attributes:
-        bytes: Size on one device, in XLA's layout.
-        use: What the array is used for.
-        shape: Dtype and shape on one device, such as `bf16[8,1024]`.
-        parameter: Model parameter that it is computed from, or whose gradient or new value it is;
-            "" if there is none.
-        line: Source line of the user that it comes from, or "".
-        op_name: JAX operation that it comes from, or "".
+      bytes: Size on one device, in XLA's layout.
+      shape: Dtype and shape on one device, such as `bf16[8,1024]`.
+      parameter: Model parameter that it is computed from, or whose gradient or new value it is;
+        "" if there is none.
+      line: Source line of the user that it comes from, or "".
+      op_name: JAX operation that it comes from, or "".
     """
 
     bytes: int
@@ -84,11 +83,11 @@ class Rematerialized:
     """An array that XLA replicates on each device because it has no other way to reshard it.
 
     Attributes:
-        given: Sharding before, in XLA's notation.
-        wanted: Sharding that an instruction needs, in XLA's notation.
-        shape: Dtype and shape at that instruction; of one device if the array was already split.
-        parameter: Model parameter whose value or gradient it is, or "".
-        line: Source line of the user that needs it, or "".
+      given: Sharding before, in XLA's notation.
+      wanted: Sharding that an instruction needs, in XLA's notation.
+      shape: Dtype and shape at that instruction; of one device if the array was already split.
+      parameter: Model parameter whose value or gradient it is, or "".
+      line: Source line of the user that needs it, or "".
     """
 
     given: str
@@ -103,26 +102,23 @@ class CompiledSummary:
     """Memory, collectives and operations of a compiled step.
 
     Attributes:
-        sizes: Bytes by XLA's names: argument, output, alias, temp and generated_code from its
-            memory analysis, total from its allocator. If the compiler rejected the step, only
-            total.
-        collectives: Collectives in the order of the program.
-        traffic: Bytes read and written; see `bytes_moved`.
-        products: Floating-point operations on one device, without those of kernels; NaN if
-            unknown.
-        unknown: Source lines that were compiled to loops with an unknown trip count.
-        choices: Source lines that were compiled to a conditional, of which the largest branch
-            counts.
-        rare: Source lines with a branch that seldom runs and does not count.
-        work: Work of the instructions that run one after another; see `work_of`.
-        kernels: Calls of kernels, of Pallas and of cuDNN's attention.
-        elements: Operations on elements; see `element_operations`.
-        buffers: Temporary arrays that are live at peak memory, the largest first.
-        rematerialized: Arrays for which the partitioner warned of a full rematerialization.
-        refusal: XLA's out-of-memory message if it rejected the step, else "".
-        own_traffic: Part of `traffic` that is not of kernels or collectives, whose times include
-            that of their bytes.
-        has_triton: Whether XLA could use Triton for the products of a GPU.
+      sizes: Bytes by XLA's names: argument, output, alias, temp and generated_code from its
+        memory analysis, total from its allocator. If the compiler rejected the step, only
+        total.
+      collectives: Collectives in the order of the program.
+      traffic: Bytes read and written; see `bytes_moved`.
+      products: Floating-point operations on one device, without kernels; NaN if unknown.
+      unknown: Source lines that were compiled to loops with an unknown trip count.
+      choices: Source lines that were compiled to a conditional; its largest branch counts.
+      rare: Source lines of conditionals whose rarely taken branch does not count.
+      work: Work of the instructions that run one after another; see `work_of`.
+      elements: Operations on elements; see `element_operations`.
+      buffers: Temporary arrays that are live at peak memory, the largest first.
+      rematerialized: Arrays for which the partitioner warned of a full rematerialization.
+      refusal: XLA's out-of-memory message if it rejected the step, else "".
+      own_traffic: `traffic` without the bytes of kernels and collectives, whose times already
+        include them.
+      has_triton: Whether XLA could use Triton for the products of a GPU.
     """
 
     sizes: dict[str, int]
@@ -156,15 +152,14 @@ def summarize_compiled(
     devices but cannot deserialize them.
 
     Args:
-        traced: The step.
-        on: Its mesh; None for a single device.
-        parameters: Names of the model parameters by argument name; see `Origins`.
-        target: Everything besides the program's text that compilation depends on: devices and
-            options.
-        keep: Whether to use the cache.
+      on: The step's mesh; None for a single device.
+      parameters: Names of the model parameters by argument name; see `Origins`.
+      target: Everything besides the program's text that compilation depends on: devices and
+        options.
+      keep: Whether to use the cache.
 
     Raises:
-        UserError: If a kernel needs more memory than a core has.
+      UserError: If a kernel needs more memory than a core has.
     """
     lowered = traced.lower()
     path = cache_folder() / "plans" / f"{_key(lowered, parameters, target)}.json"
@@ -180,9 +175,7 @@ def summarize_compiled(
 def sealed(key: str, content: bytes) -> bytes:
     """Returns the content of a summary file: a digest of key and content, then the content.
 
-    Args:
-        key: The file's name without its extension.
-        content: The summary as JSON.
+    `key` is the file's name without its extension, `content` the summary as JSON.
     """
     digest = hashlib.blake2b(f"{key}\n".encode() + content, digest_size=16).hexdigest()
     return f"{digest}\n".encode() + content
@@ -283,7 +276,7 @@ def _summarize(
 
 
 def is_timed_apart(instruction: Instruction) -> bool:
-    """Returns whether the time model has a time of its own for an instruction."""
+    """Returns whether the time model has a separate time for an instruction."""
     return is_kernel(instruction) or instruction.opcode.removesuffix("-start") in KINDS
 
 

@@ -31,12 +31,7 @@ _FULL = 0.8  # fraction of a device's memory from which on the largest temporari
 
 
 def show_plan(terminal: Terminal, plan: dict[str, Any]) -> None:
-    """Prints the tables and notes of one plan.
-
-    Args:
-        terminal: Where to print.
-        plan: The plan as returned by `plan_as_json`.
-    """
+    """Prints the tables and notes of one plan, as returned by `plan_as_json`."""
     terminal.line(
         f"{plan['topology']}: {plan['chips']} chip{'s' if plan['chips'] > 1 else ''}, "
         f"{plan['placement']}; "
@@ -159,13 +154,7 @@ def _advice(advice: dict[str, Any]) -> str:
 def show_scaling(
     terminal: Terminal, plans: Sequence[dict[str, Any]], changes: Sequence[str]
 ) -> None:
-    """Prints a table of several topologies and the changes from each to the next.
-
-    Args:
-        terminal: Where to print.
-        plans: The plans as returned by `plan_as_json`.
-        changes: Their changes, from `describe_changes`.
-    """
+    """Prints a table of several plans (`plan_as_json`) and the changes from each to the next."""
     terminal.console.print(_side_by_side(plans))
     for change in changes:
         terminal.line(change)

@@ -35,11 +35,11 @@ class TopologyLink:
     """Links of one kind in a topology: those along a dim of a torus, NVLink, or a network.
 
     Attributes:
-        name: "x", "y" or "z" for a dim of a torus, otherwise the name of the link.
-        size: Number of chips, hosts, slices or devices that they connect.
-        bandwidth: Bytes per second that a chip sends over them, in both directions of a ring; None
-            if unknown.
-        ring: Whether they close to a ring.
+      name: "x", "y" or "z" for a dim of a torus, otherwise the name of the link.
+      size: Number of chips, hosts, slices or devices that they connect.
+      bandwidth: Bytes per second that a chip sends over them, in both directions of a ring; None
+        if unknown.
+      ring: Whether they close to a ring.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Link:
     """The connection between the devices of a group.
 
     Attributes:
-        bandwidth: Bytes per second that each device sends, over all links that it uses at once.
-        hops: Hops from one end of the group to the other.
-        name: Name for the user.
-        latency: Seconds that each collective takes in addition to the transfer.
-        shares: Fraction of the bytes that a device sends over each link of the topology, by the
-            name of the `TopologyLink`.
+      bandwidth: Bytes per second that each device sends, over all links that it uses at once.
+      hops: Hops from one end of the group to the other.
+      name: Name for the user.
+      latency: Seconds that each collective takes in addition to the transfer.
+      shares: Fraction of the bytes that a device sends over each link of the topology, by the
+        name of the `TopologyLink`.
     """
 
     bandwidth: float
@@ -86,17 +86,11 @@ class Link:
 
 
 def link_between(kind: str, devices: Sequence[Any], topology: Topology, chip: Chip) -> Link:
-    """Returns the link of a group: links of a torus, NVLink, or the network.
+    """Returns the link of a group of devices: links of a torus, NVLink, or the network.
 
     On a torus, a collective uses a ring in each dim along which the devices differ, in both
-    directions if the group covers a whole dim that is a ring.
-
-    Args:
-        kind: Kind of the collective. Of a permute, the devices are a chain in which each is assumed
-            to send to its neighbor.
-        devices: Devices of one group.
-        topology: Their topology.
-        chip: The chip of the topology.
+    directions if the group covers a whole dim that is a ring. The devices of a permute are a chain
+    in which each is assumed to send to its neighbor.
     """
     if topology.platform == "cpu":
         return Link(chip.link, 0, _MEMORY, chip.latency, {_MEMORY: 1.0})
@@ -151,11 +145,7 @@ def wire_bytes(kind: str, whole: float, group: int) -> float:
     """Returns the bytes that each device of a group must send in a collective.
 
     An all-gather or a reduce-scatter sends (g - 1) / g of the payload, an all-reduce twice that.
-
-    Args:
-        kind: Kind of the collective.
-        whole: Bytes of the whole payload; see `Collective.bytes`.
-        group: Number of devices.
+    `whole` is the payload in bytes (see `Collective.bytes`), `group` the number of devices.
     """
     if group < 2:
         return 0.0
@@ -172,14 +162,7 @@ def least_bytes(kind: str, whole: float, group: int, topology: Topology, chip: C
     """Returns the bytes that a chip must send in a collective, whatever the algorithm.
 
     A chip whose two devices are in the group sends once for both. Switches between GPUs may sum
-    values (NVLink SHARP), so that each value is sent once.
-
-    Args:
-        kind: Kind of the collective.
-        whole: Bytes of the whole payload.
-        group: Number of devices.
-        topology: Their topology.
-        chip: The chip of the topology.
+    values (NVLink SHARP), so that each value is sent once. The arguments are as in `wire_bytes`.
     """
     sent = wire_bytes(kind, whole, max(1, group // chip.devices))
     return sent / 2 if topology.platform == "gpu" and kind == "all-reduce" else sent
@@ -188,11 +171,7 @@ def least_bytes(kind: str, whole: float, group: int, topology: Topology, chip: C
 def seconds(kind: str, whole: float, group: int, link: Link) -> float:
     """Returns the seconds that a collective takes in a group with exclusive use of its link.
 
-    Args:
-        kind: Kind of the collective.
-        whole: Bytes of the whole payload.
-        group: Number of devices.
-        link: The connection between them.
+    `whole` and `group` are as in `wire_bytes`.
     """
     hops = link.hops * (group > 1) * (2 if kind == "all-reduce" else 1)  # there and back
     return max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * hops) + link.latency
@@ -215,9 +194,9 @@ class InstructionTimes:
     write its arrays.
 
     Attributes:
-        products: Instructions with matrix products or convolutions, and what is fused into them.
-        vector: Other ones, which the vector unit executes.
-        memory: Those that wait for memory longer than the compiler estimates.
+      products: Instructions with matrix products or convolutions, and what is fused into them.
+      vector: Other instructions, which the vector unit executes.
+      memory: Instructions that wait for memory longer than the compiler estimates.
     """
 
     products: float
@@ -231,12 +210,7 @@ class InstructionTimes:
 
 
 def instruction_times(work: Sequence[Work], chip: Chip) -> InstructionTimes | None:
-    """Returns the times of instructions; None without cycles, or if the chip's clock is unknown.
-
-    Args:
-        work: The work of the instructions.
-        chip: The chip.
-    """
+    """Returns the times of instructions; None without cycles, or if the chip's clock is unknown."""
     if chip.clock is None or not work:
         return None
     products = vector = memory = 0.0
@@ -255,9 +229,8 @@ def instruction_times(work: Sequence[Work], chip: Chip) -> InstructionTimes | No
 def element_seconds(operations: Mapping[str, float], chip: Chip) -> float:
     """Returns the seconds of operations on elements; 0 if the chip's rates are unknown.
 
-    Args:
-        operations: Those of a step on one device, by kind; see `element_operations`.
-        chip: The chip. The rates of virtual devices are measured.
+    `operations` are those of a step on one device, by kind (see `element_operations`). The rates of
+    virtual devices are measured.
     """
     rates = chip.element_rates
     return sum(count / rates[kind] for kind, count in operations.items()) if rates else 0.0
@@ -276,7 +249,7 @@ class Overlap(enum.StrEnum):
 
     @classmethod
     def of(cls, platform: str) -> "Overlap":
-        """Returns that of a platform: tpu, gpu or cpu."""
+        """Returns the overlap of a platform: tpu, gpu or cpu."""
         return {"cpu": cls.NOTHING, "gpu": cls.COLLECTIVES}.get(platform, cls.ALL)
 
 
@@ -285,20 +258,19 @@ class Times:
     """Seconds of one step, by component.
 
     Attributes:
-        compute: Products of the compiled program at the chip's peak, without those of kernels.
-        useful: A device's share of the model's products at the chip's peak, without recomputed or
-            duplicated ones.
-        memory: Reads and writes of all instructions; on a GPU without those of kernels and of
-            collectives, whose times are added to it.
-        waiting: Collectives during which nothing else runs.
-        overlapped: Collectives that run at the same time as other instructions.
-        least_memory: Reading and writing the state once.
-        least_links: Sending all bytes over all links of a chip at once.
-        overlap: What runs while products are computed.
-        kernels: Kernels of Pallas and cuDNN, with an assumed part of the chip's peak.
-        instructions: Instructions by the compiler's cycles; None if it gives none.
-        elements: Operations on elements, at the rates measured on CPU; 0 on other chips.
-        rates: The source of the rates, which are peaks or measured.
+      compute: Products of the compiled program at the chip's peak, without those of kernels.
+      useful: A device's share of the model's products at the chip's peak, without recomputed or
+        duplicated ones.
+      memory: Reads and writes of all instructions; on a GPU not of kernels and
+        collectives, because their times are added.
+      waiting: Collectives during which nothing else runs.
+      overlapped: Collectives that run at the same time as other instructions.
+      least_memory: Reading and writing the state once.
+      least_links: Sending all bytes over all links of a chip at once.
+      overlap: What runs while products are computed.
+      kernels: Kernels of Pallas and cuDNN, with an assumed part of the chip's peak.
+      instructions: Instructions by the compiler's cycles; None if it gives none.
+      elements: Operations on elements, at the rates measured on CPU; 0 on other chips.
     """
 
     compute: float
@@ -369,10 +341,8 @@ class Times:
 def overlapped_seconds(collectives: Iterable[tuple[str, int, float]]) -> float:
     """Returns the seconds of collectives that run at the same time as other instructions.
 
-    Permutes in opposite directions use the two directions of the same links, at the same time.
-
-    Args:
-        collectives: For each its name, its direction (0 if it has none) and its seconds.
+    Permutes in opposite directions use the two directions of the same links, at the same time. Each
+    collective has a name, a direction (0 if it has none) and seconds.
     """
     by_direction: dict[str, dict[int, float]] = defaultdict(dict)
     for name, direction, seconds in collectives:
@@ -386,9 +356,7 @@ def overlapped_seconds(collectives: Iterable[tuple[str, int, float]]) -> float:
 def permute_direction(kind: str, group: Sequence[int]) -> int:
     """Returns the direction of a permute along its chain of devices: 1, -1, or 0 for other kinds.
 
-    Args:
-        kind: Kind of the collective.
-        group: Its devices, each of which sends to the next one.
+    Each device of the group sends to the next one.
     """
     if kind != "collective-permute" or len(group) < 3:
         return 0

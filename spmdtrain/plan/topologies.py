@@ -62,11 +62,11 @@ class Topology:
     """Chips and their arrangement.
 
     Attributes:
-        text: The name that the user gave.
-        platform: "tpu", "gpu" or "cpu".
-        chip: Rates of a chip; None for CPU, unless they were measured.
-        shape: TPU: chips along each dim of a slice. GPU: hosts, and GPUs of a host. CPU: devices.
-        slices: Number of slices; a slower network connects them.
+      text: The name that the user gave.
+      platform: "tpu", "gpu" or "cpu".
+      chip: Rates of a chip; None for CPU, unless they were measured.
+      shape: TPU: chips along each dim of a slice. GPU: hosts, and GPUs of a host. CPU: devices.
+      slices: Number of slices; a slower network connects them.
     """
 
     text: str
@@ -90,13 +90,10 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """Returns the topology with a name.
-
-    Args:
-        text: Name such as "v5e:4x4", "v5e:16x16@2", "gpu:h100:2x8" or "cpu:8".
+    """Returns the topology with a name such as "v5e:4x4", "v5e:16x16@2", "gpu:h100:2x8" or "cpu:8".
 
     Raises:
-        UserError: If there is no such topology.
+      UserError: If there is no such topology.
     """
     kind, _, rest = text.partition(":")
     if kind == "cpu":

@@ -17,11 +17,10 @@ class StepTraffic:
     """Bytes that each device sends for one parameter in a step.
 
     Attributes:
-        parameter: Its path; "the rest" for losses, metrics, checks, and arrays of unknown origin.
-        bytes: Bytes sent.
-        least: Minimum for the strategy.
-        excess: Bytes beyond the minimum, computed for gradients and for parameters separately.
-        how: The collectives, and how often the whole parameter crosses in each.
+      parameter: Its path; "the rest" for losses, metrics, checks, and arrays of unknown origin.
+      least: Minimum for the strategy.
+      excess: Bytes beyond the minimum, computed for gradients and for parameters separately.
+      how: The collectives, and how often the whole parameter crosses in each.
     """
 
     parameter: str
@@ -47,11 +46,11 @@ class MinimumTraffic:
     """Elements that each device must send in a step for one parameter.
 
     Attributes:
-        reduced: Elements sent to sum gradients.
-        renewed: Elements sent to distribute the new values.
-        gathered: Elements sent to gather the whole parameter once.
-        width: Bytes of a stored element.
-        compute_width: Bytes of an element in the dtype of the computation.
+      reduced: Elements sent to sum gradients.
+      renewed: Elements sent to distribute the new values.
+      gathered: Elements sent to gather the whole parameter once.
+      width: Bytes of a stored element.
+      compute_width: Bytes of an element in the dtype of the computation.
     """
 
     reduced: float
@@ -79,13 +78,12 @@ def least_sent(
     are gathered before the computation.
 
     Args:
-        row: The parameter, with the number of its shards.
-        batch_shards: Number of devices over which the batch is split.
-        context: Number of devices over which the tokens of each example are split. Gradients are
-            summed over them, too.
-        compute_width: Bytes of an element in the dtype of the computation.
-        width: Bytes of a stored element.
-        is_trained: Whether the parameter has a gradient.
+      row: The parameter, with the number of its shards.
+      batch_shards: Number of devices over which the batch is split.
+      context: Number of devices over which the tokens of each example are split. Gradients are
+        summed over them, too.
+      compute_width: Bytes of an element in the dtype of the computation.
+      width: Bytes of a stored element.
     """
     parts = row.own.parts
     more = max(1, min(row.optimizer.parts, batch_shards) // parts)  # shards of the optimizer state
@@ -129,12 +127,8 @@ def traffic_of(
 ) -> Traffic:
     """Returns the traffic of a step by parameter.
 
-    What is exchanged over the axis "context", such as keys and values, counts as necessary.
-
-    Args:
-        collectives: Collectives of the compiled step, with the parameters that they carry.
-        rows: The parameters.
-        least: Minimum by parameter; None if there is no formula.
+    What is exchanged over the axis "context", such as keys and values, counts as necessary. `least`
+    is None if there is no formula for the minimum.
     """
     elements = {row.name: row.elements for row in rows if row.elements}
     crossed = {name: _Crossed() for name in (*elements, _REST)}

@@ -19,13 +19,13 @@ class AxisRules:
     """A table from the logical names of a model's annotations to axes of the mesh.
 
     The model's own constraints of activations use it, too: it is Flax's `logical_axis_rules` while
-    the model runs. If a name occurs several times, its first entry counts whose axes the array does
-    not use yet, as in Flax. A name that is not in the table means the mesh axis of that name.
+    the model runs. If a name occurs several times, the first entry applies whose axes the array
+    does not use yet, as in Flax. A name that is not in the table means the mesh axis of that name.
 
     Args:
       rules: Names to an axis, a tuple of axes, or None (not split); or such pairs.
-      explicit: The axes that are explicit while the model runs (`jax.sharding.AxisType`), as those
-        of `jax.make_mesh` are. A model that passes `out_sharding` to operations needs this for
+      explicit: The axes that are explicit while the model runs (`jax.sharding.AxisType`), like the
+        axes of `jax.make_mesh`. A model that passes `out_sharding` to operations needs this for
         every axis that it names.
 
     Attributes:
@@ -53,19 +53,19 @@ class AxisRules:
 
 @dataclass(frozen=True)
 class DimsOf:
-    """The dims of an array that are dims of a parameter, by whose rule they are sharded.
+    """The dims that an array shares with a parameter, whose rule shards them.
 
     Attributes:
       parameter: The path of the parameter in the state.
-      dims: For each dim of the array, the dim of the parameter that it is; None for an own dim,
-        which is not split.
+      dims: For each dim of the array, the same dim of the parameter; None if the parameter has no
+        such dim, which is then not split.
     """
 
     parameter: str
     dims: tuple[int | None, ...]
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns the spec of the array for the spec of the parameter."""
+        """Converts the spec of the parameter to the spec of the array."""
         entries = dict(enumerate(spec))
         return PartitionSpec(
             *(None if dim is None else entries.get(dim) for dim in self.dims if entries)
@@ -79,7 +79,7 @@ class Annotation:
     Attributes:
       names: One entry for each dim: a name, several names, or None. Dims may be left out at the
         end.
-      rules: Entries of a table that belongs to this array alone; those of `AxisRules` win.
+      rules: Entries of the array's own table; entries of `AxisRules` win.
     """
 
     names: tuple[Axes, ...]
@@ -92,7 +92,6 @@ class Annotation:
         Args:
           value: A sequence of names, a `PartitionSpec`, or an object with such a `spec` (a
             `NamedSharding`, or the `sharding` of a `Format`).
-          rules: The array's own table.
         """
         value = getattr(value, "sharding", value)
         value = getattr(value, "spec", value)
@@ -109,10 +108,6 @@ def specs_of(
     annotations: Mapping[str, Annotation], axis_rules: AxisRules | None
 ) -> dict[str, PartitionSpec]:
     """Returns the specs of annotated arrays by path.
-
-    Args:
-      annotations: The annotations by path.
-      axis_rules: The experiment's table.
 
     Raises:
       UserError: If a name is neither in the table nor an axis of the mesh, or if two dims of an

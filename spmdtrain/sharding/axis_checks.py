@@ -1,4 +1,4 @@
-"""Checks that the rules use each mesh axis that only rules use."""
+"""The check that rules name each mesh axis over which only rules split."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,10 @@ from spmdtrain.strategies import AXES
 
 
 def check_axes_used(placement: Placement, rules: Sequence[Rule], annotated: Sequence[Rule]) -> None:
-    """Checks that the rules use every axis that only they use; otherwise work is repeated.
+    """Raises `UserError` if no rule names an axis over which only rules split.
 
-    Args:
-      placement: The strategy and its mesh.
-      rules: The experiment's rules.
-      annotated: The rules of the model's annotations.
-
-    Raises:
-      UserError: If no rule names such an axis; names the axis.
+    The devices of such an axis would repeat each other's work. `annotated` are the rules of the
+    model's annotations.
     """
     named = {axis for rule in (*rules, *annotated) for axis in axes_of_spec(rule.spec)}
     used = {*named, *GATHER_AXES, "context"}  # attention uses the last: `check_context_used`

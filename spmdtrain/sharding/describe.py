@@ -14,15 +14,10 @@ PyTree = Any
 
 
 def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
-    """Checks that leaves have their shardings, including the memory kind.
+    """Raises `UserError` if a leaf does not have its sharding, including the memory kind.
 
-    Args:
-      tree: Arrays.
-      shardings: The sharding that each should have.
-      when: The start of the error message, for example "as restored".
-
-    Raises:
-      UserError: If a leaf has another sharding, or is float0, which JAX places on no device.
+    A float0 leaf is an error, too: JAX places it on no device. `when` begins the message, for
+    example "as restored".
     """
     wanted = named_leaves(shardings)
     for name, leaf in named_leaves(tree).items():
@@ -43,9 +38,7 @@ def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
 def describe_sharding(sharding: Sharding) -> str:
     """Returns a sharding as text, for example "P('fsdp', None)".
 
-    Args:
-      sharding: The sharding. If its spec names only axes of size 1, the text is "replicated" with
-        their sizes.
+    If its spec names only axes of size 1, the text is "replicated" with their sizes.
     """
     if not isinstance(sharding, NamedSharding):
         return f"on {describe_devices(sorted(sharding.device_set, key=lambda device: device.id))}"
@@ -81,18 +74,13 @@ def axes_of_spec(spec: PartitionSpec) -> list[str]:
 
 
 def split_dims(spec: PartitionSpec, ndim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Returns the dims that a spec splits, counted from the end, with the axes of each.
-
-    Args:
-      spec: The spec.
-      ndim: Number of dims of the array.
-    """
+    """Returns the dims that a spec splits, counted from the end, with the axes of each."""
     entries = ((dim - ndim, axes_of_entry(entry)) for dim, entry in enumerate(spec))
     return tuple((dim, axes) for dim, axes in entries if axes)
 
 
 def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Returns a spec without the axes that are not among `axes`."""
+    """Returns a spec with only those of its axes that are in `axes`."""
     kept = [tuple(axis for axis in axes_of_entry(entry) if axis in axes) for entry in spec]
     return PartitionSpec(*(entry or None for entry in kept))
 

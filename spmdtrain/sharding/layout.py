@@ -46,18 +46,14 @@ class Layout:
 
     Args:
       state: A `TrainState` whose leaves have shapes and dtypes.
-      placement: The strategy and its mesh.
       rules: The experiment's rules; the first match applies.
-      options: Minimum size of leaves that are split, and offloading to host memory.
-      annotations: The model's annotations by path.
-      axis_rules: The table from their names to axes.
+      axis_rules: The table from the annotations' names to axes.
       derived: Parameters by path that are sharded by the rule of another one, dim by dim.
 
     Attributes:
       on_device: The sharding of each leaf in device memory, while a step computes.
-      shardings: The sharding of each leaf between steps: that of `on_device`, or in host memory.
-      replicates_params: Whether every device holds all parameters.
-      splits_tensors: Whether parameters are split over other axes than those of `GATHER_AXES`.
+      shardings: The sharding of each leaf between steps: as in `on_device`, or in host memory.
+      splits_tensors: Whether parameters are split over axes that are not in `GATHER_AXES`.
 
     Raises:
       UserError: If a rule matches nothing, a name is not mapped, a dim does not divide, or a large
@@ -128,19 +124,13 @@ class Layout:
         return found
 
     def in_model(self, variables: PyTree) -> PyTree:
-        """Returns the specs that the values of a model have while it runs.
-
-        Args:
-          variables: Its `params` and `model_state`.
-        """
+        """Returns the specs that the variables of a model have while it runs."""
         return _with_paths(lambda name, x: self._in_model(name, tuple(x.shape)), variables)
 
     def to_device(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
         """Returns a tree with leaves in host memory copied to the devices. Traced under `jit`.
 
-        Args:
-          tree: A part of the state.
-          of: Selects the same part from the state's shardings.
+        `tree` is a part of the state; `of` selects the same part from the state's shardings.
         """
 
         def copy(x: jax.Array, between: Sharding, on_device: Sharding) -> jax.Array:
@@ -151,12 +141,9 @@ class Layout:
     def gather(self, params: PyTree) -> PyTree:
         """Returns the parameters gathered for the model. Traced under `jit`.
 
-        Those that are split over axes of `GATHER_AXES` are gathered, because each device needs all
-        of them for its own examples. Splits over other axes are kept. Under `use_gathers` they are
-        explicit, and where a device computes alone there is nothing to gather.
-
-        Args:
-          params: The parameters.
+        Parameters that are split over axes of `GATHER_AXES` are gathered, because each device needs
+        all of them for its own examples. Splits over other axes are kept. Under `use_gathers` the
+        gathers are explicit; where a device computes alone there is nothing to gather.
         """
         if not self._gathers:
             return params
@@ -166,20 +153,18 @@ class Layout:
         return params if alone else self._constrain(params, self._gathered)
 
     def batch_specs(self, params: PyTree, field: str) -> PyTree:
-        """Returns the specs of parameters over `GATHER_AXES`, for `shard_map`.
+        """Returns the specs of parameters, or of a part of them, over `GATHER_AXES` (`shard_map`).
 
-        Args:
-          params: The parameters, or a part of them.
-          field: "params", or "opt_state" for the specs of their gradients.
+        `field` is "params", or "opt_state" for the specs of their gradients.
         """
         return _with_paths(lambda name, _: self._over_batch(params_path(name), field), params)
 
     def gathered_whole(self, in_loop: Collection[str]) -> list[str]:
-        """Returns the names of parameters that would be gathered whole, and by XLA would not.
+        """Returns the parameters that explicit gathers would gather whole, and XLA would not.
 
-        XLA gathers stacked layers one at a time in a loop, and parameters that are annotated as
-        split where they are used. If an annotated model has its layers in `in_loop`, its other
-        arrays are few (an embedding, an output layer), and only further layers are returned.
+        XLA gathers stacked layers one at a time in a loop. It gathers a parameter that is annotated
+        as split where the parameter is used. If an annotated model has its layers in `in_loop`, its
+        other arrays are few (an embedding, an output layer), and only further layers are returned.
 
         Args:
           in_loop: The names of the parameters that loops over layers gather one layer at a time.
@@ -196,28 +181,22 @@ class Layout:
         return [name for name in self._shapes if name not in in_loop and is_whole(name)]
 
     def gradients(self, gradients: PyTree) -> PyTree:
-        """Returns gradients constrained to the shardings of the optimizer's state.
+        """Constrains gradients to the shardings of the optimizer's state. Traced under `jit`.
 
-        XLA then reduce-scatters them, and each device updates its own part. Traced under `jit`.
-
-        Args:
-          gradients: The gradients.
+        XLA then reduce-scatters them, and each device updates its own part.
         """
         return self._constrain(gradients, self._gradient) if self.splits_gradients else gradients
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether `gradients` splits arrays that may be whole among the parameters."""
+        """Whether `gradients` splits arrays, although their parameters may not be split."""
         strategy = self._placement.strategy
         return strategy.shards_params or strategy.shards_optimizer
 
     def at_rest(self, params: PyTree) -> PyTree:
-        """Returns updated parameters constrained to their shardings. Traced under `jit`.
+        """Constrains updated parameters to their shardings. Traced under `jit`.
 
         If only the optimizer state is sharded, this gathers them once.
-
-        Args:
-          params: The updated parameters.
         """
         if not self._placement.strategy.shards_optimizer:
             return params
@@ -262,7 +241,7 @@ class Layout:
         )
 
     def _over_batch(self, name: str, field: str) -> PartitionSpec:
-        """Returns the part of a parameter's spec in a field that is over `GATHER_AXES`."""
+        """Returns a parameter's spec in a field, with only the axes of `GATHER_AXES`."""
         return self._gather_axes(self._spec(name, self._shapes[name], field=field)[0])
 
     def _gather_axes(self, spec: PartitionSpec) -> PartitionSpec:

@@ -26,16 +26,13 @@ BATCH_AXES = (*GATHER_AXES, EXPERT)  # the axes over which a batch's examples ar
 
 
 def make_cpu_devices(count: int | None) -> None:
-    """Splits the CPU into virtual devices. Call it before any use of a JAX backend.
+    """Splits the CPU into virtual devices; None changes nothing.
 
     It has no effect on accelerators, or if the environment sets the number of devices
     (JAX_NUM_CPU_DEVICES, or XLA_FLAGS).
 
-    Args:
-      count: Number of devices; None for no change.
-
     Raises:
-      UserError: If the backend has started.
+      UserError: If a JAX backend has started.
     """
     if count is None or cpu_devices_in_environment() is not None:
         return
@@ -73,9 +70,8 @@ _abstract: ContextVar[_Abstract | None] = ContextVar("abstract", default=None)
 def abstract_devices(devices: Sequence[jax.Device], platform: str | None = None) -> Iterator[None]:
     """Makes meshes use devices of a topology instead of this machine's, to compile for them.
 
-    Args:
-      devices: Devices that programs can be compiled for but not run on.
-      platform: The platform of the topology, if devices of another one stand in for it.
+    Programs can be compiled for these devices but not run on them. `platform` is the platform of
+    the topology, if devices of another one stand in for it.
     """
     token = _abstract.set(_Abstract(devices, platform or devices[0].platform))
     try:
@@ -111,11 +107,10 @@ def _visible(platform: str | None = None) -> list[jax.Device]:
 
 
 def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
-    """Returns devices by name.
+    """Returns devices by name; all devices if there are no names.
 
-    Args:
-      names: Indices (`0`, `"3"`), or platforms and indices (`"gpu:0"`). TensorFlow's spellings
-        (`"/gpu:0"`, `"GPU:0"`, `"/device:GPU:0"`) are equivalent. No names mean all devices.
+    Names are indices (`0`, `"3"`), or platforms and indices (`"gpu:0"`). TensorFlow's spellings
+    (`"/gpu:0"`, `"GPU:0"`, `"/device:GPU:0"`) are equivalent.
 
     Raises:
       UserError: If a device does not exist, is named twice, or if a process has none of them.
@@ -152,13 +147,11 @@ def build_mesh(
 ) -> Mesh:
     """Returns the mesh that `spec` describes, for a strategy that has one.
 
-    The mesh has every axis; unused ones have size 1.
+    The mesh has every axis; unused ones have size 1. The strategy provides default sizes.
 
     Args:
-      spec: Sizes of axes and names of devices.
-      of: The strategy, which provides default sizes.
-      max_shards: The largest size of an fsdp axis of size -1. By default that of the strategy, if
-        `spec` gives neither fsdp nor data.
+      max_shards: The largest size of an fsdp axis of size -1. The default is the strategy's limit,
+        if `spec` gives neither fsdp nor data.
 
     Raises:
       UserError: If the product of the sizes is not the number of devices, or the strategy has no
@@ -273,7 +266,7 @@ def _grid(shape: tuple[int, ...], devices: Sequence[jax.Device], spec: MeshSpec)
 
 
 def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """Returns the devices grouped by fast links: those of a slice, else those of a host."""
+    """Returns the devices grouped by fast links: by slice, or by host if there is one slice."""
     where: dict[jax.Device, Any] = {d: getattr(d, "slice_index", 0) for d in devices}
     if len(set(where.values())) == 1:
         where = {device: device.process_index for device in devices}

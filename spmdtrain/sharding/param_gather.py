@@ -1,4 +1,4 @@
-"""Explicit gathers of split parameters under `shard_map`, whose gradients are reduce-scattered."""
+"""Explicit gathers of split parameters under `shard_map`; their gradients are reduce-scattered."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,12 +17,9 @@ Scatter = Callable[[jax.Array, SplitDims], jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_array(split: SplitDims, scatter: Scatter, part: jax.Array) -> jax.Array:
-    """Returns an array whose parts the devices hold. Its gradient is scattered by `scatter`.
+    """Gathers an array from the devices' parts. `scatter` scatters its gradient.
 
-    Args:
-      split: The dims that are split.
-      scatter: Adds up the devices' gradients, and leaves each device its own part of the sum.
-      part: This device's part.
+    `scatter` adds up the devices' gradients, and leaves each device its own part of the sum.
     """
     return _all_gather(split, part)
 
@@ -50,7 +47,7 @@ gather_array.defvjp(_gather_forward, _gather_backward)
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A device's part of an array in front of its gather. A loop over its first dim slices it."""
+    """A device's part of an array that is not gathered yet. A loop over its first dim slices it."""
 
     part: Any
     gather: Callable[[jax.Array], jax.Array]
@@ -87,11 +84,7 @@ class ParamGathers:
     def gather(self, name: str, part: jax.Array, split: SplitDims, *, stacked: bool) -> jax.Array:
         """Returns a parameter gathered from the devices' parts.
 
-        Args:
-          name: The parameter's path.
-          part: This device's part.
-          split: The dims that are split.
-          stacked: Whether the first dim is that of layers, which a loop may gather one at a time.
+        If it is `stacked`, its first dim counts layers, which a loop may gather one at a time.
         """
         gather = _identity if self._scatter is None else partial(gather_array, split, self._scatter)
         whole: jax.Array = gather(part)
@@ -129,7 +122,7 @@ def current_gathers() -> ParamGathers | None:
 
 
 def as_shards(weights: PyTree) -> PyTree:
-    """Returns stacked weights with those that are gathered explicitly as `ShardedWeight`s."""
+    """Returns stacked weights with `ShardedWeight`s in place of explicitly gathered arrays."""
     gathers = current_gathers()
     return weights if gathers is None else gathers.as_shards(weights)
 

@@ -48,10 +48,8 @@ class Placement:
     """A strategy and its mesh.
 
     Attributes:
-      strategy: The strategy.
       mesh: The mesh; None under the default strategy, whose arrays are on the default device.
       context_method: The method of attention over the axis "context"; None if shapes decide.
-      expert: The exchange of tokens over the axis "expert".
       limits_shards: Whether the strategy's `max_shards` has limited the axis fsdp.
       batch_axis: See `current_batch_axis`.
     """
@@ -95,14 +93,7 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def size(self, axis: str) -> int:
-        """Returns the number of devices along an axis.
-
-        Args:
-          axis: The name of the axis.
-
-        Raises:
-          UserError: If no mesh has such an axis.
-        """
+        """Returns the number of devices along an axis; `UserError` if no mesh has such an axis."""
         if axis not in AXES:
             raise UserError(f"{axis!r} is not an axis of a mesh.{did_you_mean(str(axis), AXES)}")
         return 1 if self.mesh is None else self.mesh.shape[axis]
@@ -126,8 +117,7 @@ class Placement:
 def make_placement(config: RunConfig) -> Placement:
     """Returns the placement of a configuration on the devices.
 
-    Args:
-      config: Its `strategy`, `mesh`, `sharding.max_shards`, `context.method` and `expert` are read.
+    Reads `strategy`, `mesh`, `sharding.max_shards`, `context.method` and `expert`.
 
     Raises:
       UserError: If the mesh does not fit the devices, or the strategy does not support several
@@ -167,7 +157,7 @@ is_data_worker = False
 def current_strategy() -> Placement:
     """Returns the strategy and mesh that the calling code runs under: a `Trainer`'s or `Loop`'s.
 
-    Outside of a run it is the default strategy (see `has_strategy`), as that of
+    Outside of a run it is the default strategy (see `has_strategy`), as with
     `tf.distribute.get_strategy`: one device, and no mesh.
 
     Raises:
@@ -218,27 +208,19 @@ def current_batch_axis() -> str | None:
     """Returns the named axis over which the calling code has one of the parts of the batch.
 
     The parts have the same number of rows, so `jax.lax.pmean(x.mean(0), axis)` is the mean over the
-    batch. It is None if the calling code has the whole batch.
+    batch. None if the calling code has the whole batch.
     """
     return _strategy().batch_axis
 
 
 def is_under_shard_map(placement: Placement) -> bool:
-    """Returns whether the calling code runs on each device of a placement's mesh alone.
-
-    Args:
-      placement: The placement of the run.
-    """
+    """Returns whether the calling code runs on each device of the run's mesh alone."""
     current: Placement | None = _current.value
     return placement.mesh is not None and current is not None and current.mesh is None
 
 
 def computes_alone(placement: Placement) -> bool:
-    """Returns whether the calling code computes with whole arrays as on a single device.
-
-    Args:
-      placement: The placement of the run.
-    """
+    """Returns whether the calling code computes with whole arrays as on a single device."""
     return _queries.get() is not None or is_under_shard_map(placement)
 
 
@@ -247,9 +229,8 @@ class CurrentMesh:
     """The mesh of the calling code, for operations that XLA cannot partition.
 
     Attributes:
-      mesh: The mesh for `jax.shard_map`: None for that of JAX's context.
-      sizes: The sizes of its axes.
-      free: Its axes over which arrays are split automatically: none on one device, or where each
+      mesh: The mesh for `jax.shard_map`; None for the mesh of JAX's context.
+      free: The axes over which arrays are split automatically: none on one device, or where each
         device computes alone (under `jax.shard_map`).
     """
 
@@ -258,7 +239,7 @@ class CurrentMesh:
     free: tuple[str, ...]
 
     def parts(self, *axes: str) -> int:
-        """Returns the number of parts of a dim that is split over those of the axes in `free`."""
+        """Returns the number of parts of a dim split over axes; only those in `free` split it."""
         return math.prod(self.sizes[axis] for axis in axes if axis in self.free)
 
 
@@ -296,10 +277,7 @@ _queries: ContextVar[list[str] | None] = ContextVar("queries", default=None)
 def record_strategy_queries() -> Iterator[list[str]]:
     """Records the calls of `current_strategy`; disables `constrain_sharding` meanwhile.
 
-    It shows whether a function depends on the strategy.
-
-    Yields:
-      A list, which receives an entry for each call.
+    It shows whether a function depends on the strategy. The list receives an entry for each call.
     """
     queries: list[str] = []
     token = _queries.set(queries)
@@ -382,11 +360,7 @@ def _parts(placement: Placement, axes: tuple[str, ...]) -> int:
 
 
 def configure_backend(config: RunConfig) -> None:
-    """Joins the job, and sets the options that JAX reads at the first use of its devices.
-
-    Args:
-      config: The run's configuration.
-    """
+    """Joins the job, and sets the options that JAX reads at the first use of its devices."""
     keep_programs(config.compilation_cache)
     if not strategy(config.strategy).by_servers:  # their tasks are independent JAX programs
         initialize.initialize(strategy=config.strategy)
@@ -409,11 +383,8 @@ def resolve_config(config: Config) -> Config:
 def local_config(config: Config, log: Callable[[str], None]) -> Config:
     """Returns a run's configuration adapted to a process with other devices than the run.
 
-    Strategy and mesh are kept if they fit; if not, all devices split the batch.
-
-    Args:
-      config: The run's configuration.
-      log: Called with a line if strategy and mesh are replaced.
+    Strategy and mesh are kept if they fit; if not, all devices split the batch, and `log` is called
+    with a line.
     """
     # This process does not participate in the run's collectives.
     config = dataclasses.replace(config, collectives=CollectiveOptions())
@@ -428,12 +399,7 @@ def local_config(config: Config, log: Callable[[str], None]) -> Config:
 
 
 def mirrored_config(config: Config, mesh: MeshSpec) -> Config:
-    """Returns a configuration whose devices all split the batch, without options of other meshes.
-
-    Args:
-      config: A configuration whose strategy and mesh do not fit the devices.
-      mesh: The mesh in place of its own.
-    """
+    """Returns a configuration whose devices all split the batch, without other meshes' options."""
     return dataclasses.replace(
         config,
         strategy="mirrored",

@@ -13,13 +13,8 @@ def check_inherited(config: RunConfig) -> None:
     """Runs the checks of `RunConfig`, which the class of a configuration may override.
 
     An experiment's `Config` may define `__post_init__` without `super().__post_init__()`. The
-    functions that begin a run therefore call this one.
-
-    Args:
-      config: The configuration. Of an experiment's own fields only the size of integers is checked.
-
-    Raises:
-      UserError: If a field has the wrong type or an invalid value, or if two fields conflict.
+    functions that begin a run therefore call this one. Of an experiment's own fields it checks only
+    the size of integers.
     """
     RunConfig.__post_init__(config)
 
@@ -29,10 +24,6 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
 
     In the result `resolved_batch_size` is known, `batch_size_per_device` is None, and
     `learning_rate` is scaled.
-
-    Args:
-      config: The configuration to resolve.
-      batch_shards: Number of devices that the batch is split over.
 
     Raises:
       UserError: If the configuration is not valid, or if the global batch does not divide over
@@ -72,9 +63,6 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
 
 def scale_learning_rate(config: RunConfig) -> float | None:
     """Returns the learning rate for the configured `global_batch_size`, by table or by scaling.
-
-    Args:
-      config: A configuration whose `global_batch_size` is set.
 
     Raises:
       UserError: If table and scaling are both set, if the table has no entry for the batch size,

@@ -26,8 +26,8 @@ class GatherPolicy(enum.Enum):
 class Rule:
     """A sharding rule for leaves of the state, of any model library (unlike Flax's metadata).
 
-    If the strategy shards the state too, it splits one more dim over its own axis, among those for
-    which the spec has no axis. Only `PartitionSpec()` excludes this: such leaves are replicated.
+    If the strategy shards the state too, it splits one more dim, for which the spec has no axis,
+    over its own axis. Only `PartitionSpec()` excludes this: such leaves are replicated.
 
     Attributes:
       pattern: A regular expression that may match anywhere in a leaf's path.
@@ -68,14 +68,7 @@ class Rule:
 
 
 def checked_rules(given: object) -> Sequence[Rule]:
-    """Returns the sharding rules that a user has given.
-
-    Args:
-      given: The rules.
-
-    Raises:
-      UserError: If they are anything other than instances of `Rule`.
-    """
+    """Returns the sharding rules that a user has given; `UserError` if one is no `Rule`."""
     rules = tuple(given) if isinstance(given, Iterable) else ()
     if not isinstance(given, Iterable) or not all(isinstance(rule, Rule) for rule in rules):
         raise UserError(f"rules is {given!r}: give a list of Rule(pattern, spec)")

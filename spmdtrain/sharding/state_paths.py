@@ -8,20 +8,12 @@ Shape = tuple[int, ...]
 
 
 def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
-    """Returns the parameter to which a leaf of the state belongs, whose path ends the leaf's path.
+    """Returns the path of the parameter that a leaf of the state belongs to; None if there is none.
 
-    `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`. With several optimizers,
-    `opt_state/actor/0/mu/q` belongs to `params/actor/q`. A parameter of the leaf's shape is
-    preferred, then the longest path.
-
-    Args:
-      name: The path of the leaf.
-      shape: Its shape.
-      parameters: The shapes of all parameters by path.
-
-    Returns:
-      The path of the parameter; None if there is none, or if the leaf is in none of the fields
-      `params`, `opt_state` and `averaged`.
+    The parameter's path ends the leaf's path: `opt_state/0/mu/blocks/q` belongs to
+    `params/blocks/q`. With several optimizers, `opt_state/actor/0/mu/q` belongs to
+    `params/actor/q`. A parameter of the leaf's shape is preferred, then the longest path. Leaves
+    of other fields than `params`, `opt_state` and `averaged` belong to none.
     """
     root, *parts = name.split("/")
     if root not in ("params", *STATE):
@@ -41,9 +33,5 @@ def field_of(name: str) -> str:
 
 
 def params_path(name: str) -> str:
-    """Returns the path in the state of a parameter.
-
-    Args:
-      name: Its path in the parameters, empty if these are a single array.
-    """
+    """Returns a parameter's path in the state. `name` is empty if the parameters are one array."""
     return f"params/{name}" if name else "params"

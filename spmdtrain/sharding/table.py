@@ -55,13 +55,7 @@ class Row:
     """One parameter, with the leaves of the optimizer's state and of the average that follow it.
 
     Attributes:
-      name: Its path.
-      shape: Its shape as text.
-      dtype: Its dtype as text.
-      spec: Its sharding as text.
-      own: Memory of the parameter.
-      optimizer: Memory of its leaves in the optimizer's state.
-      average: Memory of its moving average.
+      own: Memory of the parameter itself.
       elements: Number of elements of the parameter; 0 for `other`.
       source: The source of the spec, for example "rule 1"; see `Layout.sources`.
     """
@@ -82,12 +76,10 @@ class Worst:
     """The leaf with the most bytes on a device beyond an even split over all devices.
 
     Attributes:
-      name: Its path.
-      spec: Its sharding as text.
       holders: Number of devices that hold a part of it, or all of it.
       held: Bytes on each of these devices.
       excess: Bytes on each of these devices beyond an even split.
-      copies: Number of copies: 1 if it is split over its holders, their number if it is replicated.
+      copies: 1 if it is split over its holders, the number of holders if it is replicated.
     """
 
     name: str
@@ -105,11 +97,9 @@ class ShardingTable:
     Attributes:
       rows: The parameters in the state's order. The last row is `other`: step, key, model state,
         and leaves of the optimizer's state that follow no parameter.
-      total: The sum of the rows.
-      devices: Number of devices.
       fullest: Bytes in the memory of the device that holds the most.
       emptiest: Bytes in the memory of the device that holds the least.
-      worst: The leaf with the worst imbalance; None if every leaf is split evenly.
+      worst: None if every leaf is split evenly.
     """
 
     rows: list[Row]
@@ -134,13 +124,8 @@ def tabulate(
 ) -> ShardingTable:
     """Returns the table of a state. Nothing is compiled or allocated.
 
-    A leaf of the optimizer's state belongs to the parameter whose path ends the leaf's path, for
-    any shape: `opt_state/0/mu/blocks/q` to `blocks/q`.
-
-    Args:
-      abstract_state: The state as shapes and dtypes.
-      shardings: Their shardings.
-      sources: The sources of the specs, by path (see `Layout.sources`).
+    A leaf of the optimizer's state of any shape counts for its parameter (see `parameter_of`).
+    `sources` are as in `Layout.sources`.
     """
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
@@ -253,12 +238,7 @@ def summary(table: ShardingTable) -> list[str]:
 
 
 def show_sharding(terminal: Terminal, table: ShardingTable) -> None:
-    """Prints the table and its summary. In a file, a row is one line of any width.
-
-    Args:
-      terminal: Where to print.
-      table: The table.
-    """
+    """Prints the table and its summary. In a file, a row is one line of any width."""
     widths = [
         max(cell_len(line) for cell in column for line in cell.split("\n"))
         for column in zip(*_cells(table), strict=True)

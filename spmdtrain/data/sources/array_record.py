@@ -66,10 +66,7 @@ class ArrayRecordSource:
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Returns several records, decoded.
-
-        Args:
-          indices: Their numbers.
+        """Returns several records by their numbers, decoded.
 
         Raises:
           BadRecordError: If a record is corrupted or cannot be decoded.

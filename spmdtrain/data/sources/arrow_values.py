@@ -12,9 +12,7 @@ Values = np.ndarray | list[Any]
 def fixed_shape(pa: PyArrow, kind: Any) -> tuple[int, ...] | None:
     """Returns the shape of a value of an Arrow type of numbers; None for any other type.
 
-    Args:
-      pa: The module `pyarrow`.
-      kind: The type: a number, a boolean, or lists of a fixed number of these.
+    A value is a number, a boolean, or lists of a fixed number of these.
     """
     types = pa.types
     if types.is_fixed_size_list(kind):
@@ -28,12 +26,7 @@ def fixed_shape(pa: PyArrow, kind: Any) -> tuple[int, ...] | None:
 def as_numbers(pa: PyArrow, array: Any) -> np.ndarray | None:
     """Returns an Arrow array of numbers as NumPy's, of shape (n, ...), without a copy if possible.
 
-    Args:
-      pa: The module `pyarrow`.
-      array: An Arrow array.
-
-    Returns:
-      The array; None if a value is null, or the values are not numbers of a fixed shape.
+    None if a value is null, or the values are not numbers of a fixed shape.
     """
     if (shape := fixed_shape(pa, array.type)) is None:
         return None
@@ -49,16 +42,11 @@ def as_numbers(pa: PyArrow, array: Any) -> np.ndarray | None:
 
 
 def python_values(pa: PyArrow, array: Any) -> Values:
-    """Returns the values of an Arrow array without nulls.
+    """Returns the n values of an Arrow array without nulls.
 
-    Args:
-      pa: The module `pyarrow`.
-      array: An Arrow array.
-
-    Returns:
-      Its n values: numbers and times as NumPy's, lists of numbers as arrays, text as `str`, binary
-      values as `bytes`, other lists as lists, structs as dictionaries. Lists of lists of numbers
-      are arrays if they have one shape, else lists, which no batch can hold.
+    Numbers and times are NumPy's, lists of numbers are arrays, text is `str`, binary values are
+    `bytes`, other lists are lists, structs are dictionaries. Lists of lists of numbers are arrays
+    if they have one shape, else lists, which no batch can hold.
 
     Raises:
       UnicodeDecodeError: If text is not UTF-8.
@@ -108,12 +96,7 @@ def _stacked(values: Any) -> Any:
 
 
 def has_null(pa: PyArrow, array: Any) -> bool:
-    """Returns whether a value of an Arrow array is null, or contains a null.
-
-    Args:
-      pa: The module `pyarrow`.
-      array: An Arrow array.
-    """
+    """Returns whether a value of an Arrow array is null, or contains a null."""
     kind, types = array.type, pa.types
     if array.null_count:
         return True

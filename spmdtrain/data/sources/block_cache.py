@@ -18,12 +18,9 @@ _THREADS = BLOCKS_PER_GROUP  # blocks in a bucket take long to arrive, and those
 
 
 class BlockCache(Generic[T]):
-    """The blocks that were used last. Threads that need the same block wait for one of them.
+    """A cache of the last used blocks. If several threads need a block, one of them loads it.
 
     A copy in another process begins empty.
-
-    Args:
-      size: Number of blocks to keep.
     """
 
     def __init__(self, size: int = CACHED_BLOCKS) -> None:
@@ -35,11 +32,7 @@ class BlockCache(Generic[T]):
         return BlockCache, (self._size,)
 
     def reserve(self, size: int) -> None:
-        """Keeps at least this number of blocks from now on.
-
-        Args:
-          size: Number of blocks.
-        """
+        """Keeps at least this number of blocks from now on."""
         with self._lock:
             self._size = max(self._size, size)
 
@@ -47,10 +40,6 @@ class BlockCache(Generic[T]):
         """Loads several blocks at the same time, if the cache holds so many.
 
         An error is not raised here, but by the `get` that follows.
-
-        Args:
-          numbers: The numbers of the blocks.
-          load: Returns the block of a number that is not in the cache.
         """
         with self._lock:
             missing = [number for number in numbers if number not in self._blocks]
@@ -59,12 +48,7 @@ class BlockCache(Generic[T]):
         wait([_pool().submit(self.get, number, load) for number in missing])
 
     def get(self, number: int, load: Callable[[int], T]) -> T:
-        """Returns a block.
-
-        Args:
-          number: The number of the block.
-          load: Returns the block of a number, if it is not in the cache.
-        """
+        """Returns a block; loads it if it is not in the cache."""
         with self._lock:
             block = self._blocks.get(number)
             is_new = block is None

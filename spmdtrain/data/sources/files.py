@@ -31,7 +31,6 @@ class SourceFile:
 
     Attributes:
       path: A local path, or a `gs://` URL.
-      size: Its size in bytes.
       version: The time of modification of a local file in ns; the generation of an object.
       changed: The time at which content or attributes of a local file changed, in ns.
       inode: The number of a local file in its file system.
@@ -65,7 +64,7 @@ class SourceFile:
         self._compare(*found)
 
     def open(self, *, whole: bool = False) -> IO[bytes]:
-        """Returns the file opened for reading, which the caller closes.
+        """Opens the file for reading; the caller closes it.
 
         Args:
           whole: Whether it is read from the beginning to the end. Then an object is read ahead;
@@ -102,10 +101,9 @@ class SourceFile:
             self.fail(error)
 
     def with_digest(self) -> "SourceFile":
-        """Returns the file with the digest of its content; an object has its generation.
+        """Returns the file with the digest of its content, unless it is an object.
 
-        Raises:
-          StorageError: If it cannot be read.
+        The generation identifies an object's content. `StorageError` if the file cannot be read.
         """
         if is_url(self.path):
             return self
@@ -136,35 +134,23 @@ class SourceFile:
         )
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raises the error for a failure of storage.
-
-        Args:
-          error: The cause.
-
-        Raises:
-          StorageError: Always.
-        """
+        """Raises `StorageError` for a failure of storage."""
         raise StorageError(f"{self}: cannot be read: {one_line(error)}") from error
 
 
 def listed(files: Any) -> list[Any]:
-    """Returns the paths that a user has given: one, or a list of them.
-
-    Args:
-      files: What was given, which may be of a wrong type.
-    """
+    """Returns the paths that a user has given, one or a list of them. They may have wrong types."""
     one = isinstance(files, (str, bytes, os.PathLike)) or not isinstance(files, Iterable)
     return [files] if one else list(files)
 
 
 def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[SourceFile, ...]:
-    """Returns the files of a source.
+    """Returns the files of a source, local or at `gs://` URLs.
 
     Folders are searched at any depth; names that begin with `.` or `_` are ignored. The files of a
-    folder or of a pattern are sorted by path; those of a list keep its order.
+    folder or of a pattern are sorted by path; a list keeps its order.
 
     Args:
-      files: A file, a folder, a pattern, or a list of these: local, or `gs://` URLs.
       suffixes: Endings of the names that a folder is searched for.
       kind: What the files are, for messages: `Parquet files`.
 

@@ -22,14 +22,13 @@ class LocalReader:
     """Local files, opened on first use. Memory does not grow with what is read.
 
     A memory map would need no calls, but a file that is truncated while it is mapped ends the
-    process with SIGBUS, and the pages that were read count as memory of the process.
-
-    Each read compares the file with what it was when the source was created.
+    process with SIGBUS, and the pages that were read count as memory of the process. Each read
+    compares the file with what it was when the source was created.
 
     Args:
-      files: The files.
-      sums: Integers, the CRC-32 of each `SUMMED` bytes of a copy that can be made again, which are
-        compared on the first read of this part; empty for other files. The default is for none.
+      sums: For each file that is a copy that can be made again, the CRC-32 of each `SUMMED` bytes,
+        integers, which are compared on the first read of this part; empty for other files. The
+        default is for no copies.
     """
 
     def __init__(self, files: Sequence[SourceFile], sums: Sequence[np.ndarray] = ()) -> None:
@@ -39,12 +38,7 @@ class LocalReader:
         self._open: BlockCache[_Descriptor] = BlockCache(_OPEN_FILES)
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        """Returns bytes of a file.
-
-        Args:
-          file: The number of the file.
-          offset: The position of the first byte.
-          size: Number of bytes.
+        """Returns `size` bytes from `offset` on of a file, given by its number.
 
         Raises:
           UserError: If the file has changed, or ends before.
@@ -58,15 +52,7 @@ class LocalReader:
         return content
 
     def check(self, file: int) -> None:
-        """Checks a file whose content was read before.
-
-        Args:
-          file: The number of the file.
-
-        Raises:
-          UserError: If the file has changed.
-          StorageError: If it does not exist any more.
-        """
+        """Checks that a file whose content was read before has not changed (`check_unchanged`)."""
         self._files[file].check_unchanged()
 
     def _read(self, file: int, offset: int, size: int) -> bytes:

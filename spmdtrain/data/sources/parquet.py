@@ -53,8 +53,8 @@ class ParquetSource:
       files: A file, a folder, a pattern such as `gs://bucket/data/*.parquet`, or a list of these.
       columns: Names of the columns to read. The default is all.
       cached_row_groups: Number of decoded row groups to keep in memory; `Packed` keeps as many as
-        its windows need. Fewer than 8 are too few
-        for a shuffled order, which mixes the rows of 8 row groups.
+        its windows need. Fewer than 8 are too few for a shuffled order, which mixes the rows of 8
+        row groups.
 
     Attributes:
       files: The files, in the order of their rows.
@@ -106,10 +106,7 @@ class ParquetSource:
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns several rows, which are read by row group.
-
-        Args:
-          indices: Their numbers.
+        """Returns several rows by their numbers, which are read by row group.
 
         Raises:
           BadRecordError: If a value is null or not UTF-8, or a row group is corrupted.
@@ -126,7 +123,7 @@ class ParquetSource:
         return examples
 
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns several rows: the name by which `grain.MapDataset.source` reads them."""
+        """Returns several rows. `grain.MapDataset.source` reads them by this name."""
         return self.__getitems__(indices)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -185,8 +182,7 @@ class ParquetSource:
     def _by_group(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields row groups with the places in `indices` and the rows in the group that they hold.
 
-        Raises:
-          IndexError: If an index is out of range.
+        `IndexError` if an index is out of range.
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
@@ -234,7 +230,7 @@ class ParquetSource:
         return self.files[self._groups[group, 0]]
 
     def _row(self, group: int, row: int) -> str:
-        """Names the file and the number in it of a row of a row group."""
+        """Returns the file of a row of a row group, and the row's number in the file, as text."""
         first = np.searchsorted(self._groups[:, 0], self._groups[group, 0])  # row group of the file
         number = self.blocks[group] - self.blocks[first] + row
         return f"{self._file(group)}: row {number}"

@@ -12,10 +12,9 @@ class Scanner(Protocol):
     """A scan of a text in pieces. Examples without content are left out."""
 
     def feed(self, piece: bytes) -> np.ndarray:
-        """Returns where examples begin, int64, of those that are known so far and not returned.
+        """Returns where examples begin, int64, without those that were returned before.
 
-        Args:
-          piece: The next bytes of the text, at least one.
+        `piece` has the next bytes of the text, at least one.
         """
         ...
 
@@ -25,12 +24,9 @@ class Scanner(Protocol):
 
 
 class LineScanner:
-    """Finds lines that are not empty, or paragraphs: lines between empty ones.
+    """A scanner for lines that are not empty, or for paragraphs: lines between empty ones.
 
     A line ends with LF or CR LF.
-
-    Args:
-      paragraphs: Whether an example is a paragraph.
     """
 
     def __init__(self, *, paragraphs: bool) -> None:
@@ -69,11 +65,7 @@ class LineScanner:
 
 
 class SeparatorScanner:
-    """Finds the texts between separators that hold more than white space.
-
-    Args:
-      separator: The bytes between examples.
-    """
+    """A scanner for the texts between separators that hold more than white space."""
 
     def __init__(self, separator: bytes) -> None:
         self._separator = separator

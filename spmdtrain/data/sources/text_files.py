@@ -201,18 +201,14 @@ class TextSource(_TextParts):
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, str]]:
-        """Returns several examples.
-
-        Args:
-          indices: Their numbers.
-        """
+        """Returns several examples by their numbers."""
         return [{"text": text} for text in self._parts(indices)]
 
 
 class JsonLinesSource(_TextParts):
     """The lines of JSON Lines files as examples: dictionaries of their values.
 
-    Lists of numbers are arrays, int64 or float64. The files are indexed as those of `TextSource`.
+    Lists of numbers are arrays, int64 or float64. The files are indexed as by `TextSource`.
 
     Args:
       files: A file, a folder, a pattern, or a list of these: plain, `.gz` or `.zst`.
@@ -241,11 +237,7 @@ class JsonLinesSource(_TextParts):
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns several examples.
-
-        Args:
-          indices: Their numbers.
-        """
+        """Returns several examples by their numbers."""
         texts = self._parts(indices)
         return [self._record(text, index) for text, index in zip(texts, indices, strict=True)]
 

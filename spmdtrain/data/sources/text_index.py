@@ -82,7 +82,6 @@ def index_files(
 
     Args:
       files: The files: plain, or compressed by gzip or zstd; local or remote.
-      make_scanner: Returns the scanner that finds the examples of a file.
       key: What the scanner depends on.
       cache_dir: The folder for positions and decompressed copies. The default is the folder `data`
         in the user's cache folder.
@@ -124,7 +123,7 @@ class _Index:
         digest = hashlib.sha256(f"{_VERSION} {where} {file.size} {file.version}".encode())
         self._file = file
         self._codec = _codec(file)
-        # The copy is that of all kinds of examples.
+        # All kinds of examples share the copy.
         copy = folder / f"text-{digest.hexdigest()}"
         self._text = Path(file.path) if self._codec is None else copy
         digest.update(key.encode())

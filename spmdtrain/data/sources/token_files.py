@@ -39,12 +39,7 @@ class _Layout:
 
 
 class _TokenFiles:
-    """The tokens of several files.
-
-    Args:
-      files: The files.
-      dtype: The dtype of files without a header; None for uint16.
-    """
+    """The tokens of several files. `dtype` is for files without a header; None is uint16."""
 
     def __init__(self, files: Files, dtype: Any) -> None:
         for path in listed(files):
@@ -226,11 +221,7 @@ class TokenDocuments:
         return self._tokens.read(file, stop - int(self._lengths[index]) - first, stop - first)
 
     def __getitems__(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """Returns the tokens of several documents, int32 (n,) each.
-
-        Args:
-          indices: Their numbers.
-        """
+        """Returns the tokens of several documents, int32 (n,) each, by their numbers."""
         return [self[index] for index in indices]
 
     def lengths(self) -> np.ndarray:
