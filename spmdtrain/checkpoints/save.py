@@ -151,7 +151,6 @@ class Checkpoints:
     def _read_folder(self) -> None:
         """Completes the quarantine of an earlier start, and reads the manifests."""
         self.quarantined = self._complete_quarantine()
-        self._complete_retention()
         self._records = {s: r for s in steps_in(self.folder) if (r := self._record(s))}
 
     def save(
@@ -278,6 +277,15 @@ class Checkpoints:
         replace(Manifest.read(folder), metrics=metrics, metrics_added=True).write(folder)
         self._records[step] = replace(self._records[step], metrics=metrics)
 
+    def complete_retention(self) -> None:
+        """Removes what the last checkpoint replaces, if an earlier start was killed before that.
+
+        Called after the arrays of that checkpoint were read: it may be corrupted.
+        """
+        if process_group.is_chief():
+            with self._storage_errors("replaced checkpoints could not be removed"):
+                self._by_owner(self._complete_retention)
+
     def get_ready(self) -> None:
         """Imports Orbax in a thread, so that the first save does not wait for the import."""
         self._owner.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
@@ -384,11 +392,11 @@ class Checkpoints:
         return names
 
     def _complete_retention(self) -> None:
-        """Removes the checkpoints that the last one replaces, if that was published."""
         if (wanted := self._intent(_RETENTION, _Replaced)) is None:
             return
-        if wanted["by"] in (existing := steps_in(self.folder)):
-            for step in {*wanted["steps"]} & {*existing}:
+        self._check_lock()
+        if wanted["by"] in self._records:
+            for step in {*wanted["steps"]} & {*steps_in(self.folder)}:
                 if is_url(self.folder):
                     (self.folder / str(step)).rmtree()
                 else:  # renamed, so that a kill leaves no part of it
@@ -396,7 +404,9 @@ class Checkpoints:
                     with contextlib.suppress(FileNotFoundError):
                         no_follow.remove(self.folder, f"{_REMOVED}/{step}")
                     (self.folder / str(step)).rename(self.folder / _REMOVED / str(step))
+                self._records.pop(step, None)
         (self.folder / _RETENTION).unlink()
+        self._remover.submit(self._remove)
 
     def _intent(self, name: str, kind: type[T]) -> T | None:
         """Returns the content of a file that says what a start has to complete."""

@@ -206,6 +206,8 @@ class RunSession:
         config = {**self.identity.config, "skip_steps": list(kept)}
         trajectories = earlier.trajectories
         self.identity = dataclasses.replace(self.identity, config=config, trajectories=trajectories)
+        if self.checkpoints is not None:
+            self.checkpoints.complete_retention()
 
     def branch(self, after: int) -> None:
         """Begins a trajectory with the states after a step; -1 if this start continues nothing."""

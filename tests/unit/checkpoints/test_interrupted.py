@@ -141,6 +141,25 @@ def test_further_signals_while_a_checkpoint_is_published_leave_it_whole(
     assert saved_steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("by", "valid", "left"), [(3, True, [3]), (4, True, [1, 2, 3]), (3, False, [1, 2, 3])]
+)
+def test_a_start_removes_what_a_published_and_valid_checkpoint_replaces(
+    by: int, valid: bool, left: list[int], tmp_path: Path
+) -> None:
+    """As after a kill between the publication of a last checkpoint and the removal of others."""
+    fit(tmp_path, 3, keep_latest=9)
+    folder = tmp_path / "checkpoints"
+    (folder / "retention.json").write_text(json.dumps({"by": by, "steps": [1, 2]}))
+    if not valid:
+        for path in (folder / "3" / "params").rglob("d/*"):
+            path.write_bytes(b"")
+    fit(tmp_path, 3, keep_latest=9)
+    assert saved_steps(tmp_path) == left
+    assert not (folder / "retention.json").exists() and not (folder / ".removed").exists()
+    assert (folder / "3.corrupted").exists() != valid
+
+
 def test_a_save_does_not_wait_for_the_deletion_of_older_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
