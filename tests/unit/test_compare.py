@@ -161,6 +161,12 @@ LINE = "step 4/4  loss 2.314  accuracy 0.1562  7575 examples/s  118.4 steps/s  i
             "error: /tmp/x/new/checkout/e.py: the moon is very far",
         ),
         (
+            "report.html",
+            "<td>1.7 s</td><td>2.222</td>",
+            "<td>31 s</td><td>2.222</td>",
+            "<td>1.7 s</td><td>2.223</td>",
+        ),
+        (
             "run/events.jsonl",
             '{"time": 1.5, "event": "start", "step": 0}',
             '{"time": 2.25, "event": "start", "step": 0}',
