@@ -35,6 +35,9 @@ class C:
 
 
 print(C)
+if TYPE_CHECKING:
+    from spmdtrain.a import g
+    Alias = int
 ''',
 }
 # What was in a.py is in c.py, and f imports nothing.
@@ -90,7 +93,7 @@ def run(folder: Path, *options: str) -> tuple[int, list[str], str]:
 
 def test_a_pure_move_has_equal_definitions(repository: Path) -> None:
     write(repository, MOVED)  # the working tree is the default of NEW
-    assert run(repository, "--definitions", "HEAD") == (0, ["4 definitions are equal"], "")
+    assert run(repository, "--definitions", "HEAD") == (0, ["5 definitions are equal"], "")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,12 @@ def test_a_pure_move_has_equal_definitions(repository: Path) -> None:
         ("c.py", "x + 1", "x + 2", ["f, spmdtrain/a.py -> spmdtrain/c.py"]),
         ("c.py", "LIMIT = 3", "LIMIT = 4", ["LIMIT, spmdtrain/a.py -> spmdtrain/c.py"]),
         ("b.py", "f(1)", "f(2)", ["C (m), spmdtrain/b.py -> spmdtrain/b.py"]),
+        (
+            "b.py",
+            "Alias = int",
+            "Alias = str",
+            ["if TYPE_CHECKING:, spmdtrain/b.py -> spmdtrain/b.py"],
+        ),
         ("b.py", "print(C)", "", ["print(C), only in OLD, spmdtrain/b.py"]),
         ("b.py", "print(C)", "print(C)\nprint(C)", ["print(C), only in NEW, spmdtrain/b.py"]),
         (
