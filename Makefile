@@ -67,6 +67,8 @@ lint: $(READY) ## check style, format and types
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy --num-workers 2
+# Apart, because there is a benchmarks/compare.py, too.
+	MYPYPATH=tests:tests/integration $(RUN) mypy --scripts-are-modules .ci/compare
 
 format: $(READY) ## apply automatic fixes of style and format
 	$(RUN) ruff check --fix .
