@@ -438,7 +438,8 @@ def run(cell: Cell, folder: Path, bucket: Bucket, changes: int = 1) -> tuple[lis
         chosen = (cell.at, cell.again)[start] if start < 2 else None
         at = 0 if chosen is None else 1 + chosen % changes
         codes.append(_start(job, folder, cell, at, start, bucket))
-        if not any(codes[-1]):
+        # The error may have ended no start: a later one does what it prevented.
+        if not any(codes[-1]) and (start or cell.how not in _ERRORS):
             break
         if 4 in codes[-1]:
             (folder / "repaired").touch()

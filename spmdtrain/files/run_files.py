@@ -5,6 +5,7 @@ Other tools may rely on their names and formats.
 
 import contextlib
 import enum
+import errno
 import json
 import logging
 import math
@@ -98,6 +99,8 @@ class Writer(enum.StrEnum):
 
 
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
+_MAY_PASS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY)
+"""Errors for which the same command may work later, so that a launcher tries it again."""
 TRAJECTORY = "trajectory"
 NOT_METRICS = ("step", "split", TRAJECTORY)
 """Names in a line of metrics that are not metrics."""
@@ -120,7 +123,8 @@ class RunFiles:
 
     Raises:
       UserError: If the workdir cannot be written, or this process is already writing to it.
-      StorageError: If another process is writing to it, and does not end within half a minute.
+      StorageError: If another process is writing to it, and does not end within half a minute, or
+        the storage fails in a way that may pass, such as a full disk.
     """
 
     def __init__(
@@ -160,9 +164,9 @@ class RunFiles:
             except StorageError:  # in use
                 raise
             except failures(workdir) as error:
-                raise UserError(
-                    f"workdir {workdir} cannot be written: {one_line(error)}"
-                ) from error
+                may_pass = getattr(error, "errno", None) in _MAY_PASS
+                kind = StorageError if may_pass else UserError
+                raise kind(f"workdir {workdir} cannot be written: {one_line(error)}") from error
             stack.callback(lambda: self._appender.close())
             self._closing = stack.pop_all()
         if writer is Writer.TRAINING:

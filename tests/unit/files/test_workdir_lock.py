@@ -1,6 +1,7 @@
 """The lock of a workdir: it waits for a holder that ends, names one that does not, and is alone."""
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etils import epath
@@ -15,6 +17,7 @@ from etils import epath
 from spmdtrain.checkpoints.shared_folder import check_shared
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import workdir_lock
+from spmdtrain.files.run_files import RunFiles
 from spmdtrain.files.workdir_lock import WorkdirLock
 
 # Locks the workdir, prints a line, and executes code.
@@ -108,3 +111,23 @@ def test_what_a_killed_check_of_a_shared_folder_left_is_removed_by_the_next_one(
     (tmp_path / ".shared-00112233").touch()
     check_shared(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOSPC, StorageError), (errno.EIO, StorageError), (errno.EACCES, UserError)],
+)
+def test_a_full_disk_at_the_start_is_no_wrong_use(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher and a scheduler try again after exit code 1, and not after 2."""
+    make = os.makedirs
+
+    def fail(path: str, *args: Any, **options: Any) -> None:
+        if os.fspath(path) == str(tmp_path / "run"):
+            raise OSError(number, os.strerror(number))
+        make(path, *args, **options)
+
+    monkeypatch.setattr(os, "makedirs", fail)
+    with pytest.raises(kind, match=f"run cannot be written: .*{os.strerror(number)}"):
+        RunFiles(str(tmp_path / "run"))
