@@ -4,304 +4,127 @@ Names are imported when they are first used, so that `import spmdtrain` alone st
 """
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
+    from spmdtrain.adapters.as_adapter import as_adapter as as_adapter
+    from spmdtrain.adapters.base import Adapter as Adapter
+    from spmdtrain.adapters.base import Mode as Mode
+    from spmdtrain.adapters.base import Variables as Variables
+    from spmdtrain.adapters.functional import FunctionModel as FunctionModel
+    from spmdtrain.adapters.keras import KerasModel as KerasModel
+    from spmdtrain.adapters.linen import LinenModel as LinenModel
+    from spmdtrain.adapters.lora import LoraModel as LoraModel
+    from spmdtrain.adapters.lora import LoraRule as LoraRule
+    from spmdtrain.checkpoints.export import export_params as export_params
+    from spmdtrain.checkpoints.load_model import load_model as load_model
+    from spmdtrain.checkpoints.manifest import Manifest as Manifest
+    from spmdtrain.checkpoints.restore import load_params as load_params
+    from spmdtrain.checkpoints.restore import load_variables as load_variables
+    from spmdtrain.checkpoints.restore import read_manifest as read_manifest
+    from spmdtrain.config.option_groups import CollectiveOptions as CollectiveOptions
+    from spmdtrain.config.option_groups import MeshSpec as MeshSpec
+    from spmdtrain.config.option_groups import ParameterServerOptions as ParameterServerOptions
+    from spmdtrain.config.option_groups import ShardingOptions as ShardingOptions
+    from spmdtrain.config.run_config import RunConfig as RunConfig
+    from spmdtrain.data.bad_records import SkipBadRecords as SkipBadRecords
+    from spmdtrain.data.datasets import ArrayDataset as ArrayDataset
+    from spmdtrain.data.datasets import Dataset as Dataset
+    from spmdtrain.data.datasets import MappedDataset as MappedDataset
+    from spmdtrain.data.datasets import Subset as Subset
+    from spmdtrain.data.idx import find_idx as find_idx
+    from spmdtrain.data.idx import read_idx as read_idx
+    from spmdtrain.data.image_folder import ImageFolder as ImageFolder
+    from spmdtrain.data.mixture import Mixture as Mixture
+    from spmdtrain.data.packing import Packed as Packed
+    from spmdtrain.data.sources.array_record import ArrayRecordSource as ArrayRecordSource
+    from spmdtrain.data.sources.parquet import ParquetSource as ParquetSource
+    from spmdtrain.data.sources.text_files import JsonLinesSource as JsonLinesSource
+    from spmdtrain.data.sources.text_files import TextSource as TextSource
+    from spmdtrain.data.sources.token_files import TokenDocuments as TokenDocuments
+    from spmdtrain.data.sources.token_files import TokenFile as TokenFile
+    from spmdtrain.data.streams import Stream as Stream
+    from spmdtrain.data.text import Tokenized as Tokenized
+    from spmdtrain.distributed.initialize import initialize as initialize
+    from spmdtrain.errors import BadRecordError as BadRecordError
+    from spmdtrain.errors import DeviceFaultError as DeviceFaultError
+    from spmdtrain.errors import NonFiniteError as NonFiniteError
+    from spmdtrain.errors import PreemptedExit as PreemptedExit
+    from spmdtrain.errors import ReplicaError as ReplicaError
+    from spmdtrain.errors import StorageError as StorageError
+    from spmdtrain.errors import UserError as UserError
+    from spmdtrain.kernels.attention import attention as attention
+    from spmdtrain.kernels.experts import ExpertOutput as ExpertOutput
+    from spmdtrain.kernels.experts import experts as experts
+    from spmdtrain.kernels.linear_cross_entropy import TokenLosses as TokenLosses
+    from spmdtrain.kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from spmdtrain.parameter_server.coordinator import Coordinator as Coordinator
+    from spmdtrain.parameter_server.partition import FixedShards as FixedShards
+    from spmdtrain.parameter_server.partition import MaxSize as MaxSize
+    from spmdtrain.parameter_server.partition import MinSize as MinSize
+    from spmdtrain.sharding.annotations import AxisRules as AxisRules
+    from spmdtrain.sharding.mesh import BATCH_AXES as BATCH_AXES
+    from spmdtrain.sharding.placement import constrain_sharding as constrain_sharding
+    from spmdtrain.sharding.placement import current_strategy as current_strategy
+    from spmdtrain.sharding.placement import has_strategy as has_strategy
+    from spmdtrain.sharding.placement import resolve_config as resolve_config
+    from spmdtrain.sharding.rules import GatherPolicy as GatherPolicy
+    from spmdtrain.sharding.rules import Rule as Rule
+    from spmdtrain.step.metrics import WeightedValues as WeightedValues
+    from spmdtrain.step.metrics import weighted_mean as weighted_mean
+    from spmdtrain.step.outputs import Combination as Combination
+    from spmdtrain.step.outputs import PredictionMetric as PredictionMetric
+    from spmdtrain.step.outputs import Scalar as Scalar
+    from spmdtrain.step.outputs import SumMetric as SumMetric
+    from spmdtrain.step.outputs import batch_coupled as batch_coupled
+    from spmdtrain.step.per_replica import PerReplica as PerReplica
+    from spmdtrain.step.per_replica import per_replica as per_replica
+    from spmdtrain.step.per_replica import reduce as reduce
+    from spmdtrain.step.remat import remat as remat
+    from spmdtrain.step.state import TrainState as TrainState
+    from spmdtrain.trackers.base import RunInfo as RunInfo
+    from spmdtrain.trackers.base import Tracker as Tracker
+    from spmdtrain.trackers.media import Figure as Figure
+    from spmdtrain.trackers.media import Histogram as Histogram
+    from spmdtrain.trackers.media import Image as Image
+    from spmdtrain.trackers.media import Table as Table
+    from spmdtrain.trackers.media import Text as Text
+    from spmdtrain.train.callbacks import CallbackContext as CallbackContext
+    from spmdtrain.train.callbacks import CallbackEvent as CallbackEvent
+    from spmdtrain.train.epochs import FitResult as FitResult
+    from spmdtrain.train.experiment import Experiment as Experiment
+    from spmdtrain.train.log_samples import LogSamples as LogSamples
+    from spmdtrain.train.loop import Loop as Loop
+    from spmdtrain.train.reduce_on_plateau import ReduceOnPlateau as ReduceOnPlateau
+    from spmdtrain.train.shipped_metrics import balanced_accuracy as balanced_accuracy
+    from spmdtrain.train.shipped_metrics import confusion_counts as confusion_counts
+    from spmdtrain.train.shipped_metrics import confusion_table as confusion_table
+    from spmdtrain.train.shipped_metrics import macro_f1 as macro_f1
+    from spmdtrain.train.shipped_metrics import perplexity as perplexity
+    from spmdtrain.train.shipped_metrics import roc_auc as roc_auc
+    from spmdtrain.train.shipped_metrics import value_histogram as value_histogram
+    from spmdtrain.train.stopping import EarlyStopping as EarlyStopping
+    from spmdtrain.train.stopping import StopAtThreshold as StopAtThreshold
+    from spmdtrain.train.trainer import Trainer as Trainer
+    from spmdtrain.train.upload_checkpoints import UploadCheckpoints as UploadCheckpoints
+    from spmdtrain.weights.weight_map import WeightRule as WeightRule
+
 _HOMES = {
-    "Adapter": "adapters.base",
-    "ArrayDataset": "data.datasets",
-    "ArrayRecordSource": "data.sources.array_record",
-    "AxisRules": "sharding.annotations",
-    "BATCH_AXES": "sharding.mesh",
-    "BadRecordError": "errors",
-    "CallbackContext": "train.callbacks",
-    "CallbackEvent": "train.callbacks",
-    "CollectiveOptions": "config.option_groups",
-    "Combination": "step.outputs",
-    "Coordinator": "parameter_server.coordinator",
-    "Dataset": "data.datasets",
-    "DeviceFaultError": "errors",
-    "EarlyStopping": "train.stopping",
-    "Experiment": "train.experiment",
-    "ExpertOutput": "kernels.experts",
-    "Figure": "trackers.media",
-    "FitResult": "train.epochs",
-    "FixedShards": "parameter_server.partition",
-    "FunctionModel": "adapters.functional",
-    "GatherPolicy": "sharding.rules",
-    "Histogram": "trackers.media",
-    "Image": "trackers.media",
-    "ImageFolder": "data.image_folder",
-    "JsonLinesSource": "data.sources.text_files",
-    "KerasModel": "adapters.keras",
-    "LinenModel": "adapters.linen",
-    "LogSamples": "train.log_samples",
-    "Loop": "train.loop",
-    "LoraModel": "adapters.lora",
-    "LoraRule": "adapters.lora",
-    "Manifest": "checkpoints.manifest",
-    "MappedDataset": "data.datasets",
-    "MaxSize": "parameter_server.partition",
-    "MeshSpec": "config.option_groups",
-    "MinSize": "parameter_server.partition",
-    "Mixture": "data.mixture",
-    "Mode": "adapters.base",
-    "NonFiniteError": "errors",
-    "Packed": "data.packing",
-    "ParameterServerOptions": "config.option_groups",
-    "ParquetSource": "data.sources.parquet",
-    "PerReplica": "step.per_replica",
-    "PredictionMetric": "step.outputs",
-    "PreemptedExit": "errors",
-    "ReduceOnPlateau": "train.reduce_on_plateau",
-    "ReplicaError": "errors",
-    "Rule": "sharding.rules",
-    "RunConfig": "config.run_config",
-    "RunInfo": "trackers.base",
-    "Scalar": "step.outputs",
-    "ShardingOptions": "config.option_groups",
-    "SkipBadRecords": "data.bad_records",
-    "StopAtThreshold": "train.stopping",
-    "StorageError": "errors",
-    "Stream": "data.streams",
-    "Subset": "data.datasets",
-    "SumMetric": "step.outputs",
-    "Table": "trackers.media",
-    "Text": "trackers.media",
-    "TextSource": "data.sources.text_files",
-    "TokenDocuments": "data.sources.token_files",
-    "TokenFile": "data.sources.token_files",
-    "TokenLosses": "kernels.linear_cross_entropy",
-    "Tokenized": "data.text",
-    "Tracker": "trackers.base",
-    "TrainState": "step.state",
-    "Trainer": "train.trainer",
-    "UploadCheckpoints": "train.upload_checkpoints",
-    "UserError": "errors",
-    "Variables": "adapters.base",
-    "WeightRule": "weights.weight_map",
-    "WeightedValues": "step.metrics",
-    "as_adapter": "adapters.as_adapter",
-    "attention": "kernels.attention",
-    "balanced_accuracy": "train.shipped_metrics",
-    "batch_coupled": "step.outputs",
-    "confusion_counts": "train.shipped_metrics",
-    "confusion_table": "train.shipped_metrics",
-    "constrain_sharding": "sharding.placement",
-    "current_strategy": "sharding.placement",
-    "has_strategy": "sharding.placement",
-    "experts": "kernels.experts",
-    "export_params": "checkpoints.export",
-    "find_idx": "data.idx",
-    "initialize": "distributed.initialize",
-    "linear_cross_entropy": "kernels.linear_cross_entropy",
-    "load_model": "checkpoints.load_model",
-    "load_params": "checkpoints.restore",
-    "load_variables": "checkpoints.restore",
-    "macro_f1": "train.shipped_metrics",
-    "per_replica": "step.per_replica",
-    "perplexity": "train.shipped_metrics",
-    "read_idx": "data.idx",
-    "read_manifest": "checkpoints.restore",
-    "reduce": "step.per_replica",
-    "remat": "step.remat",
-    "resolve_config": "sharding.placement",
-    "roc_auc": "train.shipped_metrics",
-    "value_histogram": "train.shipped_metrics",
-    "weighted_mean": "step.metrics",
+    name: module
+    for module, name in re.findall(
+        r"^    from spmdtrain\.([\w.]+) import \w+ as (\w+)$",
+        Path(__file__).read_text("utf-8"),
+        re.M,
+    )
 }
+"""The exported names, and the modules that define them."""
 
-__all__ = [
-    "BATCH_AXES",
-    "Adapter",
-    "ArrayDataset",
-    "ArrayRecordSource",
-    "AxisRules",
-    "BadRecordError",
-    "CallbackContext",
-    "CallbackEvent",
-    "CollectiveOptions",
-    "Combination",
-    "Coordinator",
-    "Dataset",
-    "DeviceFaultError",
-    "EarlyStopping",
-    "Experiment",
-    "ExpertOutput",
-    "Figure",
-    "FitResult",
-    "FixedShards",
-    "FunctionModel",
-    "GatherPolicy",
-    "Histogram",
-    "Image",
-    "ImageFolder",
-    "JsonLinesSource",
-    "KerasModel",
-    "LinenModel",
-    "LogSamples",
-    "Loop",
-    "LoraModel",
-    "LoraRule",
-    "Manifest",
-    "MappedDataset",
-    "MaxSize",
-    "MeshSpec",
-    "MinSize",
-    "Mixture",
-    "Mode",
-    "NonFiniteError",
-    "Packed",
-    "ParameterServerOptions",
-    "ParquetSource",
-    "PerReplica",
-    "PredictionMetric",
-    "PreemptedExit",
-    "ReduceOnPlateau",
-    "ReplicaError",
-    "Rule",
-    "RunConfig",
-    "RunInfo",
-    "Scalar",
-    "ShardingOptions",
-    "SkipBadRecords",
-    "StopAtThreshold",
-    "StorageError",
-    "Stream",
-    "Subset",
-    "SumMetric",
-    "Table",
-    "Text",
-    "TextSource",
-    "TokenDocuments",
-    "TokenFile",
-    "TokenLosses",
-    "Tokenized",
-    "Tracker",
-    "TrainState",
-    "Trainer",
-    "UploadCheckpoints",
-    "UserError",
-    "Variables",
-    "WeightRule",
-    "WeightedValues",
-    "as_adapter",
-    "attention",
-    "balanced_accuracy",
-    "batch_coupled",
-    "confusion_counts",
-    "confusion_table",
-    "constrain_sharding",
-    "current_strategy",
-    "experts",
-    "export_params",
-    "find_idx",
-    "has_strategy",
-    "initialize",
-    "linear_cross_entropy",
-    "load_model",
-    "load_params",
-    "load_variables",
-    "macro_f1",
-    "per_replica",
-    "perplexity",
-    "read_idx",
-    "read_manifest",
-    "reduce",
-    "remat",
-    "resolve_config",
-    "roc_auc",
-    "value_histogram",
-    "weighted_mean",
-]
-
-if TYPE_CHECKING:
-    from spmdtrain.adapters.as_adapter import as_adapter
-    from spmdtrain.adapters.base import Adapter, Mode, Variables
-    from spmdtrain.adapters.functional import FunctionModel
-    from spmdtrain.adapters.keras import KerasModel
-    from spmdtrain.adapters.linen import LinenModel
-    from spmdtrain.adapters.lora import LoraModel, LoraRule
-    from spmdtrain.checkpoints.export import export_params
-    from spmdtrain.checkpoints.load_model import load_model
-    from spmdtrain.checkpoints.manifest import Manifest
-    from spmdtrain.checkpoints.restore import load_params, load_variables, read_manifest
-    from spmdtrain.config.option_groups import (
-        CollectiveOptions,
-        MeshSpec,
-        ParameterServerOptions,
-        ShardingOptions,
-    )
-    from spmdtrain.config.run_config import RunConfig
-    from spmdtrain.data.bad_records import SkipBadRecords
-    from spmdtrain.data.datasets import ArrayDataset, Dataset, MappedDataset, Subset
-    from spmdtrain.data.idx import find_idx, read_idx
-    from spmdtrain.data.image_folder import ImageFolder
-    from spmdtrain.data.mixture import Mixture
-    from spmdtrain.data.packing import Packed
-    from spmdtrain.data.sources.array_record import ArrayRecordSource
-    from spmdtrain.data.sources.parquet import ParquetSource
-    from spmdtrain.data.sources.text_files import JsonLinesSource, TextSource
-    from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
-    from spmdtrain.data.streams import Stream
-    from spmdtrain.data.text import Tokenized
-    from spmdtrain.distributed.initialize import initialize
-    from spmdtrain.errors import (
-        BadRecordError,
-        DeviceFaultError,
-        NonFiniteError,
-        PreemptedExit,
-        ReplicaError,
-        StorageError,
-        UserError,
-    )
-    from spmdtrain.kernels.attention import attention
-    from spmdtrain.kernels.experts import ExpertOutput, experts
-    from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
-    from spmdtrain.parameter_server.coordinator import Coordinator
-    from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
-    from spmdtrain.sharding.annotations import AxisRules
-    from spmdtrain.sharding.mesh import BATCH_AXES
-    from spmdtrain.sharding.placement import (
-        constrain_sharding,
-        current_strategy,
-        has_strategy,
-        resolve_config,
-    )
-    from spmdtrain.sharding.rules import GatherPolicy, Rule
-    from spmdtrain.step.metrics import WeightedValues, weighted_mean
-    from spmdtrain.step.outputs import (
-        Combination,
-        PredictionMetric,
-        Scalar,
-        SumMetric,
-        batch_coupled,
-    )
-    from spmdtrain.step.per_replica import PerReplica, per_replica, reduce
-    from spmdtrain.step.remat import remat
-    from spmdtrain.step.state import TrainState
-    from spmdtrain.trackers.base import RunInfo, Tracker
-    from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
-    from spmdtrain.train.callbacks import CallbackContext, CallbackEvent
-    from spmdtrain.train.epochs import FitResult
-    from spmdtrain.train.experiment import Experiment
-    from spmdtrain.train.log_samples import LogSamples
-    from spmdtrain.train.loop import Loop
-    from spmdtrain.train.reduce_on_plateau import ReduceOnPlateau
-    from spmdtrain.train.shipped_metrics import (
-        balanced_accuracy,
-        confusion_counts,
-        confusion_table,
-        macro_f1,
-        perplexity,
-        roc_auc,
-        value_histogram,
-    )
-    from spmdtrain.train.stopping import EarlyStopping, StopAtThreshold
-    from spmdtrain.train.trainer import Trainer
-    from spmdtrain.train.upload_checkpoints import UploadCheckpoints
-    from spmdtrain.weights.weight_map import WeightRule
+if not TYPE_CHECKING:  # type checkers take the aliases above as exports
+    __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
