@@ -1,15 +1,22 @@
-"""Exceptions for users, exit codes, and helpers for error messages."""
+"""Exceptions for users, exit codes, error messages, and the place of an error in user code."""
 
 import contextlib
 import difflib
 import enum
 import errno
+import functools
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import IO
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+# -- Exceptions for users, exit codes, and helpers for error messages ------------------------------
 
 NOT_SET = "not set"
 """Stands in messages for the value of an option that only another process has."""
@@ -49,9 +56,7 @@ class UserError(ValueError):
 
     def __init__(self, *message: object) -> None:
         super().__init__(*message)
-        # Here, so that scripts that fail before they train exit 2, too. Imported late, because the
-        # hook is about these errors.
-        from spmdtrain.user_errors import install_hook
+        # Here, so that scripts that fail before they train exit 2, too.
 
         install_hook()
 
@@ -178,8 +183,6 @@ def exit_code_of(
     `failed` reports the error: it takes the exit code, the line and the exception, and returns the
     exit code. Any other exception propagates.
     """
-    from spmdtrain.user_errors import install_hook
-
     install_hook()  # for the other exceptions
     _COMMANDS.append(command)
     try:
@@ -336,3 +339,316 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     meant = field_meant(name, names)
     near = [meant] if meant else difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(names)}."
+
+
+# -- Errors in the code of users: their place, and what an uncaught one shows and exits with -------
+#
+# Python ends a script with code 1 after any error, and shows all frames. Schedulers and the
+# launcher decide by the code whether a restart helps, and users look for their own line.
+
+SWITCH = "SPMDTRAIN_EXCEPTHOOK"
+"""Environment variable: `off` leaves uncaught errors to Python."""
+_LEFT_OUT = "(frames of libraries are left out: JAX_TRACEBACK_FILTERING=off shows them)"
+_NOTE_OF_JAX = "JAX has removed its internal frames"  # in a note that JAX adds to an error
+
+
+class Located(str):
+    """A message that begins with the place of an error, which a traceback shows as well.
+
+    A KeyError shows it as it is, not quoted. `place` has the file, line and code.
+    """
+
+    place: str
+    message: str
+
+    def __new__(cls, place: str, message: str) -> "Located":
+        located = super().__new__(cls, f"{place}\n{message}" if message else place)
+        located.place, located.message = place, message
+        return located
+
+    def __reduce__(self) -> tuple[type["Located"], tuple[str, str]]:
+        return Located, (self.place, self.message)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _Plain(str):
+    """A message that a KeyError shows as it is, not quoted."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _show_only(code: int, error: BaseException, show: Callable[[], None]) -> None:
+    show()
+
+
+@dataclass
+class _State:
+    """The hook of this process."""
+
+    installed: bool = False
+    usual: Callable[..., Any] = sys.__excepthook__
+    """The hook that it has replaced."""
+    end: Callable[[int, BaseException, Callable[[], None]], None] = _show_only
+    """Takes the exit code, the error and a function that shows it; in a job it ends the process."""
+
+
+_STATE = _State()
+
+
+def install_hook() -> None:
+    """Reports uncaught errors from now on; later calls do nothing: scripts may replace the hook."""
+    if _STATE.installed:
+        return
+    _STATE.installed = True
+    open_closed_output()
+    _STATE.usual, sys.excepthook = sys.excepthook, _report
+    _install_in_notebook()
+
+
+def end_by(end: Callable[[int, BaseException, Callable[[], None]], None] | None) -> None:
+    """Sets how uncaught errors end this process; None for a process without a job.
+
+    `end` takes the exit code, the error and a function that shows it.
+    """
+    install_hook()
+    _STATE.end = end or _show_only
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an error, and exits with the code that the commands have for it: `sys.excepthook`.
+
+    Raises `SystemExit` for errors of users, if Python is not interactive.
+    """
+    is_on = os.environ.get(SWITCH) != "off"
+    reported = for_users(error) if is_on else None
+    code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED
+    if reported is not None:
+        code, line = reported
+
+    def show() -> None:
+        # Another hook, such as a tracker's, also wants to see errors that are one line.
+        if reported is not None and _STATE.usual is sys.__excepthook__:
+            print(line, file=sys.stderr)
+            return
+        if is_on and _simplify(error):
+            print(_LEFT_OUT, file=sys.stderr)
+        _STATE.usual(kind, error, error.__traceback__)
+
+    _STATE.end(code, error, show)
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
+    if reported is not None and not is_interactive:
+        raise SystemExit(int(code))
+
+
+def _simplify(error: BaseException) -> bool:
+    """Removes frames of libraries from an error and its causes; returns whether there were any."""
+    if _shows_all_frames():
+        return False
+    found, seen = False, set[int]()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        trace = users_traceback(each.__traceback__, all_others=for_users(each) is not None)
+        if trace is not each.__traceback__:
+            found = True
+            each.__traceback__ = trace
+            _remove_place(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return found
+
+
+def _remove_place(error: BaseException) -> None:
+    """Removes what the traceback shows, and JAX's note that some of the traceback is missing."""
+    if error.args and isinstance(first := error.args[0], Located):
+        error.args = (_Plain(first.message), *error.args[1:])
+    notes = getattr(error, "__notes__", [])
+    notes[:] = [x for x in notes if _NOTE_OF_JAX not in x and not isinstance(x, Located)]
+
+
+def _shows_all_frames() -> bool:
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return os.environ.get("JAX_TRACEBACK_FILTERING") == "off"
+    return bool(jax.config.jax_traceback_filtering == "off")
+
+
+def _install_in_notebook() -> None:
+    """Simplifies errors of IPython's cells, unless the user has set another way to show errors."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None or shell.custom_exceptions:
+        return
+
+    def show(
+        shell: Any,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+        tb_offset: int | None = None,
+    ) -> None:
+        if os.environ.get(SWITCH) != "off" and _simplify(error):
+            # Without IPython's own frame, which it would leave out.
+            trace, tb_offset = error.__traceback__, 0
+            if for_users(error) is None:
+                print(_LEFT_OUT, file=sys.stderr)
+        shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+    shell.set_custom_exc((Exception,), show)
+
+
+# -- errors of a function --------------------------------------------------------------------------
+
+
+def locate_errors(
+    function: Callable[..., Any], what: str, *, takes: str = "(model, batch)"
+) -> Callable[..., Any]:
+    """Wraps a function so that its errors begin with the user's innermost line.
+
+    The type of an error and its traceback stay as they are; `UserError` is left alone. A KeyError
+    lists the fields of the batch, or example, if the key is none of them.
+
+    Args:
+      function: An objective for example.
+      what: Its name as an argument, for messages: `objective`.
+      takes: Its arguments, a batch or an example among them.
+
+    Raises:
+      UserError: If it is not a function.
+    """
+    if not callable(function):
+        several = isinstance(function, (list, tuple, dict))
+        hint = (
+            "; one function returns several values by name, and its loss may be their sum"
+            if several and what == "objective"
+            else ""
+        )
+        raise UserError(
+            f"{what} is a {type(function).__name__}: it must be a function of {takes}{hint}"
+        )
+    names = takes.strip("()").split(", ")
+    name = "batch" if "batch" in names else "example"
+    position = names.index(name)
+
+    @functools.wraps(function)
+    def located(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            where = _own_line(error)
+            if where is not None:
+                _prepend(error, where, name, args[position] if len(args) > position else None)
+            raise
+
+    return located
+
+
+def _own_line(error: Exception) -> str | None:
+    """Returns the innermost line in neither a library nor this package; None without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_users(frame.filename)]
+    if not own:
+        return None
+    last = own[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}: {last.line}"
+
+
+def _prepend(error: Exception, where: str, name: str, batch: Any) -> None:
+    first = error.args[0] if error.args else None
+    if isinstance(first, Located):
+        return  # a function that was called by another one
+    if isinstance(error, KeyError) and error.args:
+        is_field = isinstance(batch, Mapping) and first not in batch
+        # Another dictionary may have lacked the key: this names the batch without a verdict.
+        fields = f" (the fields of the {name}: {', '.join(map(repr, batch))})" if is_field else ""
+        first = f"{first!r}{fields}"
+    if isinstance(first, str):
+        error.args = (Located(where, first), *error.args[1:])
+    else:
+        error.add_note(Located(where, ""))
+
+
+# -- The source files of users, as opposed to those of libraries -----------------------------------
+
+_PACKAGE = Path(__file__).parent
+_MODELS = _PACKAGE / "models"
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Returns whether a source file is of Python, a library or this package except its models."""
+    if "-packages" in file or file.startswith(("<frozen", _STANDARD_LIBRARY)):
+        return True
+    path = Path(file)
+    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_MODELS)
+
+
+def is_users(file: str) -> bool:
+    """Returns whether a source file belongs to neither a library nor this package."""
+    return not is_library(file) and not _is_package(file)
+
+
+def place_of(error: BaseException) -> str:
+    """Returns `in FUNCTION (FILE:LINE)`: where an error was raised, if possible in user code."""
+    found = list(traceback.extract_tb(error.__traceback__))
+    frames = [f for f in found if not is_library(f.filename)] or found
+    return f"in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def describe_sys_exit(stop: SystemExit, where: str = "") -> str:
+    """Returns `sys.exit(CODE) WHERE, in FUNCTION (FILE:LINE)`.
+
+    `where` is what the process did, or which process it is.
+    """
+    call = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
+    said = f"{call} {where}," if where else call
+    return f"{said} {place_of(stop)}".rstrip(" ,")
+
+
+def call_by_user(frame: FrameType | None, called: str = "") -> str:
+    """Returns `CALLED, called in FUNCTION (FILE:LINE)` for the innermost user's code of a stack.
+
+    It begins with the innermost frame, which calls `called`. "" if there is no user's code.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if not is_library(code.co_filename):
+            place = f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})"
+            return f"{called}, called {place}" if called else place
+        # An object is known by its class.
+        called = re.sub(r"\.__(init|call)__$", "", code.co_qualname).rpartition(".")[2]
+        frame = frame.f_back
+    return ""
+
+
+def users_traceback(
+    trace: TracebackType | None, *, all_others: bool = False
+) -> TracebackType | None:
+    """Returns the frames of the user's code alone, if it was the user's code that failed.
+
+    The traceback stays as it is if this package is not in it, or if this package called no code of
+    the user: then the error may be a fault of the package. `all_others` leaves out other frames
+    also if this package itself has raised the error, so that the last frame is the user's call.
+    """
+    frames = list(traceback.walk_tb(trace))
+    files = [frame.f_code.co_filename for frame, _ in frames]
+    own = [is_users(file) for file in files]
+    entry = next((i for i, file in enumerate(files) if _is_package(file)), None)
+    if entry is None or not (any(own) if all_others else any(own[entry:])):
+        return trace
+    kept: TracebackType | None = None
+    for (frame, line), is_own in zip(reversed(frames), reversed(own), strict=True):
+        if is_own:
+            kept = TracebackType(kept, frame, frame.f_lasti, line)
+    return kept
+
+
+def _is_package(file: str) -> bool:
+    return Path(file).is_relative_to(_PACKAGE)

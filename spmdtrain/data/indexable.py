@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from spmdtrain.data.examples import ExampleReader
-from spmdtrain.errors import BadRecordError, StorageError, UserError, foreign
-from spmdtrain.source_files import is_library
+from spmdtrain.errors import BadRecordError, StorageError, UserError, foreign, is_library
 
 PyTree = Any
 

@@ -24,10 +24,9 @@ import jax
 import numpy as np
 
 from spmdtrain.distributed.user_modules import user_modules
-from spmdtrain.errors import ExitCode, StorageError, UserError
+from spmdtrain.errors import ExitCode, StorageError, UserError, describe_sys_exit
 from spmdtrain.sharding import placement
 from spmdtrain.sharding.placement import bind_strategy
-from spmdtrain.source_files import describe_sys_exit
 
 PyTree = Any
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from spmdtrain.data.datasets import Dataset, batched_of, blocks_of, own_rows
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of
 from spmdtrain.data.order import EpochOrder, Order
-from spmdtrain.user_errors import locate_errors
+from spmdtrain.errors import locate_errors
 
 PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]

@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.source_files import is_library
+from spmdtrain.errors import is_library
 
 # Limits of one digest; what is beyond them is left out.
 _MOST = 20_000  # objects

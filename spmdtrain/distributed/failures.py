@@ -19,13 +19,19 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmdtrain import user_errors
 from spmdtrain.distributed import hangs, out_of_memory, process_group, progress
 from spmdtrain.distributed.context import CONTEXT, ignore_failure
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
-from spmdtrain.errors import EarlyExit, ExitCode, OwnExit, for_users, foreign
-from spmdtrain.source_files import describe_sys_exit
+from spmdtrain.errors import (
+    EarlyExit,
+    ExitCode,
+    OwnExit,
+    describe_sys_exit,
+    end_by,
+    for_users,
+    foreign,
+)
 
 TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
 """Names of work for `work_in_progress`."""
@@ -65,7 +71,7 @@ def start_watching(job: Job, hang_timeout: float | None) -> None:
     task that blocks the others; 0 disables this, and None measures the steps.
     """
     out_of_memory.reserve()
-    user_errors.end_by(_exit_on_error)
+    end_by(_exit_on_error)
     CONTEXT.exits.usual_thread_hook, threading.excepthook = (
         threading.excepthook,
         _exit_on_exhaustion,
@@ -139,7 +145,7 @@ def _exit_within(seconds: float, code: int) -> None:
 def stop_watching() -> None:
     """Stops watching, because all processes have reached the end of the job."""
     CONTEXT.exits.stop()
-    user_errors.end_by(None)
+    end_by(None)
     threading.excepthook = CONTEXT.exits.usual_thread_hook
 
 

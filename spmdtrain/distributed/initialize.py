@@ -21,9 +21,8 @@ from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
 from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.errors import UserError, option
+from spmdtrain.errors import UserError, install_hook, option
 from spmdtrain.strategies import strategy as strategy_of
-from spmdtrain.user_errors import install_hook
 
 _HEARTBEAT = 20  # seconds after which JAX considers a silent process dead
 

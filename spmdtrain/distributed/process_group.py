@@ -24,8 +24,7 @@ import jax
 from jax._src import distributed as jax_distributed
 
 from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.errors import NOT_SET, UserError, foreign
-from spmdtrain.source_files import call_by_user
+from spmdtrain.errors import NOT_SET, UserError, call_by_user, foreign
 
 T = TypeVar("T")
 

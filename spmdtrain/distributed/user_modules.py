@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from spmdtrain.distributed import process_group
-from spmdtrain.source_files import is_library
+from spmdtrain.errors import is_library
 
 _MAX_COMPARED = 5_000  # modules; reading that many files takes about 1 s
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from spmdtrain.distributed import initialize, progress
+from spmdtrain.errors import describe_sys_exit
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.parameter_server.server import Counts, Pulled, Push, PushResult, Server, ServerState
 from spmdtrain.parameter_server.state_partition import ServerPartition
-from spmdtrain.source_files import describe_sys_exit
 
 
 class ServerActor:

@@ -39,7 +39,7 @@ _READERS = (
     *("plan/compiler_log", "plan/element_operations", "plan/instruction_work", "plan/kernels"),
     *("plan/matmul_flops", "plan/memory_traffic", "plan/peak_memory", "plan/summary"),
     *("xla/collectives", "xla/hlo_parser", "xla/hlo_shapes", "xla/provenance"),
-    "source_files",
+    "errors",
 )
 _MOST_KEPT = 500  # summaries
 _MOST_BYTES = 2**28  # of one summary

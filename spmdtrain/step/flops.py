@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax._src import source_info_util
 
+from spmdtrain.errors import is_library
 from spmdtrain.kernels.reference import OPTIMIZED, reference_kernels
-from spmdtrain.source_files import is_library
 from spmdtrain.step import finite, norms, optimizer
 from spmdtrain.step.kernel_flops import KERNEL_CALLS, KernelFlops, kernel_flops
 from spmdtrain.step.product_flops import PRODUCT_FLOPS

@@ -19,7 +19,7 @@ from spmdtrain.adapters.base import (
 from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, locate_errors
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.param_gather import current_gathers
 from spmdtrain.step import metrics, output_checks
@@ -35,7 +35,6 @@ from spmdtrain.tree import (
     promoted,
     with_own_containers,
 )
-from spmdtrain.user_errors import locate_errors
 
 PyTree = Any
 

@@ -25,7 +25,7 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.dispatch_batches import examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
-from spmdtrain.errors import UserError, option
+from spmdtrain.errors import UserError, locate_errors, option
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.annotations import AxisRules
@@ -60,7 +60,6 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.tree import is_key, named_leaves, path_name
-from spmdtrain.user_errors import locate_errors
 from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any

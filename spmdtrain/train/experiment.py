@@ -15,10 +15,17 @@ import optax
 from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
-from spmdtrain.errors import OwnExit, UserError, did_you_mean, is_text, option, printable
+from spmdtrain.errors import (
+    OwnExit,
+    UserError,
+    describe_sys_exit,
+    did_you_mean,
+    is_text,
+    option,
+    printable,
+)
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.source_files import describe_sys_exit
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks

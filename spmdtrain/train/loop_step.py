@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, end_interval, phase
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, locate_errors
 from spmdtrain.sharding.describe import check_placed
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
@@ -35,7 +35,6 @@ from spmdtrain.train.loop_checks import (
 from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.tree import with_own_containers
-from spmdtrain.user_errors import locate_errors
 from spmdtrain.xla.collectives import describe_found, find_collectives
 from spmdtrain.xla.compile_cache import compile_step
 

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from spmdtrain.errors import UserError
-from spmdtrain.source_files import is_library
+from spmdtrain.errors import UserError, is_library
 from spmdtrain.xla.hlo_shapes import Array, arrays_of
 
 # One instruction per line: `%name = SHAPE opcode(operands), attributes`. The shape may contain no

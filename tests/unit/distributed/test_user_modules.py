@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.distributed import process_group, user_modules
-from spmdtrain.source_files import is_library
+from spmdtrain.errors import is_library
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from spmdtrain import (
     Subset,
     Trainer,
     UserError,
+    errors,
     read_manifest,
-    user_errors,
 )
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.data.datasets import as_dataset
@@ -666,11 +666,11 @@ def test_an_error_in_an_objective_begins_with_the_users_line(jit: bool) -> None:
 
 
 def test_a_file_beside_the_package_is_the_users_own(tmp_path: Path) -> None:
-    path = Path(user_errors.__file__).parent.with_name("spmdtrain_own") / "model.py"
+    path = Path(errors.__file__).parent.with_name("spmdtrain_own") / "model.py"
     found: dict[str, Any] = {}
     exec(compile("def objective(model, batch):\n    return batch['y']", path, "exec"), found)
     with pytest.raises(KeyError) as caught:
-        user_errors.locate_errors(found["objective"], "objective")(None, {})
+        errors.locate_errors(found["objective"], "objective")(None, {})
     assert str(caught.value).startswith(f"{path}:2, in objective")
 
 
