@@ -45,7 +45,7 @@ REFERENCE = {
     "step": ("The train step", ["step"]),
     "configuration": ("Configuration", ["config"]),
     "checkpoints": ("Checkpoints", ["checkpoints", "weights", "files"]),
-    "logs": ("Trackers, pages and sweeps", ["trackers", "page", "report", "plan", "sweep"]),
+    "logs": ("Trackers, pages and sweeps", ["trackers", "document", "report", "plan", "sweep"]),
     "distributed": ("Several processes", ["distributed", "parameter_server"]),
     "errors": ("Errors", ["errors"]),
     "testing": ("Tests of your own code", ["testing"]),

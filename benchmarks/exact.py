@@ -25,8 +25,8 @@ import optax
 from compiled_steps import CompiledSteps, compare
 
 from spmdtrain import MeshSpec, Trainer
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MobileNetV2, Transformer, TransformerConfig
-from spmdtrain.terminal import Terminal
 
 SHAPE = TransformerConfig(
     vocabulary=256, rows=256, layers=4, width=192, heads=4, hidden=768, context=64

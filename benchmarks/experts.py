@@ -45,8 +45,8 @@ def program(preset: str, scale: int) -> Any:
     from compiled_steps import CompiledSteps
 
     from spmdtrain import Trainer
+    from spmdtrain.document.terminal import Terminal
     from spmdtrain.models import LLAMA_AXIS_RULES, Llama
-    from spmdtrain.terminal import Terminal
 
     config = llama.PRESETS[preset]
     config = replace(config, width=config.width * scale, mlp_width=config.mlp_width * scale)

@@ -22,9 +22,9 @@ import numpy as np
 import optax
 
 from spmdtrain import CallbackContext, Trainer
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP, Transformer
 from spmdtrain.models.transformer import TransformerConfig
-from spmdtrain.terminal import Terminal
 
 EVERY = 5
 WARM_UP = 20  # steps

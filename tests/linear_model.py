@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from spmdtrain import CallbackContext, Trainer
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 
 def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:

@@ -11,9 +11,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from spmdtrain import FunctionModel, MeshSpec, Trainer, TrainState
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 

@@ -36,7 +36,7 @@ import jax
 from nets import net_of
 
 from spmdtrain import ArrayDataset, Experiment, RunConfig, Trainer, resolve_config
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.train import executor
 from spmdtrain.train.experiment import load_experiment
 

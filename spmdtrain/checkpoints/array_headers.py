@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import describe_leaf
 from spmdtrain.distributed.out_of_memory import available_memory
-from spmdtrain.terminal import byte_size
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.tree import path_name
 
 PyTree = Any

@@ -20,6 +20,7 @@ from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.save import is_unfinished
 from spmdtrain.checkpoints.source import Source, find
+from spmdtrain.document.terminal import Terminal, byte_size, number
 from spmdtrain.errors import (
     ExitCode,
     UserError,
@@ -28,7 +29,6 @@ from spmdtrain.errors import (
     foreign,
     printable,
 )
-from spmdtrain.terminal import Terminal, byte_size, number
 from spmdtrain.weights.weight_map import read_weight_map
 
 

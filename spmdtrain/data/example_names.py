@@ -9,8 +9,8 @@ from spmdtrain.data.datasets import MappedDataset, Subset, sources_within
 from spmdtrain.data.image_folder import ImageFolder
 from spmdtrain.data.indexable import IndexableDataset
 from spmdtrain.data.mixture import Mixture
+from spmdtrain.document.terminal import number
 from spmdtrain.errors import foreign
-from spmdtrain.terminal import number
 from spmdtrain.tree import named_leaves
 
 PyTree = Any

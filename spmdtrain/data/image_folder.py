@@ -30,9 +30,9 @@ from spmdtrain.data.image_decoding import (
 from spmdtrain.data.image_files import SPLITS, check_splits, class_of, files_of_split, find_images
 from spmdtrain.data.progress import delayed_progress
 from spmdtrain.distributed import process_group
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import StorageError, UserError, did_you_mean, printable
 from spmdtrain.files.storage import failures, is_url, one_line
-from spmdtrain.terminal import byte_size
 
 Broken = Literal["error", "skip"]
 Cache = Literal["none", "memory", "disk"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from spmdtrain.distributed import process_group
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 PROGRESS_DELAY = 3.0  # seconds before a bar appears
 _hidden = False

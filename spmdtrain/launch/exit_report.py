@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from spmdtrain.distributed import out_of_memory
 from spmdtrain.distributed.progress import Phase, ProgressRecord, Reason
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import ExitCode
-from spmdtrain.terminal import byte_size
 
 # Messages of JAX's coordination service and gloo if another process has gone or never joined.
 _LOST = re.compile(

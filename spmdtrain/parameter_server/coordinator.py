@@ -23,6 +23,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.distributed.progress import Phase, heartbeat, phase
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.partition import MinSize, Partitioner
@@ -41,7 +42,6 @@ from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, Work
 from spmdtrain.sharding.placement import configure_backend
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
-from spmdtrain.terminal import Terminal
 
 PyTree = Any
 _POLL = 0.05  # seconds between two checks for events of workers, and for signals

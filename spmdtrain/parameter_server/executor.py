@@ -19,6 +19,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, option
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize, Partitioner
@@ -33,7 +34,6 @@ from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
 from spmdtrain.train.program_report import StepProgram

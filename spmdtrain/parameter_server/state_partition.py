@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from rich.table import Table
 
+from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.parameter_server.optimizer_split import split_optimizer
 from spmdtrain.parameter_server.partition import (
     FixedShards,
@@ -25,7 +26,6 @@ from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerSt
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.outputs import Combination
 from spmdtrain.step.state import TrainState
-from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.tree import named_leaves
 
 PyTree = Any

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from spmdtrain.terminal import byte_size
+from spmdtrain.document.terminal import byte_size
 
 _BAR = 24  # characters of the longest bar
 _SINGLE = 8  # smaller numbers have a row each; of the rows above, each covers twice as many

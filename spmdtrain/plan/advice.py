@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError
 from spmdtrain.plan.aot import has_compiler
 from spmdtrain.plan.planned_collective import PlannedCollective
@@ -14,7 +15,6 @@ from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.table import Row
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import byte_size
 
 Replan = Callable[[Sequence[str]], Plan]
 """Plans again with additional command-line options. Raises `UserError`."""

@@ -18,8 +18,9 @@ import jax
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import failures
+from spmdtrain.document.html import render_page
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
-from spmdtrain.page.render import render_page
 from spmdtrain.plan import aot, json_subprocess, measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise
 from spmdtrain.plan.changes import describe_changes
@@ -27,7 +28,6 @@ from spmdtrain.plan.json_report import plan_as_json
 from spmdtrain.plan.page import plan_page
 from spmdtrain.plan.page_file import open_page_file
 from spmdtrain.plan.topologies import Topology
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Command, parse_command_line
 from spmdtrain.xla.freed_memory import keep_freed_memory
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.plan.aot import other_compiler
 from spmdtrain.plan.compiler_log import short
 from spmdtrain.plan.kernels import PlannedKernel, TrafficBasis
@@ -10,7 +11,6 @@ from spmdtrain.plan.summary import CompiledSummary
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.step.flops import Flops
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
-from spmdtrain.terminal import byte_size
 from spmdtrain.train.trainer import Trainer
 
 # A device's products in excess of its share above which a note is written: padding of split dims

@@ -4,8 +4,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtrain.optional import NOT_INSTALLED, version_of
-from spmdtrain.page.blocks import (
+from spmdtrain.document.blocks import (
     Block,
     Fact,
     NoteBlock,
@@ -14,8 +13,10 @@ from spmdtrain.page.blocks import (
     StatsBlock,
     TableBlock,
     Tone,
+    Width,
 )
-from spmdtrain.page.widths import Width
+from spmdtrain.document.terminal import byte_size
+from spmdtrain.optional import NOT_INSTALLED, version_of
 from spmdtrain.plan.page_comparison import comparison_blocks
 from spmdtrain.plan.page_links import link_blocks
 from spmdtrain.plan.page_memory import memory_blocks
@@ -33,7 +34,6 @@ from spmdtrain.plan.phrases import (
     utilization_kind,
 )
 from spmdtrain.step.flops import SHORT_CONVENTION
-from spmdtrain.terminal import byte_size
 
 _PACKAGES = ("spmdtrain", "jax", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _FULL = 0.9  # fraction of the limit from which on memory is marked as scarce

@@ -3,9 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
-from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
-from spmdtrain.page.widths import Width
+from spmdtrain.document.blocks import (
+    Block,
+    ChartBlock,
+    Fact,
+    FactsBlock,
+    LegendEntry,
+    TableBlock,
+    Width,
+    altair,
+    chart_block,
+)
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.plan.page_memory import MEMORY_COLORS
 from spmdtrain.plan.page_scales import BYTES_LABEL, MUTED, color_scale, time_axis, time_unit
 from spmdtrain.plan.page_time import PART_COLORS, Part
@@ -16,7 +25,6 @@ from spmdtrain.plan.phrases import (
     step_seconds,
     uses_measured_rates,
 )
-from spmdtrain.terminal import byte_size
 
 _VISIBLE = 0.05  # fraction of the limit from which on memory is shown as a part of it
 _ROW_HEIGHT = 34  # pixels

@@ -3,13 +3,20 @@
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.page.blocks import Block, NoteBlock, TableBlock
-from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
-from spmdtrain.page.widths import Width
+from spmdtrain.document.blocks import (
+    Block,
+    ChartBlock,
+    LegendEntry,
+    NoteBlock,
+    TableBlock,
+    Width,
+    altair,
+    chart_block,
+)
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.plan.page_drawing import NETWORKS, Drawing, draw_topology
 from spmdtrain.plan.page_scales import MUTED, color_scale
 from spmdtrain.plan.phrases import group_collectives, sent_sentence, sentence, step_seconds
-from spmdtrain.terminal import byte_size
 
 LINK_COLORS = {
     "x": 0,

@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from spmdtrain.page.blocks import Block, TableBlock
-from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.document.blocks import (
+    Block,
+    ChartBlock,
+    LegendEntry,
+    TableBlock,
+    altair,
+    chart_block,
+)
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.plan.page_scales import BYTES_LABEL, color_scale
 from spmdtrain.plan.phrases import buffer_source, memory_by_kind
-from spmdtrain.terminal import byte_size
 
 # The number of a color for each kind. Kinds of the same color are rarely both visible.
 MEMORY_COLORS = {

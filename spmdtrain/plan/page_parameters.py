@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from spmdtrain.page.blocks import Block, TableBlock
-from spmdtrain.terminal import byte_size
+from spmdtrain.document.blocks import Block, TableBlock
+from spmdtrain.document.terminal import byte_size
 
 _MOST_ROWS = 16  # parameters that are visible without a click
 _MOST_FOLDED = 1000

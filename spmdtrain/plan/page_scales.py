@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmdtrain.page.charts import COLORS
+from spmdtrain.document.blocks import COLORS
 
 BYTES_LABEL = "datum.value === 0 ? '0' : format(datum.value, '~s') + 'B'"
 """Vega expression for the label of an axis in bytes."""

@@ -5,9 +5,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
-from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
-from spmdtrain.page.widths import Width
+from spmdtrain.document.blocks import (
+    Block,
+    ChartBlock,
+    Fact,
+    FactsBlock,
+    LegendEntry,
+    TableBlock,
+    Width,
+    altair,
+    chart_block,
+)
 from spmdtrain.plan.page_scales import color_scale, time_axis, time_unit
 from spmdtrain.plan.phrases import (
     assumptions,

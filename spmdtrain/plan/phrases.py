@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmdtrain.document.terminal import byte_size, duration
 from spmdtrain.plan.kernels import CUDNN_EFFICIENCY, KERNEL_EFFICIENCY
 from spmdtrain.plan.time_model import Overlap
 from spmdtrain.step.kernel_flops import MATRIX_UNIT, CostBasis
-from spmdtrain.terminal import byte_size, duration
 
 _MOST_PARTS = 4  # parameters with excess traffic
 _LONGEST_NAME = 40

@@ -14,6 +14,7 @@ from spmdtrain.config.option_groups import CollectiveOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
+from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.plan import time_model
@@ -36,7 +37,6 @@ from spmdtrain.step.kernel_flops import CostBasis
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import describe_preset
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name

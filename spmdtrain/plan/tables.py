@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from spmdtrain.document.terminal import Terminal, byte_size, duration
 from spmdtrain.plan.phrases import (
     advice_figures,
     all_notes,
@@ -22,7 +23,6 @@ from spmdtrain.plan.phrases import (
     verdict,
 )
 from spmdtrain.step.flops import SHORT_CONVENTION
-from spmdtrain.terminal import Terminal, byte_size, duration
 
 _MOST_ROWS = 12
 _MOST_BUFFERS = 8

@@ -14,6 +14,7 @@ import tyro
 
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
     ExitCode,
     UserError,
@@ -26,7 +27,6 @@ from spmdtrain.replay.comparison import StepComparison, array_differences, compa
 from spmdtrain.replay.examples import print_examples
 from spmdtrain.replay.recorded_run import RecordedRun, read_run
 from spmdtrain.replay.rerun import rerun
-from spmdtrain.terminal import Terminal
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
 from spmdtrain.data.sharded_stream import ShardedStream
 from spmdtrain.data.training_data import training_data
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
 from spmdtrain.replay.restored_config import restore_config
 from spmdtrain.sharding.placement import configure_backend
-from spmdtrain.terminal import Terminal
 
 PyTree = Any
 

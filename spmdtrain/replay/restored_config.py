@@ -10,12 +10,12 @@ from typing import Any
 
 from spmdtrain.config.option_groups import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.files.storage import is_url
 from spmdtrain.replay.recorded_run import RecordedRun
 from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import EXCLUSIVE, Command, parse_command_line
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 

@@ -3,10 +3,10 @@
 import datetime
 from collections.abc import Sequence
 
+from spmdtrain.document.blocks import Section, TableBlock
+from spmdtrain.document.terminal import byte_size, number
 from spmdtrain.errors import foreign
-from spmdtrain.page.blocks import Section, TableBlock
 from spmdtrain.report.run_data import RunData
-from spmdtrain.terminal import byte_size, number
 
 _MOST = 50
 _MOST_METRICS = 6

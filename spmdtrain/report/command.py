@@ -9,6 +9,9 @@ from typing import Annotated
 import tyro
 from etils import epath
 
+from spmdtrain.document.blocks import Page
+from spmdtrain.document.html import PageServer, render_page
+from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import (
     ExitCode,
     StorageError,
@@ -19,12 +22,8 @@ from spmdtrain.errors import (
 from spmdtrain.files import no_follow
 from spmdtrain.files.storage import failures, folder_of, one_line
 from spmdtrain.optional import import_extra
-from spmdtrain.page.blocks import Page
-from spmdtrain.page.local_server import PageServer
-from spmdtrain.page.render import render_page
 from spmdtrain.report.run_data import RunReader
 from spmdtrain.report.run_page import run_names, run_page
-from spmdtrain.terminal import Terminal, byte_size
 
 FILE_NAME = "report.html"
 

@@ -4,15 +4,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from spmdtrain.document.blocks import (
+    Block,
+    ChartBlock,
+    NoteBlock,
+    Section,
+    Series,
+    Width,
+    line_chart,
+)
+from spmdtrain.document.terminal import byte_size, number
 from spmdtrain.files.run_files import Split
-from spmdtrain.page.blocks import Block, NoteBlock, Section
-from spmdtrain.page.charts import ChartBlock, Series, line_chart
-from spmdtrain.page.widths import Width
 from spmdtrain.report.metric_columns import Column
 from spmdtrain.report.reduction import reduce_curve
 from spmdtrain.report.run_data import RunData
 from spmdtrain.step.metric_names import OF_EPOCH
-from spmdtrain.terminal import byte_size, number
 
 MOST_POINTS = 2000  # of a curve
 _FEWEST_POINTS = 100

@@ -3,8 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmdtrain.page.blocks import Block, Section, TableBlock
-from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.document.blocks import (
+    Block,
+    ChartBlock,
+    LegendEntry,
+    Section,
+    TableBlock,
+    altair,
+    chart_block,
+)
 from spmdtrain.report.overview import clock, length
 from spmdtrain.report.run_data import RunData
 from spmdtrain.report.starts import Activity, RunStart, Span, shares, spans

@@ -8,11 +8,11 @@ from typing import Any
 
 from etils import epath
 
+from spmdtrain.document.blocks import MediaType
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.files import no_follow
 from spmdtrain.files.storage import failures, is_url
 from spmdtrain.files.validation import Malformed, read_bytes
-from spmdtrain.page.blocks import MediaType
 from spmdtrain.report.metric_columns import is_number
 
 _LARGEST_PICTURE = 2**22  # bytes

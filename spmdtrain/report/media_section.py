@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtrain.errors import UserError
-from spmdtrain.files.storage import folder_of
-from spmdtrain.page.blocks import (
+from spmdtrain.document.blocks import (
     Block,
+    ChartBlock,
     GalleryBlock,
     ImageBlock,
     NoteBlock,
@@ -14,9 +13,12 @@ from spmdtrain.page.blocks import (
     TableBlock,
     TextBlock,
     Tone,
+    Width,
+    altair,
+    chart_block,
 )
-from spmdtrain.page.charts import ChartBlock, altair, chart_block
-from spmdtrain.page.widths import Width
+from spmdtrain.errors import UserError
+from spmdtrain.files.storage import folder_of
 from spmdtrain.report.media_files import MediaItem, MediaKind, read_picture
 from spmdtrain.report.run_data import RunData
 

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.document.blocks import Block, Fact, FactsBlock, Section, TableBlock, Width
+from spmdtrain.document.terminal import byte_size, number
 from spmdtrain.errors import foreign
-from spmdtrain.page.blocks import Block, Fact, FactsBlock, Section, TableBlock
-from spmdtrain.page.widths import Width
 from spmdtrain.report.metric_columns import is_number
 from spmdtrain.report.run_data import RunData, object_in
-from spmdtrain.terminal import byte_size, number
 
 _ABSENT = "not set"
 _MOST_LEAVES = 400

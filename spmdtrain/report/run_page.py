@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from spmdtrain.document.blocks import Page, Tone
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.page.blocks import Page, Tone
 from spmdtrain.report.checkpoint_section import checkpoint_section
 from spmdtrain.report.curve_sections import curve_sections
 from spmdtrain.report.history_section import history_section

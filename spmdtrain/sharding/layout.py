@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of
 from spmdtrain.sharding.axis_checks import check_axes_used
@@ -28,7 +29,6 @@ from spmdtrain.sharding.placement import Placement, computes_alone
 from spmdtrain.sharding.rules import REPLICATED, GatherPolicy, Rule
 from spmdtrain.sharding.state_paths import Shape, field_of, parameter_of, params_path
 from spmdtrain.strategies import AXES, STATE
-from spmdtrain.terminal import byte_size
 from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, Sharding
 from rich.cells import cell_len
 from rich.table import Table
 
+from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.sharding.describe import describe_sharding
 from spmdtrain.sharding.state_paths import field_of, parameter_of
-from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.tree import named_leaves
 
 PyTree = Any

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
 from spmdtrain.files.storage import folder_of, is_url, one_line
 from spmdtrain.files.workdir_lock import WorkdirLock
@@ -23,7 +24,6 @@ from spmdtrain.sweep.runner import LOG, SweepRunner
 from spmdtrain.sweep.search import SearchTrials
 from spmdtrain.sweep.specification import Setting, SweepSpecification
 from spmdtrain.sweep.trials import GridTrials, TrialFactory, TrialSource, TrialState
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Command, parse_command_line
 
 PROGRAM = "python -m spmdtrain.sweep"

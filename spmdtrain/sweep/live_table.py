@@ -7,8 +7,8 @@ from types import TracebackType
 from rich.live import Live
 from rich.table import Table
 
+from spmdtrain.document.terminal import Terminal, duration, number
 from spmdtrain.sweep.trials import TrialState
-from spmdtrain.terminal import Terminal, duration, number
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Literal
 
 from spmdtrain.distributed import out_of_memory, progress
+from spmdtrain.document.terminal import number
 from spmdtrain.errors import ExitCode
 from spmdtrain.files import no_follow
 from spmdtrain.files.run_files import Status, status_of
@@ -27,7 +28,6 @@ from spmdtrain.sweep.trials import (
     TrialSource,
     TrialState,
 )
-from spmdtrain.terminal import number
 
 LOG = "log.txt"
 _POLL_INTERVAL = 0.2  # seconds; signals and the exit of a child interrupt the sleep

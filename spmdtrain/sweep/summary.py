@@ -10,9 +10,9 @@ from typing import Literal
 
 from rich.table import Table
 
+from spmdtrain.document.terminal import Terminal, number
 from spmdtrain.files import no_follow
 from spmdtrain.sweep.trials import Trial, TrialMetrics, TrialState
-from spmdtrain.terminal import Terminal, number
 
 FILE = "results.json"
 _SEED = "seed"

@@ -7,8 +7,8 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import did_you_mean
-from spmdtrain.terminal import byte_size
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.xla.collectives import KINDS, Collective, collectives
 

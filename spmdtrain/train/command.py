@@ -13,13 +13,13 @@ from spmdtrain.data.progress import hide_progress
 from spmdtrain.distributed import failures, initialize, process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import file_digest, source_digests
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.files.lines_file import finite_or_null
 from spmdtrain.files.predictions import write_predictions
 from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluator
 from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import backend_of

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from rich.text import Text
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import LINE_WIDTH, Terminal
 from spmdtrain.errors import exit_if_output_is_closed
-from spmdtrain.terminal import LINE_WIDTH, Terminal
 from spmdtrain.train.help_groups import HELP_GROUPS
 
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")

@@ -17,11 +17,11 @@ from spmdtrain.data.training_data import SAME_DATA
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import source_digests
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metrics import component_metric, loss_first
-from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.media import Media
 from spmdtrain.train.evaluation_totals import EvaluationTotals
 from spmdtrain.train.executor import max_in_flight

@@ -17,6 +17,7 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import initialize
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding import table
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.compile import Programs
@@ -24,7 +25,6 @@ from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.strategies import Strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.sentinel import Sentinel

@@ -20,12 +20,12 @@ from spmdtrain.checkpoints.run_weights import RunWeights
 from spmdtrain.checkpoints.source import find, load_latest_valid
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step.base_model import with_base
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState, averaged_steps
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.starting_state import InitialState
 from spmdtrain.tree import in_dtype_of, named_leaves, path_name
 from spmdtrain.weights.assignment import assign_weights, check_taken, rules_of_file

@@ -18,6 +18,7 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.first_call import call_together
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout
@@ -28,7 +29,6 @@ from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.boundary_actions import BoundaryActions

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, end_interval, phase
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, locate_errors
 from spmdtrain.sharding.describe import check_placed
 from spmdtrain.sharding.layout import Layout
@@ -22,7 +23,6 @@ from spmdtrain.step.hyperparameters import learning_rate
 from spmdtrain.step.norms import step_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.input_wait import is_pending
 from spmdtrain.train.loop_checks import (
     Step,

@@ -20,6 +20,7 @@ from spmdtrain.data.dispatch_batches import IndexedBatch
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import Placement, use_placement
@@ -31,7 +32,6 @@ from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.train import overrides
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import backend_of

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from spmdtrain.document.terminal import number
 from spmdtrain.errors import UserError
 from spmdtrain.files.validation import check
 from spmdtrain.step import hyperparameters
-from spmdtrain.terminal import number
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.metric_watch import Direction, MetricWatch
 

@@ -2,10 +2,10 @@
 
 from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import configure_backend, local_config
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.executor import backend_of
 from spmdtrain.train.terminal_of_run import terminal_of
 

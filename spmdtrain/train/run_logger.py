@@ -11,13 +11,13 @@ import jax
 
 from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
 from spmdtrain.distributed import process_group
+from spmdtrain.document.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
 from spmdtrain.errors import StorageError
 from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.files.state_hashes import HASHES_FILE, ResumedAt, StateHash
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.metric_names import LEARNING_RATE, NORMS
-from spmdtrain.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.input_wait import InputWait
 from spmdtrain.train.performance import PerformanceLog

@@ -19,6 +19,7 @@ from spmdtrain.data.training_data import TrainingData, examples_per_epoch, train
 from spmdtrain.distributed import failures, process_group, progress
 from spmdtrain.distributed.code_digest import CodeRecord, code_record
 from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
     NonFiniteError,
     PreemptedExit,
@@ -31,7 +32,6 @@ from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.sharding.describe import check_placed
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.state import TrainState
-from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.boundary_actions import BoundaryActions

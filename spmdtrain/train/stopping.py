@@ -1,7 +1,7 @@
 """Callbacks that end a run: early stopping, and a threshold of a metric."""
 
+from spmdtrain.document.terminal import number
 from spmdtrain.errors import UserError
-from spmdtrain.terminal import number
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.metric_watch import Direction, MetricWatch, metric_of
 

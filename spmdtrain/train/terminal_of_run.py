@@ -2,7 +2,7 @@
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 
 def terminal_of(config: RunConfig) -> Terminal:

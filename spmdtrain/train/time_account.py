@@ -7,6 +7,7 @@ from typing import Literal
 
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase
+from spmdtrain.document.terminal import duration
 from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.run_events import (
     EVENTS_FILE,
@@ -17,7 +18,6 @@ from spmdtrain.files.run_events import (
     run_times,
 )
 from spmdtrain.files.run_files import RunFiles
-from spmdtrain.terminal import duration
 
 _INTERVAL = 30.0  # seconds between two lines of phases with lines of training
 _WIDTH = 80  # of the summary

@@ -16,6 +16,7 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.data.sharded_stream import StreamProgress
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import OwnExit, PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split
 from spmdtrain.sharding.annotations import AxisRules
@@ -24,7 +25,6 @@ from spmdtrain.sharding.resolution import resolve
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
-from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train import evaluator, later_fit, overrides, roles

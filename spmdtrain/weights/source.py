@@ -9,10 +9,10 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.distributed.out_of_memory import available_memory
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.files.storage import folder_of, is_url
 from spmdtrain.files.validation import check_regular_file
-from spmdtrain.terminal import byte_size
 from spmdtrain.weights.region import Box
 
 _FORMATS = (

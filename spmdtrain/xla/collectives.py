@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.terminal import byte_size
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.xla.hlo_parser import (
     ASYNC,
     Computation,

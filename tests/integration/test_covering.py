@@ -44,7 +44,7 @@ from spmdtrain import (
     weighted_mean,
 )
 from spmdtrain.config.run_config import Purpose, derive_seed
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 # Keras copies arrays in a way that NumPy 2 will not know some day.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

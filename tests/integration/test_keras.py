@@ -32,7 +32,7 @@ from spmdtrain import (
 )
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.keras import KerasModel
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported

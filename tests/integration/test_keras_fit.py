@@ -15,9 +15,9 @@ import pytest
 from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, NonFiniteError, ShardingOptions, Trainer, UserError
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.run import main
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported

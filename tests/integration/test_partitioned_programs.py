@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer, UserError, constrain_sharding
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.xla.partitioner_faults import check_partitioning
 
 ROWS, WIDTH = 32, 3

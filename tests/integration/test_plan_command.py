@@ -13,8 +13,8 @@ import pytest
 from helpers import DIGITS, GPT, assert_gone, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
 
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.plan.element_operations import ElementKind
-from spmdtrain.terminal import byte_size
 
 # Builds once, for the plan, and not a second time, when advice is tried.
 FALLS = """

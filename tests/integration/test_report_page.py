@@ -15,7 +15,7 @@ from browser import Browser, chromium
 from helpers import DIGITS, environment, metrics, run
 from report_files import write_run
 
-from spmdtrain.terminal import number
+from spmdtrain.document.terminal import number
 
 
 @pytest.fixture(scope="module")

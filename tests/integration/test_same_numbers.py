@@ -19,8 +19,8 @@ from spmdtrain import Experiment, MeshSpec, Trainer, TrainState
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import train_batches
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.resolution import resolve
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 

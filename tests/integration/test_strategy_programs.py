@@ -21,8 +21,8 @@ from matrix import ROWS, Row
 
 from spmdtrain import CallbackContext, FunctionModel, Trainer
 from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP, mlp_rules
-from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.tree import named_leaves

@@ -21,6 +21,7 @@ TESTS = Path(__file__).parents[1]
 FOLDERS = (
     *(
         "root",
+        "document",
         "config",
         "files",
         "cluster",
@@ -32,7 +33,7 @@ FOLDERS = (
         "launch",
         "data",
     ),
-    *("step", "weights", "checkpoints", "trackers", "train", "parameter_server", "page", "plan"),
+    *("step", "weights", "checkpoints", "trackers", "train", "parameter_server", "plan"),
     *("replay", "report", "sweep", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
@@ -188,7 +189,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 120
+SINGLE_IMPORTERS = 119
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 22
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""

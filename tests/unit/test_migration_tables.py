@@ -34,10 +34,10 @@ from spmdtrain import (
     Trainer,
     per_replica,
 )
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, field_meant
 from spmdtrain.parameter_server.shared_params import Shared
 from spmdtrain.strategies import AXES, strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Options, parse_command_line
 
 PAGES = sorted((REPOSITORY / "docs").glob("coming-from-*.md"))

@@ -13,8 +13,7 @@ import pytest
 from jax import Array
 
 from spmdtrain import EarlyStopping, Loop, StorageError, TrainState
-from spmdtrain.errors import discard_output
-from spmdtrain.terminal import (
+from spmdtrain.document.terminal import (
     LINE_WIDTH,
     LineColor,
     Terminal,
@@ -22,6 +21,7 @@ from spmdtrain.terminal import (
     number,
     short_lines,
 )
+from spmdtrain.errors import discard_output
 
 TEXTS = ["loss 0.1234", "accuracy 0.9", "10,508 examples/s", "164.2 steps/s"]
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -232,7 +232,7 @@ def test_a_run_continues_without_a_reader_and_other_commands_end() -> None:
     script = """
 import sys
 from spmdtrain.errors import open_closed_output
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 open_closed_output()
 terminal = Terminal(optional=sys.argv[1] == "run")
 for _ in range(3):

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from spmdtrain import FunctionModel, LinenModel, MeshSpec, Trainer, UserError
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.tree import is_key, named_leaves
 
 BATCH = 16

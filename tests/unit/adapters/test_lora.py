@@ -36,9 +36,9 @@ from spmdtrain import (
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.checkpoints import command
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.run import main
 from spmdtrain.sharding.describe import axes_of_spec
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 REDUCE_SCATTER = CollectiveOptions(reduction="reduce_scatter")

@@ -17,8 +17,8 @@ from spmdtrain import Trainer, UserError, load_params
 from spmdtrain.checkpoints import array_headers
 from spmdtrain.checkpoints.command import main
 from spmdtrain.checkpoints.manifest import Manifest, sizes
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
-from spmdtrain.terminal import Terminal
 
 NAME, KERNEL = "params/layers/0/kernel", b"params.layers.0.kernel/.zarray"
 HUGE = [2**40, 128]  # 562,950 GB, more than an address space

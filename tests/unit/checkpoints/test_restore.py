@@ -48,13 +48,13 @@ from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import config_as_json
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 P = PartitionSpec

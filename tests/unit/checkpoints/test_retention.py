@@ -27,11 +27,11 @@ from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, descri
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.option_groups import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
-from spmdtrain.terminal import Terminal
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 

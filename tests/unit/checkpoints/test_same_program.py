@@ -22,12 +22,12 @@ from spmdtrain.checkpoints.manifest import digest
 from spmdtrain.checkpoints.run_identity import Identity, check_same_run
 from spmdtrain.checkpoints.run_identity import changes as all_changes
 from spmdtrain.config.run_config import config_as_json
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.step.optimizer_record import (
     OptimizerRecord,
     changed_arguments,
     record_optimizer,
 )
-from spmdtrain.terminal import Terminal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)

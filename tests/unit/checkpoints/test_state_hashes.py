@@ -17,9 +17,9 @@ from spmdtrain.checkpoints.checksums import format_sums, read_parts
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.checkpoints.state_sums import StateSums
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
 from spmdtrain.step.state import TrainState
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 P = PartitionSpec

@@ -11,7 +11,7 @@ import tensorstore
 
 from spmdtrain import Loop, UserError
 from spmdtrain.checkpoints.items import check_can_be_saved
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 OWN = [name for name in dir(ml_dtypes) if name.startswith(("int", "uint", "float", "bfloat"))]
 

@@ -40,10 +40,10 @@ from spmdtrain.data.image_files import SPLITS, split_of
 from spmdtrain.data.image_folder import BrokenImageError, ImageFolder
 from spmdtrain.data.permutation import permuted
 from spmdtrain.distributed import progress
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Status, status_of
 from spmdtrain.run import main
-from spmdtrain.terminal import Terminal
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
 

@@ -36,7 +36,7 @@ from spmdtrain import (
     Trainer,
     UserError,
 )
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.tree import named_leaves
 

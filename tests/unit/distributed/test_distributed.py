@@ -23,9 +23,9 @@ from spmdtrain.cluster.spec import ClusterSpec, from_tf_config
 from spmdtrain.distributed import failures, initialize, process_group
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.initialize import ClusterOptions
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main
-from spmdtrain.terminal import Terminal
 from spmdtrain.testing import run_processes, start_processes
 from spmdtrain.train.trainer import Trainer
 

@@ -21,6 +21,7 @@ from plan_helpers import needs_libtpu
 
 from spmdtrain import MeshSpec, RunConfig, Trainer, UserError, attention
 from spmdtrain.config.option_groups import ContextMethod, ContextOptions
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.kernels import attention_blocks
 from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, merge_mixed, no_values
 from spmdtrain.kernels.context_attention import choose_context_method
@@ -30,7 +31,6 @@ from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices, build_mesh
 from spmdtrain.sharding.placement import CurrentMesh, Placement, use_placement
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.xla.collectives import collectives
 
 METHODS = ("ring", "gather", "ulysses")

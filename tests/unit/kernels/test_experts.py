@@ -21,12 +21,12 @@ from plan_helpers import needs_libtpu
 from spmdtrain import MeshSpec, Rule, ShardingOptions, Trainer, UserError, experts
 from spmdtrain.config.option_groups import ExpertExchange, ExpertOptions
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import BATCH_AXES, abstract_devices, build_mesh
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.strategies import strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.xla.collectives import collectives
 
 PyTree = Any

@@ -22,10 +22,10 @@ from spmdtrain import (
     UserError,
     linear_cross_entropy,
 )
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.step.flops import count_flops, model_flops
-from spmdtrain.terminal import Terminal
 
 ROWS, TOKENS, WIDTH, HEAD, VOCABULARY = 8, 5, 16, 40, 37
 GENERATOR = np.random.default_rng(0)

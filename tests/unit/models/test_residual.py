@@ -16,10 +16,10 @@ from helpers import environment
 from plan_helpers import needs_libtpu
 
 from spmdtrain import MeshSpec, Trainer
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
-from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
 ROWS, WIDTH, LAYERS = 64, 128, 32

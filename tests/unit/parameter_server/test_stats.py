@@ -11,10 +11,10 @@ from hypothesis import given
 from rich.console import Console
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.sharding.resolution import resolve
-from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.run_logger import RunLogger
 

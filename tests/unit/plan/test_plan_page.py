@@ -11,9 +11,9 @@ import pytest
 from browser import chromium
 from helpers import DIGITS
 
+from spmdtrain.document.blocks import TableBlock
+from spmdtrain.document.html import render_page
 from spmdtrain.errors import UserError
-from spmdtrain.page.blocks import TableBlock
-from spmdtrain.page.render import render_page
 from spmdtrain.plan import command, page_file, topologies
 from spmdtrain.plan.json_report import plan_as_json
 from spmdtrain.plan.memory import Memory

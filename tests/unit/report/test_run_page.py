@@ -15,15 +15,14 @@ import pytest
 from report_files import CONFIG, metric_lines, png, write_lines, write_run
 
 from spmdtrain import UserError
+from spmdtrain.document.blocks import ChartBlock, GalleryBlock, Page, StatsBlock, TableBlock
+from spmdtrain.document.html import page_content
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
 from spmdtrain.files.validation import read_bytes
-from spmdtrain.page.blocks import GalleryBlock, Page, StatsBlock, TableBlock
-from spmdtrain.page.charts import ChartBlock
-from spmdtrain.page.render import page_content
 from spmdtrain.report.command import Options, RunReport, execute
 from spmdtrain.report.media_files import MediaLog
 from spmdtrain.report.run_page import run_names
-from spmdtrain.terminal import Terminal
 
 
 def page_of(*workdirs: Path) -> Page:

@@ -19,13 +19,13 @@ from spmdtrain import FunctionModel, Loop, Trainer
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.config.option_groups import MeshSpec, ShardingOptions
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.describe import check_placed, describe_sharding
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.sharding.rules import GatherPolicy, Rule, checked_rules
 from spmdtrain.step.state import TrainState
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 P = PartitionSpec

@@ -33,6 +33,7 @@ from spmdtrain.config.option_groups import (
     ShardingOptions,
 )
 from spmdtrain.distributed import process_group
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (
     Placement,
@@ -45,7 +46,6 @@ from spmdtrain.sharding.placement import (
 )
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import DEFAULT
-from spmdtrain.terminal import Terminal
 
 P = PartitionSpec
 X = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]

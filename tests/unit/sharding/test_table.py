@@ -22,6 +22,7 @@ from jax.sharding import (
 )
 from rich.console import Console
 
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.table import (
     MemoryUse,
     Row,
@@ -32,7 +33,6 @@ from spmdtrain.sharding.table import (
     tabulate,
 )
 from spmdtrain.step.state import TrainState, average_of
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves, path_name
 
 P = PartitionSpec

@@ -22,9 +22,9 @@ from step_helpers import SHOWS_GRADIENTS, on, one_step
 from spmdtrain import CollectiveOptions, LinenModel, MeshSpec, Trainer, UserError
 from spmdtrain.adapters.base import Mode
 from spmdtrain.checkpoints.restore import load_variables
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import use_placement
-from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmdtrain import MeshSpec, Trainer, UserError
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")

@@ -23,10 +23,10 @@ from spmdtrain import (
     load_params,
 )
 from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.optimizer import Update
-from spmdtrain.terminal import Terminal
 
 PyTree = Any
 GENERATOR = np.random.default_rng(5)

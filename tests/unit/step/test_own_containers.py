@@ -30,7 +30,7 @@ from spmdtrain import (
     per_replica,
 )
 from spmdtrain.data.sampling import TrainBatches
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 RNG = np.random.default_rng(0)
 X, Y = (RNG.normal(size=(16, n)).astype(np.float32) for n in (4, 3))

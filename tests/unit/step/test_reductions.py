@@ -28,11 +28,11 @@ from step_helpers import (
 
 from spmdtrain import MeshSpec, Rule, Trainer, UserError
 from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.sharding.mesh import build_mesh
 from spmdtrain.sharding.placement import constrain_sharding, current_strategy
 from spmdtrain.step.reductions import Reduction, all_reduce, flattened, hierarchical, one_device
-from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
 BATCH = tokens_batch(np.random.default_rng(5))

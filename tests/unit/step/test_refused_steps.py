@@ -18,7 +18,7 @@ from spmdtrain import (
     Trainer,
     UserError,
 )
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 

@@ -24,7 +24,7 @@ from spmdtrain import (
     load_model,
     load_params,
 )
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.tree import is_key, named_leaves
 
 RNG = np.random.default_rng(0)

@@ -16,8 +16,8 @@ from step_helpers import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens
 from spmdtrain import Loop, Trainer, UserError
 from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 BATCH = tokens_batch(np.random.default_rng(5))

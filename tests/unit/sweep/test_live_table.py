@@ -2,9 +2,9 @@
 
 import pytest
 
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sweep.live_table import LiveTable, RunningRow
 from spmdtrain.sweep.trials import TrialState
-from spmdtrain.terminal import Terminal
 
 
 def test_a_narrow_terminal_wraps_names_and_cuts_no_number(

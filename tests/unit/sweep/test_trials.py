@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain import UserError
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.sweep.devices import trial_environments
 from spmdtrain.sweep.summary import (
     best_result,
@@ -16,7 +17,6 @@ from spmdtrain.sweep.summary import (
     write_results,
 )
 from spmdtrain.sweep.trials import Trial, TrialMetrics, TrialState, unique_name
-from spmdtrain.terminal import Terminal
 
 
 def write(folder: Path, *lines: dict[str, object], mode: str = "w") -> None:

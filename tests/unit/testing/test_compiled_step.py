@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain import MeshSpec, Trainer
 from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import current_strategy
-from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
 P = PartitionSpec

@@ -21,7 +21,7 @@ from spmdtrain import (
     Trainer,
     UserError,
 )
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.epochs import Epochs
 from spmdtrain.train.metrics_reader import MetricsReader

@@ -32,9 +32,9 @@ from spmdtrain import (
     roc_auc,
     value_histogram,
 )
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.step.metrics import weighted_sums
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.evaluation_totals import EvaluationTotals
 
 os.environ["KERAS_BACKEND"] = "jax"

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from spmdtrain import FunctionModel, Trainer, UserError
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.step.optimizer import Update
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.starting_state import names_step
 from spmdtrain.tree import named_leaves
 

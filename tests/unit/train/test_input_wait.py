@@ -14,7 +14,7 @@ import pytest
 from helpers import events
 
 from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.train.input_wait import InputWait
 
 X = np.ones((80, 4), np.float32)

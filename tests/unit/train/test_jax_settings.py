@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from spmdtrain import MeshSpec, ShardingOptions, SumMetric, Trainer, confusion_counts, roc_auc
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import (
     GenerationOptions,
     Llama,
@@ -26,7 +27,6 @@ from spmdtrain.models import (
     ViTConfig,
     generate,
 )
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 SETTINGS = {

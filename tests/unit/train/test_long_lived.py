@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from spmdtrain import Loop, Trainer
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.train.long_lived import LongLivedObjects
 
 X = np.ones((32, 4), np.float32)

@@ -34,9 +34,9 @@ from spmdtrain import (
     per_replica,
     weighted_mean,
 )
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.run import main
 from spmdtrain.sharding.state_paths import parameter_of
-from spmdtrain.terminal import Terminal
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 16)).astype(np.float32)

@@ -14,11 +14,11 @@ from step_helpers import on
 
 from spmdtrain import CollectiveOptions, Loop, Mixture, UserError
 from spmdtrain.data.sampling import TrainBatches, all_rows
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.parameter_server.partition import FixedShards
 from spmdtrain.parameter_server.server import Server
 from spmdtrain.parameter_server.state_partition import ServerPartition
 from spmdtrain.parameter_server.worker import Worker
-from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.progress import Phase
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 X = {"x": np.ones((32, 4), np.float32)}
 STEPS = 8

@@ -27,7 +27,7 @@ from spmdtrain import (
     WeightRule,
     export_params,
 )
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.tree import named_leaves
 from spmdtrain.weights.assignment import assign_weights
 from spmdtrain.weights.source import ArrayHeader

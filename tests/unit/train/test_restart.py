@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from spmdtrain import FunctionModel, Trainer, UserError
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 _RANDOM = np.random.default_rng(0)
 X = _RANDOM.normal(size=(100, 3)).astype(np.float32)

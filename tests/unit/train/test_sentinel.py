@@ -33,12 +33,12 @@ from spmdtrain import (
     read_manifest,
 )
 from spmdtrain.checkpoints import checksums, replica_check
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.files.run_events import read_events
 from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.dispatch import Dispatch, Repeat
-from spmdtrain.terminal import Terminal
 from spmdtrain.train import sentinel
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.train.sentinel import why_not_on

@@ -31,7 +31,7 @@ from spmdtrain import (
     load_params,
     read_manifest,
 )
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)

@@ -17,7 +17,7 @@ from helpers import metrics, saved_steps
 from spmdtrain import FunctionModel, Loop, MeshSpec, Stream, Trainer, UserError
 from spmdtrain.checkpoints import stream_positions
 from spmdtrain.checkpoints.command import main as checkpoints
-from spmdtrain.terminal import Terminal
+from spmdtrain.document.terminal import Terminal
 
 HALVES = {"microbatches": 2, "mesh": MeshSpec(devices=(0, 1, 2, 3))}
 

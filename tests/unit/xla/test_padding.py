@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import REPOSITORY
 
 from spmdtrain import CollectiveOptions, FunctionModel, Loop, MeshSpec, Trainer, UserError
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
     MLP,
@@ -26,7 +27,6 @@ from spmdtrain.models import (
     ViT,
     ViTConfig,
 )
-from spmdtrain.terminal import Terminal
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.padding import why_not_sums, why_padding_matters, why_parts_differ
 

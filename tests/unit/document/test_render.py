@@ -9,22 +9,26 @@ from html.parser import HTMLParser
 import pytest
 from report_files import png
 
-from spmdtrain.page.blocks import (
+from spmdtrain.document.blocks import (
     Block,
     Fact,
     FactsBlock,
     GalleryBlock,
     ImageBlock,
+    LegendEntry,
     NoteBlock,
     Page,
     Section,
+    Series,
     StatsBlock,
     TableBlock,
     TextBlock,
     Tone,
+    altair,
+    chart_block,
+    line_chart,
 )
-from spmdtrain.page.charts import LegendEntry, Series, altair, chart_block, line_chart
-from spmdtrain.page.render import page_content, render_page
+from spmdtrain.document.html import page_content, render_page
 
 EVIL = """</script><script>alert(1)</script><img src=x onerror=alert(1)>'"&lt;\u202e"""
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from spmdtrain import UserError
+from spmdtrain.document.blocks import NoteBlock, Page, Section
+from spmdtrain.document.html import PageServer
 from spmdtrain.errors import StorageError
-from spmdtrain.page.blocks import NoteBlock, Page, Section
-from spmdtrain.page.local_server import PageServer
 
 NOTES = ["first"]
 

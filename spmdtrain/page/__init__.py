@@ -1,1 +1,0 @@
-"""Self-contained HTML pages: template, charts and a local server."""
