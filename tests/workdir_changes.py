@@ -44,7 +44,7 @@ from helpers import events, saved_steps, status
 
 from spmdtrain import DeviceFaultError, Text, Trainer, UserError, read_manifest
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.state_hashes import read_hashes
+from spmdtrain.record.lines import read_hashes
 
 importlib.import_module("spmdtrain.checkpoints.orbax")  # takes long, so here once
 assert threading.active_count() == 1  # a fork would lose others

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import one_line
+from spmdtrain.record.storage import one_line
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.describe import axes_of_entry
 from spmdtrain.sharding.mesh import BATCH_AXES

@@ -8,9 +8,9 @@ import numpy as np
 
 from spmdtrain.checkpoints.restore import read_variables, warn
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files import no_follow
-from spmdtrain.files.npz import write_npz
-from spmdtrain.files.storage import failures, folder_of, in_short, is_url, storage_reason
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import failures, folder_of, in_short, is_url, storage_reason
+from spmdtrain.record.validation import write_npz
 from spmdtrain.tree import as_numpy, named_leaves
 from spmdtrain.weights.safetensors_files import SAFETENSORS_DTYPES
 from spmdtrain.weights.weight_map import WeightMap, checked_weight_map, plain_name, unmapped

@@ -10,7 +10,7 @@ from etils import epath
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.errors import UserError
-from spmdtrain.files.run_files import evaluator_metrics
+from spmdtrain.record.run_files import evaluator_metrics
 
 LATEST, BEST = "latest", "best"
 

@@ -20,9 +20,9 @@ from etils import epath
 
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files import no_follow
-from spmdtrain.files.storage import is_url, size_and_time
-from spmdtrain.files.validation import (
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import is_url, size_and_time
+from spmdtrain.record.validation import (
     Malformed,
     OtherFields,
     build,

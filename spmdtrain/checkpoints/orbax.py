@@ -10,7 +10,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from spmdtrain.checkpoints.host_copy import HostCopy
 from spmdtrain.distributed import process_group
-from spmdtrain.files.storage import is_url
+from spmdtrain.record.storage import is_url
 
 _MIN_SLICE = 2**20  # bytes
 

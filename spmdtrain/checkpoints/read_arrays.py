@@ -15,13 +15,13 @@ from spmdtrain.checkpoints.items import ITEMS, raw_keys
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files.storage import (
+from spmdtrain.record.storage import (
     in_short,
     is_corruption,
     silence_tensorstore_shutdown,
     why_failed,
 )
-from spmdtrain.files.validation import Malformed, check_array_names
+from spmdtrain.record.validation import Malformed, check_array_names
 from spmdtrain.tree import is_key, named_leaves, path_name
 
 with epy.lazy_imports():  # because importing it takes long, and only restoring needs it

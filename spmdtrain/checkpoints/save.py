@@ -35,15 +35,15 @@ from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.shared_folder import check_shared
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files import no_follow
-from spmdtrain.files.storage import (
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import (
     absolute,
     failures,
     is_url,
     silence_tensorstore_shutdown,
     why_failed,
 )
-from spmdtrain.files.validation import Malformed, check, parse_object, read_bytes
+from spmdtrain.record.validation import Malformed, check, parse_object, read_bytes
 from spmdtrain.step.state import TrainState
 
 with epy.lazy_imports():  # the import takes long and is not needed before the first save

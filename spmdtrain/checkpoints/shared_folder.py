@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
-from spmdtrain.files import no_follow
+from spmdtrain.record import no_follow
 
 _MARKER = ".shared-"
 _VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file system

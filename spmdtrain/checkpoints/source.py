@@ -15,8 +15,8 @@ from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manif
 from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError, foreign
-from spmdtrain.files.run_files import status_of
-from spmdtrain.files.storage import absolute, folder_of
+from spmdtrain.record.run_files import status_of
+from spmdtrain.record.storage import absolute, folder_of
 
 T = TypeVar("T")
 

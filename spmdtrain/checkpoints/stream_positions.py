@@ -9,9 +9,9 @@ from etils import epath
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.errors import UserError
-from spmdtrain.files import no_follow
-from spmdtrain.files.storage import is_url
-from spmdtrain.files.validation import LARGEST, Malformed, check, parse_object, read_bytes
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import is_url
+from spmdtrain.record.validation import LARGEST, Malformed, check, parse_object, read_bytes
 
 NAME = "stream.json"
 

@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import is_url
+from spmdtrain.record.storage import is_url
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _PIECE = 2**20  # bytes decompressed at a time

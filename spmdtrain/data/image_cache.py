@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdtrain.data.image_decoding import recipe
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files.storage import one_line
+from spmdtrain.record.storage import one_line
 
 _SUM = hashlib.sha256().digest_size  # bytes of the checksum, which precedes the pixels
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import one_line
+from spmdtrain.record.storage import one_line
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
 """Suffixes of image files, in lower case."""

@@ -15,7 +15,7 @@ from etils import epath
 from spmdtrain.data.image_decoding import OTHER_SUFFIXES, SUFFIXES
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, printable
-from spmdtrain.files.storage import failures, is_url, one_line
+from spmdtrain.record.storage import failures, is_url, one_line
 
 SPLITS: Mapping[str, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}
 _MAX_DEPTH = 64  # levels of folders below a class

@@ -32,7 +32,7 @@ from spmdtrain.data.progress import delayed_progress
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import StorageError, UserError, did_you_mean, printable
-from spmdtrain.files.storage import failures, is_url, one_line
+from spmdtrain.record.storage import failures, is_url, one_line
 
 Broken = Literal["error", "skip"]
 Cache = Literal["none", "memory", "disk"]

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.files.cache_files import keep_file, locked
-from spmdtrain.files.user_folders import cache_folder, make_folder
+from spmdtrain.record.user_folders import cache_folder, keep_file, locked, make_folder
 
 SAMPLES = 16  # records whose content is part of the name of a cached file
 CACHE_DELAY = 0.1  # seconds; the result of a faster scan is not cached

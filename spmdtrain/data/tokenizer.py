@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmdtrain.errors import UserError, printable
-from spmdtrain.files.storage import one_line
 from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import one_line
 
 _BYTES = 256
 

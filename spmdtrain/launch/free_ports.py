@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spmdtrain.cluster.network_check import why_not_free
 from spmdtrain.errors import UserError
-from spmdtrain.files.user_folders import exclusive_file
+from spmdtrain.record.user_folders import exclusive_file
 
 _FIRST = 20_000  # the ports below are those of well-known services and of Ray's workers
 PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of the ephemeral ports

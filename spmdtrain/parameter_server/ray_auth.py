@@ -16,7 +16,7 @@ from urllib.parse import quote
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.errors import UserError
-from spmdtrain.files.user_folders import private_folder
+from spmdtrain.record.user_folders import private_folder
 
 JOB_TOKEN = job_token.TOKEN
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"

@@ -25,8 +25,8 @@ from spmdtrain.cluster.tf_config import Address
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.failures import to_stderr
 from spmdtrain.errors import ClusterError, ExitCode, UserError
-from spmdtrain.files.user_folders import exclusive_file, private_folder
 from spmdtrain.parameter_server import ray_auth
+from spmdtrain.record.user_folders import exclusive_file, private_folder
 
 TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # process id of the task whose output actors write to
 _STARTING = b"coming "  # prefix of the keys of tasks whose nodes are starting

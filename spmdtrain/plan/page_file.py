@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from etils import epath
 
 from spmdtrain.errors import UserError
-from spmdtrain.files import no_follow
-from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.optional import import_extra
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import failures, folder_of, is_url, one_line
 
 _LIBRARIES = ("altair", "jinja2", "vl_convert")
 

@@ -15,8 +15,6 @@ from typing import Any
 import jax
 
 from spmdtrain.errors import UserError
-from spmdtrain.files.cache_files import keep_file
-from spmdtrain.files.user_folders import cache_folder
 from spmdtrain.optional import version_of
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log, short
 from spmdtrain.plan.element_operations import element_operations
@@ -25,6 +23,7 @@ from spmdtrain.plan.kernels import KernelCall, is_kernel, kernel_calls
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.peak_memory import Live, PeakMemory, read_dump
+from spmdtrain.record.user_folders import cache_folder, keep_file
 from spmdtrain.xla.collectives import KINDS, Carried, Collective, collectives_of
 from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_program
 from spmdtrain.xla.hlo_shapes import element_of

@@ -8,11 +8,10 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files.run_events import RunEvent, last_step, read_events
-from spmdtrain.files.run_files import FIELDS, Split, Writer, status_of, written_metrics
-from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
-from spmdtrain.files.storage import failures, folder_of, one_line
-from spmdtrain.files.validation import (
+from spmdtrain.record.lines import RunEvent, hash_of_sums, last_step, read_events, read_hashes
+from spmdtrain.record.run_files import FIELDS, Split, Writer, status_of, written_metrics
+from spmdtrain.record.storage import failures, folder_of, one_line
+from spmdtrain.record.validation import (
     Malformed,
     OtherFields,
     check,

@@ -12,7 +12,7 @@ from spmdtrain.config.option_groups import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.storage import is_url
+from spmdtrain.record.storage import is_url
 from spmdtrain.replay.recorded_run import RecordedRun
 from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
 from spmdtrain.strategies import strategy

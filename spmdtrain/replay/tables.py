@@ -7,8 +7,8 @@ from rich.table import Table
 
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.errors import foreign
-from spmdtrain.files.storage import source_digest
 from spmdtrain.optional import version_of
+from spmdtrain.record.storage import source_digest
 from spmdtrain.replay.comparison import ArrayDifference, StepComparison
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
 from spmdtrain.replay.rerun import Rerun

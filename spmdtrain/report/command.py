@@ -19,9 +19,9 @@ from spmdtrain.errors import (
     exit_code_of,
     exit_if_output_is_closed,
 )
-from spmdtrain.files import no_follow
-from spmdtrain.files.storage import failures, folder_of, one_line
 from spmdtrain.optional import import_extra
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import failures, folder_of, one_line
 from spmdtrain.report.run_data import RunReader
 from spmdtrain.report.run_page import run_names, run_page
 

@@ -14,9 +14,8 @@ from spmdtrain.document.blocks import (
     line_chart,
 )
 from spmdtrain.document.terminal import byte_size, number
-from spmdtrain.files.run_files import Split
-from spmdtrain.report.metric_columns import Column
-from spmdtrain.report.reduction import reduce_curve
+from spmdtrain.record.readers import Column, reduce_curve
+from spmdtrain.record.run_files import Split
 from spmdtrain.report.run_data import RunData
 from spmdtrain.step.metric_names import OF_EPOCH
 

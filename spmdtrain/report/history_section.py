@@ -12,9 +12,9 @@ from spmdtrain.document.blocks import (
     altair,
     chart_block,
 )
+from spmdtrain.record.readers import Activity, RunStart, Span, shares, spans
 from spmdtrain.report.overview import clock, length
 from spmdtrain.report.run_data import RunData
-from spmdtrain.report.starts import Activity, RunStart, Span, shares, spans
 
 _MOST_STARTS = 20
 _MOST_INTERVALS = 12  # of a start

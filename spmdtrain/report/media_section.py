@@ -18,8 +18,8 @@ from spmdtrain.document.blocks import (
     chart_block,
 )
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import folder_of
-from spmdtrain.report.media_files import MediaItem, MediaKind, read_picture
+from spmdtrain.record.readers import MediaItem, MediaKind, read_picture
+from spmdtrain.record.storage import folder_of
 from spmdtrain.report.run_data import RunData
 
 _MOST_ITEMS = 48

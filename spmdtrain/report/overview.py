@@ -8,11 +8,10 @@ from typing import Any
 from spmdtrain.document.blocks import Fact, NoteBlock, Section, StatsBlock, TableBlock, Tone
 from spmdtrain.document.terminal import number
 from spmdtrain.errors import foreign
-from spmdtrain.files.run_files import Split, Status
+from spmdtrain.record.readers import Activity, Column, shares, spans
+from spmdtrain.record.run_files import Split, Status
 from spmdtrain.report.curve_sections import last_values
-from spmdtrain.report.metric_columns import Column
 from spmdtrain.report.run_data import RunData
-from spmdtrain.report.starts import Activity, shares, spans
 
 TONES = {
     Status.RUNNING: Tone.ACTIVE,

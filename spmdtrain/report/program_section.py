@@ -8,7 +8,7 @@ from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.blocks import Block, Fact, FactsBlock, Section, TableBlock, Width
 from spmdtrain.document.terminal import byte_size, number
 from spmdtrain.errors import foreign
-from spmdtrain.report.metric_columns import is_number
+from spmdtrain.record.readers import is_number
 from spmdtrain.report.run_data import RunData, object_in
 
 _ABSENT = "not set"

@@ -7,12 +7,20 @@ from typing import Any
 from spmdtrain.checkpoints.listing import Listing
 from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.run_files import FIELDS, Writer
-from spmdtrain.files.storage import folder_of
-from spmdtrain.report.log_files import FileState, GrowingFile, file_state, read_object, take_objects
-from spmdtrain.report.media_files import MediaLog
-from spmdtrain.report.metric_columns import MOST_COLUMNS, MetricColumns, PerformanceColumns
-from spmdtrain.report.starts import EventLog
+from spmdtrain.record.readers import (
+    MOST_COLUMNS,
+    EventLog,
+    FileState,
+    GrowingFile,
+    MediaLog,
+    MetricColumns,
+    PerformanceColumns,
+    file_state,
+    read_object,
+    take_objects,
+)
+from spmdtrain.record.run_files import FIELDS, Writer
+from spmdtrain.record.storage import folder_of
 
 # The logs: file name to attribute of `RunData`, and the class that collects its lines.
 _LOGS: Mapping[str, tuple[str, Callable[[], Any]]] = {

@@ -21,7 +21,7 @@ from spmdtrain.adapters.keras_internals import (
 )
 from spmdtrain.adapters.keras_losses import kind_of_labels
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import one_line
+from spmdtrain.record.storage import one_line
 from spmdtrain.step.outputs import AddedState, PredictionMetric
 from spmdtrain.xla.batch_sums import adds_to_first
 from spmdtrain.xla.jaxpr import equations

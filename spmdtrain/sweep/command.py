@@ -14,9 +14,9 @@ from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
-from spmdtrain.files.storage import folder_of, is_url, one_line
-from spmdtrain.files.workdir_lock import WorkdirLock
 from spmdtrain.launch.child import Signals
+from spmdtrain.record.run_files import WorkdirLock
+from spmdtrain.record.storage import folder_of, is_url, one_line
 from spmdtrain.sweep import specification, summary
 from spmdtrain.sweep.devices import trial_environments
 from spmdtrain.sweep.live_table import LiveTable

@@ -16,10 +16,10 @@ from typing import Literal
 from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.document.terminal import number
 from spmdtrain.errors import ExitCode
-from spmdtrain.files import no_follow
-from spmdtrain.files.run_files import Status, status_of
 from spmdtrain.launch.child import Child, Reaper, Signals
 from spmdtrain.launch.exit_report import TaskExit, describe_exit
+from spmdtrain.record import no_follow
+from spmdtrain.record.run_files import Status, status_of
 from spmdtrain.sweep.live_table import LiveTable, RunningRow
 from spmdtrain.sweep.trials import (
     Trial,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import one_line
 from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import one_line
 from spmdtrain.sweep.specification import ListedValues, Setting, number_text, readable_name
 from spmdtrain.sweep.trials import Trial, TrialFactory, TrialState, unique_name
 

@@ -13,7 +13,7 @@ from etils import epath
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.files import no_follow, validation
+from spmdtrain.record import no_follow, validation
 
 FILE = "sweep.json"
 MOST_TRIALS = 10_000

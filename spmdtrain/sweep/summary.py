@@ -11,7 +11,7 @@ from typing import Literal
 from rich.table import Table
 
 from spmdtrain.document.terminal import Terminal, number
-from spmdtrain.files import no_follow
+from spmdtrain.record import no_follow
 from spmdtrain.sweep.trials import Trial, TrialMetrics, TrialState
 
 FILE = "results.json"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.files.run_files import Status
+from spmdtrain.record.run_files import Status
 from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from etils import epath
 
-from spmdtrain.files import no_follow
-from spmdtrain.files.run_files import MEDIA_LINES
-from spmdtrain.files.validation import LARGEST_LOG, Malformed, parse_object, read_bytes
+from spmdtrain.record import no_follow
+from spmdtrain.record.run_files import MEDIA_LINES
+from spmdtrain.record.validation import LARGEST_LOG, Malformed, parse_object, read_bytes
 from spmdtrain.trackers.base import RunInfo, Tracker
 from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
 from spmdtrain.trackers.png import encode_png

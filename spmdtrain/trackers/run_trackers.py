@@ -14,9 +14,9 @@ from typing import Any
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.run_files import RunFiles, Split, Status, Writer
-from spmdtrain.files.storage import failures, one_line
-from spmdtrain.files.validation import Malformed, check, parse_object, read_bytes
+from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
+from spmdtrain.record.storage import failures, one_line
+from spmdtrain.record.validation import Malformed, check, parse_object, read_bytes
 from spmdtrain.trackers.base import RunInfo, Tracker
 from spmdtrain.trackers.media import Histogram, Image, Media
 from spmdtrain.trackers.media_files import MediaFiles

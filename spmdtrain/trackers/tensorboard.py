@@ -11,8 +11,8 @@ from typing import Any
 
 from etils import epath
 
-from spmdtrain.files import no_follow
-from spmdtrain.files.run_files import Status
+from spmdtrain.record import no_follow
+from spmdtrain.record.run_files import Status
 from spmdtrain.trackers.base import RunInfo, Tracker
 from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
 from spmdtrain.trackers.png import encode_png, png_size

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.files.run_files import Status
+from spmdtrain.record.run_files import Status
 from spmdtrain.trackers.base import RunInfo, Tracker
 from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
 from spmdtrain.trackers.wandb import PROJECT

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmdtrain.files.run_files import Status
+from spmdtrain.record.run_files import Status
 from spmdtrain.trackers.base import RunInfo, Tracker
 from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spmdtrain.errors import foreign
-from spmdtrain.files.run_files import Status
+from spmdtrain.record.run_files import Status
 from spmdtrain.trackers.base import Tracker
 
 MAX_PENDING = 10_000

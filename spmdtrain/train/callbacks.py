@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.files.run_files import Split
+from spmdtrain.record.run_files import Split
 from spmdtrain.trackers.media import Media
 from spmdtrain.train.callback_states import CallbackStates
 from spmdtrain.train.loop_checks import as_floats

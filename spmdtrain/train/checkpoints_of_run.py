@@ -6,8 +6,8 @@ from collections.abc import Callable
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.files.run_files import evaluator_metrics
-from spmdtrain.files.storage import folder_of
+from spmdtrain.record.run_files import evaluator_metrics
+from spmdtrain.record.storage import folder_of
 
 
 def open_checkpoints(

@@ -15,8 +15,8 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError
-from spmdtrain.files.lines_file import finite_or_null
-from spmdtrain.files.predictions import write_predictions
+from spmdtrain.record.lines import finite_or_null
+from spmdtrain.record.run_files import write_predictions
 from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import strategy

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.files.run_files import Split
+from spmdtrain.record.run_files import Split
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metrics import Means
 from spmdtrain.step.outputs import Combination

@@ -24,9 +24,9 @@ from spmdtrain.distributed import failures, progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
-from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, status_of
-from spmdtrain.files.storage import failures as storage_failures
-from spmdtrain.files.storage import folder_of, one_line, size_and_time
+from spmdtrain.record.run_files import RunFiles, Split, Status, Writer, status_of
+from spmdtrain.record.storage import failures as storage_failures
+from spmdtrain.record.storage import folder_of, one_line, size_and_time
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.trackers.run_trackers import evaluator_trackers
 from spmdtrain.train.evaluator_options import Which

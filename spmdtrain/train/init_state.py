@@ -22,7 +22,7 @@ from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import absolute, folder_of
+from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step.base_model import with_base
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState, averaged_steps

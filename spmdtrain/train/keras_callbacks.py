@@ -15,7 +15,7 @@ from spmdtrain.adapters.keras_optimizer import KerasOptimizer
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
-from spmdtrain.files.validation import check
+from spmdtrain.record.validation import check
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metric_names import OF_EPOCH
 from spmdtrain.step.state import TrainState

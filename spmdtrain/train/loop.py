@@ -20,7 +20,7 @@ from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
-from spmdtrain.files.run_files import Split, Status
+from spmdtrain.record.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
 from spmdtrain.sharding.resolution import resolve

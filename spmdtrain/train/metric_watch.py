@@ -5,7 +5,7 @@ from typing import Any, Literal, TypedDict
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.files.validation import check
+from spmdtrain.record.validation import check
 from spmdtrain.train.callbacks import CallbackContext
 
 Direction = Literal["min", "max"]

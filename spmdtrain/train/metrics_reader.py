@@ -16,7 +16,7 @@ from spmdtrain.data.mixture import components_of
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
-from spmdtrain.files.state_hashes import StateHash
+from spmdtrain.record.lines import StateHash
 from spmdtrain.step.finite import FLAGS, first_non_finite
 from spmdtrain.step.metric_names import LEARNING_RATE, NORMS
 from spmdtrain.step.metrics import component_metric, loss_first

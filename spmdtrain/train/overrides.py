@@ -9,7 +9,7 @@ from typing import Any, Never
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean, field_meant
-from spmdtrain.files.storage import FixedFolder
+from spmdtrain.record.storage import FixedFolder
 from spmdtrain.sharding.resolution import check_inherited
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import check_trackers

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtrain.files.lines_file import LinesFile
-from spmdtrain.files.run_files import RunFiles
+from spmdtrain.record.lines import LinesFile
+from spmdtrain.record.run_files import RunFiles
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.train.program_report import ProgramReport, StepProgram
 

@@ -9,8 +9,8 @@ import jax
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
-from spmdtrain.files import no_follow
-from spmdtrain.files.storage import folder_of, one_line
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import folder_of, one_line
 
 
 def profiled_steps(config: RunConfig, first: int, log: Callable[[str], None]) -> "ProfiledSteps":

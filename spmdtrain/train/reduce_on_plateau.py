@@ -4,7 +4,7 @@ from typing import Any
 
 from spmdtrain.document.terminal import number
 from spmdtrain.errors import UserError
-from spmdtrain.files.validation import check
+from spmdtrain.record.validation import check
 from spmdtrain.step import hyperparameters
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.metric_watch import Direction, MetricWatch

@@ -21,7 +21,7 @@ from spmdtrain.distributed import numeric_settings, process_group
 from spmdtrain.distributed.code_digest import CodeRecord, code_record
 from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError, did_you_mean, option
-from spmdtrain.files.storage import is_url
+from spmdtrain.record.storage import is_url
 from spmdtrain.sharding.placement import current_batch_shards
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.metrics import component_metric

@@ -13,9 +13,8 @@ from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_confi
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
 from spmdtrain.errors import StorageError
-from spmdtrain.files.lines_file import LinesFile
-from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
-from spmdtrain.files.state_hashes import HASHES_FILE, ResumedAt, StateHash
+from spmdtrain.record.lines import HASHES_FILE, LinesFile, ResumedAt, StateHash
+from spmdtrain.record.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.metric_names import LEARNING_RATE, NORMS
 from spmdtrain.trackers.run_trackers import RunTrackers

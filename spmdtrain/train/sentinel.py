@@ -9,7 +9,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserError
-from spmdtrain.files.found_faults import FoundFault
+from spmdtrain.record.run_files import FoundFault
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.exact_checks import check_exact_shards

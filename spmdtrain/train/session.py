@@ -28,7 +28,7 @@ from spmdtrain.errors import (
     StorageError,
     UserError,
 )
-from spmdtrain.files.run_files import RunFiles, Split, Status
+from spmdtrain.record.run_files import RunFiles, Split, Status
 from spmdtrain.sharding.describe import check_placed
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.state import TrainState

@@ -28,7 +28,7 @@ from spmdtrain.checkpoints.source import (
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import UserError, option
-from spmdtrain.files.storage import absolute, folder_of
+from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import with_base
 from spmdtrain.step.optimizer import merge

@@ -8,16 +8,16 @@ from typing import Literal
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase
 from spmdtrain.document.terminal import duration
-from spmdtrain.files.lines_file import LinesFile
-from spmdtrain.files.run_events import (
+from spmdtrain.record.lines import (
     EVENTS_FILE,
+    LinesFile,
     RunEvent,
     RunTimes,
     last_step,
     read_events,
     run_times,
 )
-from spmdtrain.files.run_files import RunFiles
+from spmdtrain.record.run_files import RunFiles
 
 _INTERVAL = 30.0  # seconds between two lines of phases with lines of training
 _WIDTH = 80  # of the summary

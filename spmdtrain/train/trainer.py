@@ -18,7 +18,7 @@ from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import OwnExit, PreemptedExit, StateError, UserError
-from spmdtrain.files.run_files import Split
+from spmdtrain.record.run_files import Split
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.sharding.resolution import resolve

@@ -15,8 +15,8 @@ from spmdtrain.checkpoints.manifest import NAME as MANIFEST
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import UserError
-from spmdtrain.files.storage import absolute, folder_of, is_url, one_line
-from spmdtrain.files.validation import check
+from spmdtrain.record.storage import absolute, folder_of, is_url, one_line
+from spmdtrain.record.validation import check
 from spmdtrain.train.callbacks import CallbackContext
 
 _CHECK_INTERVAL = 0.5  # seconds between two checks whether a save is complete

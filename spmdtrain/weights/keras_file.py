@@ -9,8 +9,8 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.storage import in_short
 from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import in_short
 from spmdtrain.weights.region import Box, slices
 from spmdtrain.weights.source import ArrayHeader
 

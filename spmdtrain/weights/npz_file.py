@@ -10,8 +10,8 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.npz import read_npy_header
-from spmdtrain.files.storage import in_short
+from spmdtrain.record.storage import in_short
+from spmdtrain.record.validation import read_npy_header
 from spmdtrain.weights.region import Box, slices
 from spmdtrain.weights.source import ArrayHeader
 

@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath, epy
 
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.storage import absolute, in_short, is_corruption, silence_tensorstore_shutdown
-from spmdtrain.files.validation import ORBAX_METADATA, Malformed, check_array_names
+from spmdtrain.record.storage import absolute, in_short, is_corruption, silence_tensorstore_shutdown
+from spmdtrain.record.validation import ORBAX_METADATA, Malformed, check_array_names
 from spmdtrain.tree import path_name
 from spmdtrain.weights.region import Box, slices
 from spmdtrain.weights.source import ArrayHeader

@@ -9,15 +9,15 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.errors import UserError, did_you_mean, foreign
-from spmdtrain.files.storage import folder_of, in_short
-from spmdtrain.files.validation import (
+from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import folder_of, in_short
+from spmdtrain.record.validation import (
     Malformed,
     check,
     check_regular_file,
     parse_object,
     read_bytes,
 )
-from spmdtrain.optional import import_extra
 from spmdtrain.weights.region import Box, slices
 from spmdtrain.weights.source import ArrayHeader
 

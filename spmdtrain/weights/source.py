@@ -11,8 +11,8 @@ from etils import epath
 from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.files.storage import folder_of, is_url
-from spmdtrain.files.validation import check_regular_file
+from spmdtrain.record.storage import folder_of, is_url
+from spmdtrain.record.validation import check_regular_file
 from spmdtrain.weights.region import Box
 
 _FORMATS = (

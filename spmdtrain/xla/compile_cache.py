@@ -22,9 +22,8 @@ from jax._src.compilation_cache_interface import CacheInterface
 from jax.sharding import Sharding
 
 from spmdtrain.errors import UserError
-from spmdtrain.files.cache_files import keep_file
-from spmdtrain.files.user_folders import cache_folder, check_own, make_folder
-from spmdtrain.files.validation import Malformed, read_bytes
+from spmdtrain.record.user_folders import cache_folder, check_own, keep_file, make_folder
+from spmdtrain.record.validation import Malformed, read_bytes
 
 OFF = "off"
 MAX_BYTES = 4 * 2**30

@@ -48,12 +48,12 @@ from spmdtrain.cluster.json_lines import Line, Side
 from spmdtrain.data.idx import read_idx
 from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
 from spmdtrain.data.sources.token_files import TokenFile
-from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status_of
-from spmdtrain.files.user_folders import private_folder
 from spmdtrain.launch.free_ports import free_ports
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.summary import read_summary, sealed
+from spmdtrain.record.run_files import RunFiles, Split, evaluator_metrics, status_of
+from spmdtrain.record.user_folders import private_folder
 from spmdtrain.report.command import RunReport
 from spmdtrain.report.command import main as report
 from spmdtrain.run import main as run

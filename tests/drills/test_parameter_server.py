@@ -19,8 +19,8 @@ from helpers import DIGITS, MNIST, command, environment, metrics, run, status
 from processes import launch, launching
 from server_jobs import BOUND, Lines, made, of_task, send, stale_updates, text_of, until
 
-from spmdtrain.files.run_events import read_events
 from spmdtrain.launch.task_env import tf_configs, training_tasks
+from spmdtrain.record.lines import read_events
 
 pytestmark = [
     pytest.mark.drill,

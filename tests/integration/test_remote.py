@@ -27,10 +27,10 @@ from helpers import (
 
 from spmdtrain import Figure, RunInfo, Text, Tracker
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files.run_files import RunFiles, Split, Status
-from spmdtrain.files.storage import folder_of
-from spmdtrain.report import log_files
-from spmdtrain.report.log_files import GrowingFile
+from spmdtrain.record import readers
+from spmdtrain.record.readers import GrowingFile
+from spmdtrain.record.run_files import RunFiles, Split, Status
+from spmdtrain.record.storage import folder_of
 from spmdtrain.run import main
 from spmdtrain.trackers.run_trackers import RunTrackers
 
@@ -200,7 +200,7 @@ def test_lines_reach_a_bucket_from_time_to_time(storage: FakeGcs) -> None:
 def test_a_growing_log_in_a_bucket_is_read_by_pieces_and_from_where_it_ended(
     storage: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "PIECE", 10_000)
+    monkeypatch.setattr(readers, "PIECE", 10_000)
     log, sent = GrowingFile(epath.Path("gs://bucket/run/metrics.jsonl")), list[int]()
 
     def put(lines: Sequence[bytes]) -> None:

@@ -23,7 +23,7 @@ FOLDERS = (
         "root",
         "document",
         "config",
-        "files",
+        "record",
         "cluster",
         "xla",
         "distributed",
@@ -189,7 +189,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 119
+SINGLE_IMPORTERS = 118
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 22
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""

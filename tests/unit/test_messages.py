@@ -40,9 +40,9 @@ from spmdtrain.data.idx import read_idx
 from spmdtrain.data.image_folder import ImageFolder
 from spmdtrain.distributed.initialize import ClusterOptions, find_party
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.run_files import RunFiles, status_of
 from spmdtrain.models import MobileNetV2
 from spmdtrain.plan import topologies
+from spmdtrain.record.run_files import RunFiles, status_of
 
 X, Y = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
 

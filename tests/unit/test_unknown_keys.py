@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import spmdtrain as s
 from spmdtrain.cluster.spec import Role, from_environment
-from spmdtrain.files.run_files import status_of
+from spmdtrain.record.run_files import status_of
 from spmdtrain.sweep.specification import SweepSpecification, store_specification
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported

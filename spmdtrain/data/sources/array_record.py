@@ -11,8 +11,8 @@ import numpy as np
 from spmdtrain.data.indexable import cause_of
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
 from spmdtrain.errors import BadRecordError, StorageError, UserError
-from spmdtrain.files.storage import in_short, is_url
 from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import in_short, is_url
 
 _OPENING_THREADS = 16
 _READ_ERRORS = (RuntimeError, ValueError, OSError)  # of array_record

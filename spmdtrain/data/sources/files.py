@@ -13,7 +13,7 @@ from typing import IO, Any, NoReturn, cast
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError, printable
-from spmdtrain.files.storage import failures, file_system, is_url, one_line
+from spmdtrain.record.storage import failures, file_system, is_url, one_line
 
 Path = str | os.PathLike[str]
 Files = Path | Sequence[Path]

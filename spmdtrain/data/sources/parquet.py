@@ -16,8 +16,8 @@ from spmdtrain.data.sources.arrow_values import Values, has_null, python_values
 from spmdtrain.data.sources.block_cache import CACHED_BLOCKS, BlockCache
 from spmdtrain.data.sources.files import Files, SourceFile, find_files
 from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
-from spmdtrain.files.storage import failures, in_short, is_url
 from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import failures, in_short, is_url
 
 _FOOTER_THREADS = 16
 # Arrow's errors; ArrowInvalid and others are ValueErrors.

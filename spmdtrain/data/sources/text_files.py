@@ -17,7 +17,7 @@ from spmdtrain.data.sources.local_reader import LocalReader
 from spmdtrain.data.sources.text_cuts import LineScanner, Scanner, SeparatorScanner
 from spmdtrain.data.sources.text_index import index_files
 from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
-from spmdtrain.files.storage import is_url
+from spmdtrain.record.storage import is_url
 
 LARGE = 2**30
 """Bytes of text from which on a source has blocks."""

@@ -22,10 +22,9 @@ from spmdtrain.data.sources.files import SourceFile, find_files
 from spmdtrain.data.sources.local_reader import SUMMED
 from spmdtrain.data.sources.text_cuts import Scanner
 from spmdtrain.errors import StorageError, UserError, printable
-from spmdtrain.files.cache_files import locked, replaced
-from spmdtrain.files.storage import failures, is_url, one_line
-from spmdtrain.files.user_folders import cache_folder, make_folder
 from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import failures, is_url, one_line
+from spmdtrain.record.user_folders import cache_folder, locked, make_folder, replaced
 
 _PIECE = 2**20  # bytes that are scanned at once
 # Compressed bytes that a zstd decompressor gets at once. They become at most 128 MiB, because a

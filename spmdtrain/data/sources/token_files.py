@@ -14,8 +14,8 @@ from spmdtrain.data.scans import cached_scan
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
 from spmdtrain.data.sources.local_reader import LocalReader
 from spmdtrain.errors import BadRecordError, UserError, printable
-from spmdtrain.files.npz import read_npy_header
-from spmdtrain.files.storage import is_url, one_line
+from spmdtrain.record.storage import is_url, one_line
+from spmdtrain.record.validation import read_npy_header
 
 _LARGEST = np.iinfo(np.int32).max
 PIECE = 2**22  # tokens of a scan that are read at once

@@ -42,8 +42,8 @@ from spmdtrain import CallbackContext, StorageError, Trainer, UserError, load_pa
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.files.storage import is_corruption, silence_tensorstore_shutdown
 from spmdtrain.models import MLP
+from spmdtrain.record.storage import is_corruption, silence_tensorstore_shutdown
 from spmdtrain.step.state import TrainState
 
 FLIPS = 200

@@ -19,9 +19,9 @@ from spmdtrain import StorageError, Text, load_params
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import PreemptedExit
-from spmdtrain.files import no_follow
-from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.launch.child import Signals
+from spmdtrain.record import no_follow
+from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.trackers.media_files import MediaFiles
 from spmdtrain.train.session import RunSession
 

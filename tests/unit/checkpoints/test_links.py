@@ -15,8 +15,7 @@ from helpers import contents, saved_steps
 from spmdtrain import StorageError, Trainer, UserError
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.export import export_params
-from spmdtrain.files.predictions import write_predictions
-from spmdtrain.files.run_files import RunFiles, Split, Status
+from spmdtrain.record.run_files import RunFiles, Split, Status, write_predictions
 
 
 def objective(model: Any, batch: Any) -> dict[str, Any]:

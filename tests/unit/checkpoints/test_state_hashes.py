@@ -18,7 +18,7 @@ from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.checkpoints.state_sums import StateSums
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.state_hashes import hash_of_sums, read_hashes
+from spmdtrain.record.lines import hash_of_sums, read_hashes
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 

@@ -23,9 +23,9 @@ from spmdtrain import UserError, load_params
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, sizes
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
-from spmdtrain.files import run_files
-from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status_of
-from spmdtrain.files.validation import Malformed, check, parse_object
+from spmdtrain.record import run_files
+from spmdtrain.record.run_files import RunFiles, Split, evaluator_metrics, status_of
+from spmdtrain.record.validation import Malformed, check, parse_object
 from spmdtrain.run import main
 from spmdtrain.weights.orbax_folder import OrbaxWeights
 

@@ -32,7 +32,7 @@ from spmdtrain.data import scans
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import as_dataset, blocks_of, fingerprint, skipped_of
 from spmdtrain.data.training_data import training_data
-from spmdtrain.files import cache_files
+from spmdtrain.record import user_folders
 
 
 class Numbers:
@@ -226,7 +226,7 @@ def test_the_bad_records_of_files_are_cached(
 
 
 def test_one_process_of_a_machine_scans(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_files, "NOTICE_DELAY", 0.05)
+    monkeypatch.setattr(user_folders, "NOTICE_DELAY", 0.05)
     # `capsys` would lose lines that a thread writes while another one reads them.
     monkeypatch.setattr(sys, "stderr", errors := io.StringIO())
     scanning, finish, scanned = threading.Event(), threading.Event(), []

@@ -42,7 +42,7 @@ from spmdtrain.data.permutation import permuted
 from spmdtrain.distributed import progress
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files.run_files import RunFiles, Status, status_of
+from spmdtrain.record.run_files import RunFiles, Status, status_of
 from spmdtrain.run import main
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.errors import UserError
-from spmdtrain.files import user_folders
-from spmdtrain.files.user_folders import private_folder
 from spmdtrain.launch import free_ports as module
 from spmdtrain.launch.free_ports import candidate_ports, free_ports
+from spmdtrain.record import user_folders
+from spmdtrain.record.user_folders import private_folder
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 
 from spmdtrain import UserError
 from spmdtrain.cluster.tf_config import Address
-from spmdtrain.files.user_folders import private_folder
 from spmdtrain.parameter_server import ray_auth
+from spmdtrain.record.user_folders import private_folder
 
 CHIEF = Address("127.0.0.1", 2222)
 

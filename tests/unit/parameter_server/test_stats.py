@@ -12,8 +12,8 @@ from rich.console import Console
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.parameter_server.stats import StalenessStats
+from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.run_logger import RunLogger

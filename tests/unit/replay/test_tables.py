@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from spmdtrain.files.storage import source_digest
+from spmdtrain.record.storage import source_digest
 from spmdtrain.replay.recorded_run import read_run
 from spmdtrain.replay.rerun import Rerun
 from spmdtrain.replay.tables import other_conditions

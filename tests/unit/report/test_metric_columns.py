@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from spmdtrain.files.validation import parse_objects
-from spmdtrain.report.metric_columns import Column
-from spmdtrain.report.reduction import mean_curve
+from spmdtrain.record.readers import Column, mean_curve
+from spmdtrain.record.validation import parse_objects
 
 
 def test_a_long_column_keeps_extremes_gaps_means_and_its_end() -> None:

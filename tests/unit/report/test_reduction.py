@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdtrain.report.reduction import mean_curve, reduce_curve
+from spmdtrain.record.readers import mean_curve, reduce_curve
 
 
 @given(st.integers(2001, 30_000), st.integers(0, 2**16), st.floats(0, 0.3))

@@ -19,9 +19,9 @@ from spmdtrain.document.blocks import ChartBlock, GalleryBlock, Page, StatsBlock
 from spmdtrain.document.html import page_content
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
-from spmdtrain.files.validation import read_bytes
+from spmdtrain.record.readers import MediaLog
+from spmdtrain.record.validation import read_bytes
 from spmdtrain.report.command import Options, RunReport, execute
-from spmdtrain.report.media_files import MediaLog
 from spmdtrain.report.run_page import run_names
 
 
@@ -274,7 +274,7 @@ def test_what_a_failed_reading_has_missed_is_read_by_the_next_one(
                 raise OSError(errno.EIO, "Input/output error")
             return read_bytes(path, *rest)
 
-        broken.setattr("spmdtrain.report.log_files.read_bytes", fail)
+        broken.setattr("spmdtrain.record.readers.read_bytes", fail)
         with pytest.raises(StorageError, match=r"metrics.jsonl cannot be read: .*Input/output"):
             report.read()
     trained = [line["loss"] for line in lines if line["split"] == "train"]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from report_files import BEGAN, phases, restarted_events
 
-from spmdtrain.files.run_events import run_times
-from spmdtrain.files.validation import parse_objects
-from spmdtrain.report.starts import Activity, EventLog, shares, spans
+from spmdtrain.record.lines import run_times
+from spmdtrain.record.readers import Activity, EventLog, shares, spans
+from spmdtrain.record.validation import parse_objects
 
 
 def log_of(*events: object) -> EventLog:

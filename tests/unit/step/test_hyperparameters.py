@@ -15,7 +15,7 @@ from helpers import metrics, saved_steps
 from spmdtrain import CallbackContext, Loop, TrainState, read_manifest
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.storage import folder_of
+from spmdtrain.record.storage import folder_of
 from spmdtrain.run import main
 from spmdtrain.step.hyperparameters import initial_values, injected
 from spmdtrain.tree import named_leaves

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spmdtrain import Figure, Histogram, Image, Table, Text, UserError
-from spmdtrain.files.run_files import Status
+from spmdtrain.record.run_files import Status
 from spmdtrain.trackers.base import RunInfo
 from spmdtrain.trackers.media import Media
 from spmdtrain.trackers.media_files import MediaFiles

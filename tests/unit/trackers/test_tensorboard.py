@@ -14,7 +14,7 @@ import pytest
 from helpers import events, metrics, small_experiment
 
 from spmdtrain import Figure, Histogram, Image, Table, Text
-from spmdtrain.files.run_files import RunFiles, Split
+from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.run import main
 from spmdtrain.trackers.media import Media
 from spmdtrain.trackers.run_trackers import RunTrackers

@@ -17,7 +17,7 @@ from flax import nnx
 from helpers import metrics
 
 from spmdtrain import RunConfig, RunInfo, Tracker, Trainer, UserError
-from spmdtrain.files.run_files import RunFiles, Split, Status, Writer
+from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
 from spmdtrain.trackers import run_trackers
 from spmdtrain.trackers import worker as worker_module
 from spmdtrain.trackers.media import Text

@@ -31,7 +31,7 @@ from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.state_hashes import read_hashes
+from spmdtrain.record.lines import read_hashes
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.train.callbacks import CallbackRunner
 from spmdtrain.train.schedule import Schedule

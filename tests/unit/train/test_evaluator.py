@@ -25,7 +25,7 @@ from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError
 from spmdtrain.checkpoints.listing import Listing
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.distributed import progress
-from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
+from spmdtrain.record.run_files import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
 from spmdtrain.train.evaluator import best_and_last, watch
 from spmdtrain.train.evaluator_options import Which
 

@@ -16,7 +16,7 @@ from helpers import REPOSITORY, metrics, status
 from spmdtrain import CallbackContext, FunctionModel, Tracker, Trainer
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
-from spmdtrain.files.run_events import RunTimes, read_events, run_times
+from spmdtrain.record.lines import RunTimes, read_events, run_times
 from spmdtrain.train.performance import peak_memory
 from spmdtrain.train.time_account import TimeAccount, goodput_line
 from spmdtrain.xla import chips

@@ -34,8 +34,8 @@ from spmdtrain import (
 )
 from spmdtrain.checkpoints import checksums, replica_check
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.run_events import read_events
 from spmdtrain.models import MLP
+from spmdtrain.record.lines import read_events
 from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.dispatch import Dispatch, Repeat

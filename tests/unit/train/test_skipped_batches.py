@@ -12,7 +12,7 @@ import pytest
 from spmdtrain import FunctionModel, Loop, MeshSpec, Stream, Trainer, UserError
 from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.files.run_files import Split, Writer, written_metrics
+from spmdtrain.record.run_files import Split, Writer, written_metrics
 
 EXAMPLES = np.arange(40, dtype=np.float32)
 BATCH = 8

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.compilation_cache import reset_cache
 
-from spmdtrain.files.cache_files import keep_file
+from spmdtrain.record.user_folders import keep_file
 from spmdtrain.xla import compile_cache
 
 

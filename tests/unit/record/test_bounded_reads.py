@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from spmdtrain.files import no_follow
-from spmdtrain.files.validation import Malformed, read_bytes
+from spmdtrain.record import no_follow
+from spmdtrain.record.validation import Malformed, read_bytes
 
 GIB = 2**30
 

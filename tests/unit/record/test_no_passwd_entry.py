@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain import UserError
-from spmdtrain.files import storage, user_folders
+from spmdtrain.record import storage, user_folders
 
 
 def test_the_cache_is_in_a_private_folder_without_a_home(

@@ -1,7 +1,4 @@
-"""Files of a run in its workdir: configuration, metrics, status and reports.
-
-Other tools may rely on their names and formats.
-"""
+"""Files of a run in its workdir: configuration, metrics, status, predictions, lock."""
 
 import contextlib
 import enum
@@ -9,26 +6,24 @@ import errno
 import json
 import logging
 import math
+import os
+import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import IO, Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
-from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files import no_follow
-from spmdtrain.files.found_faults import SentinelStatus
-from spmdtrain.files.lines_file import (
-    LineAppender,
-    LinesFile,
-    errors_of_writing,
-    finite_or_null,
-)
-from spmdtrain.files.storage import failures, folder_of, is_url, one_line, source_digest
-from spmdtrain.files.validation import (
+from spmdtrain.errors import StorageError, UserError, foreign
+from spmdtrain.optional import version_of
+from spmdtrain.record import no_follow
+from spmdtrain.record.lines import LineAppender, LinesFile, errors_of_writing, finite_or_null
+from spmdtrain.record.storage import failures, folder_of, is_url, one_line, source_digest
+from spmdtrain.record.validation import (
     LARGEST_LOG,
     Malformed,
     OtherFields,
@@ -36,9 +31,39 @@ from spmdtrain.files.validation import (
     check_fields,
     parse_object,
     read_bytes,
+    write_npz,
 )
-from spmdtrain.files.workdir_lock import WorkdirLock
-from spmdtrain.optional import version_of
+from spmdtrain.tree import as_numpy, named_leaves
+
+# -- Faults of devices in `status.json` ------------------------------------------------------------
+
+
+class FoundFault(TypedDict):
+    """A fault that the sentinel has found."""
+
+    step: int
+    kind: str
+    devices: list[str]
+    processes: list[str]
+    hosts: list[str]
+    parameter: str
+
+
+class SentinelStatus(TypedDict):
+    """Findings of the sentinel, in `status.json`.
+
+    Attributes:
+      passed: The last step whose check has passed; 0 before the first one.
+      faults: The newest faults.
+    """
+
+    passed: int
+    faults: list[FoundFault]
+
+
+# -- Files of a run in its workdir: configuration, metrics, status and reports ---------------------
+#
+# Other tools may rely on their names and formats.
 
 MEDIA_LINES = "media.jsonl"
 """File with a line for each logged image, text, histogram, table and figure."""
@@ -478,3 +503,147 @@ def _metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
         for name, value in line.items()
         if name not in NOT_METRICS and not isinstance(value, dict)
     }
+
+
+# -- The file of predictions in a workdir ----------------------------------------------------------
+
+
+def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
+    """Writes `predictions.npz`, with an array for each leaf by its path, and returns its path.
+
+    `workdir` is created. A single array is named `predictions`. Raises `UserError` if the file
+    cannot be written.
+    """
+    assert workdir is not None
+    path = folder_of(workdir) / "predictions.npz"
+    arrays = {name or "predictions": x for name, x in named_leaves(predictions).items()}
+    plain = {name: as_numpy(x) for name, x in arrays.items()}
+    try:
+        if not is_url(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        no_follow.write(path.parent, path.name, lambda file: write_npz(file, plain))
+    except failures(path) as error:
+        raise UserError(f"{path} cannot be written: {one_line(error)}") from error
+    return path
+
+
+# -- The exclusive lock of a writer on a local workdir ---------------------------------------------
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+PATIENCE = 30.0
+"""Seconds in which a process that is ending releases the lock."""
+_POLL_INTERVAL = 0.2  # seconds
+_held: "weakref.WeakSet[WorkdirLock]" = weakref.WeakSet()
+
+
+def _files_held() -> list[IO[bytes]]:
+    """Returns the locked files of this process."""
+    return [lock._file for lock in _held if not lock._file.closed]
+
+
+def _release_in_child() -> None:
+    """Closes the locks in a forked process, which would hold them after the end of this one."""
+    for lock in list(_held):
+        lock.close()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+class WorkdirLock:
+    """A locked file, which the kernel unlocks in whatever way the process ends.
+
+    The file contains the process and the host that hold it, for messages. If the lock is held, the
+    start waits, because a process that was killed may need a while to end.
+
+    Args:
+      folder: The workdir.
+      name: The file's name in it.
+      writer: The kind of writer, for messages: `run` or `evaluator`.
+      report: Receives a line if the lock has to be waited for.
+
+    Raises:
+      UserError: If this process itself holds the lock.
+      StorageError: If another process holds the lock for half a minute.
+      OSError: If the file cannot be opened for writing.
+    """
+
+    def __init__(
+        self, folder: epath.Path, name: str, writer: str, report: Callable[[str], None]
+    ) -> None:
+        self._path = folder / name
+        flags = os.O_RDWR | os.O_CREAT
+        self._file: IO[bytes] = os.fdopen(no_follow.open_file(folder, name, flags), "r+b")
+        if fcntl is None:
+            return
+        try:
+            self._acquire(f"workdir {folder} is in use by another {writer}", report)
+            self._file.truncate(0)
+            self._file.write(_holder().encode())
+            self._file.flush()
+        except BaseException:
+            self._file.close()
+            raise
+        _held.add(self)
+
+    def _acquire(self, problem: str, report: Callable[[str], None]) -> None:
+        until, reported = time.monotonic() + PATIENCE, False
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._file.seek(0)
+                holder = self._file.read(300).decode(errors="replace")
+                self._file.seek(0)
+            if any(os.path.sameopenfile(x.fileno(), self._file.fileno()) for x in _files_held()):
+                raise UserError(f"{problem} of this process")
+            by = f"{problem} ({foreign(holder, 300)})" if holder else problem
+            if time.monotonic() >= until:
+                raise StorageError(
+                    f"{by}, or by a process that it started: wait for its end or end it, then give "
+                    "the same command again"
+                )
+            if not reported:
+                report(f"{by}: waiting up to {PATIENCE:.0f} s for its end")
+                reported = True
+            time.sleep(_POLL_INTERVAL)
+
+    def check(self) -> None:
+        """Checks that the locked file still exists, because otherwise another run can lock it.
+
+        Does nothing after `close`. Raises `StorageError` if the file was removed or replaced, or
+        cannot be read.
+        """
+        if self._file.closed:
+            return
+        locked = os.fstat(self._file.fileno())
+        try:
+            current = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            change = "removed"
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be read: {one_line(error)}") from error
+        else:
+            if os.path.samestat(current, locked):
+                return
+            change = "replaced"
+        raise StorageError(
+            f"{self._path}, this run's lock, was {change}: another run may be using the workdir, "
+            "so this one ends and saves nothing more there. Never remove the lock of a run that is "
+            "still running"
+        )
+
+    def close(self) -> None:
+        """Unlocks the workdir."""
+        self._file.close()
+
+
+def _holder() -> str:
+    """Returns the text that names this process as the holder of a lock."""
+    return f"process {os.getpid()} on {socket.gethostname()}"

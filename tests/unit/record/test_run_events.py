@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 from etils import epath
 
-from spmdtrain.files import no_follow
-from spmdtrain.files.lines_file import LineAppender, LinesFile
-from spmdtrain.files.run_events import EVENTS_FILE, last_step, read_events, run_times
+from spmdtrain.record import no_follow
+from spmdtrain.record.lines import (
+    EVENTS_FILE,
+    LineAppender,
+    LinesFile,
+    last_step,
+    read_events,
+    run_times,
+)
 
 # Killed between steps 20 and 30, down for 50 s, resumed from step 10: 10 steps are repeated.
 KILLED: list[dict[str, Any]] = [

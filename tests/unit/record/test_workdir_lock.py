@@ -16,15 +16,14 @@ from etils import epath
 
 from spmdtrain.checkpoints.shared_folder import check_shared
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files import workdir_lock
-from spmdtrain.files.run_files import RunFiles
-from spmdtrain.files.workdir_lock import WorkdirLock
+from spmdtrain.record import run_files
+from spmdtrain.record.run_files import RunFiles, WorkdirLock
 
 # Locks the workdir, prints a line, and executes code.
 HOLDER = """
 import os, sys, time
 from etils import epath
-from spmdtrain.files.workdir_lock import WorkdirLock
+from spmdtrain.record.run_files import WorkdirLock
 lock = WorkdirLock(epath.Path(sys.argv[1]), ".lock", "run", print)
 print("locked", flush=True)
 {code}
@@ -68,7 +67,7 @@ def test_a_start_waits_for_a_holder_that_ends_and_says_so(tmp_path: Path) -> Non
 
 
 def test_a_holder_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workdir_lock, "PATIENCE", 0.3)
+    monkeypatch.setattr(run_files, "PATIENCE", 0.3)
     with holder(tmp_path, UNTIL_ASKED) as process:
         with pytest.raises(StorageError, match=rf"process {process.pid} on .*: wait for its end"):
             take(tmp_path, [])
@@ -78,7 +77,7 @@ def test_a_holder_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_holder_with_the_same_names_in_another_container_is_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workdir_lock, "PATIENCE", 0.3)
+    monkeypatch.setattr(run_files, "PATIENCE", 0.3)
     with holder(tmp_path, UNTIL_ASKED) as process:
         (tmp_path / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
         with pytest.raises(StorageError, match="wait for its end"):

@@ -19,8 +19,8 @@ from typing import IO, Any, TypeAlias
 
 from etils import epath
 
-from spmdtrain.files.storage import is_url
-from spmdtrain.files.validation import read_at_most
+from spmdtrain.record.storage import is_url
+from spmdtrain.record.validation import read_at_most
 
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)

@@ -1,0 +1,404 @@
+"""Files of JSON lines of a run: events, hashes of the state, and their writer."""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+from etils import epath
+
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import failures, folder_of, one_line
+from spmdtrain.record.validation import (
+    LARGEST_LOG,
+    Malformed,
+    check,
+    parse_object,
+    read_bytes,
+    without_other_fields,
+)
+
+# -- Files of JSON lines that grow during a run ----------------------------------------------------
+
+_KEPT_OPEN = 1.0  # seconds
+
+
+def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Returns metrics for JSON, which has no NaN and no infinity: None instead."""
+    return {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+
+
+@contextlib.contextmanager
+def errors_of_writing(path: epath.Path) -> Iterator[None]:
+    """Raises errors of writing a file as `StorageError`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be written: {one_line(error)}") from error
+
+
+class LineAppender:
+    """A local file to which complete lines are appended.
+
+    A line is written at once, without a buffer, so that no line is lost if the process is killed.
+    The file is closed after each line, because a network file system may report errors and show
+    lines to others only then. It stays open while lines follow within a second: opening it again
+    would take most of the time of a line.
+
+    Args:
+      name: The name of the file, which may not exist yet.
+      complete: Number of bytes of its complete lines.
+      check_lock: Raises if another run may be writing to the folder: its file would be truncated.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, complete: int, check_lock: Callable[[], None]
+    ) -> None:
+        self._folder, self._name, self._complete = folder, name, complete
+        self._check_lock = check_lock
+        self._path = os.path.join(folder, name)
+        self._file: int | None = None
+        self._appended_at = -_KEPT_OPEN
+
+    def append(self, line: bytes) -> None:
+        """Writes a line, which includes its line feed.
+
+        Raises:
+          OSError: If it cannot be written. The next call removes the part that was written.
+          StorageError: If the lock of the folder is lost.
+        """
+        before, self._appended_at = self._appended_at, time.monotonic()
+        try:
+            if not self._is_open():
+                self._open()
+            assert self._file is not None
+            left = memoryview(line)
+            while left:
+                left = left[os.write(self._file, left) :]
+        except BaseException:
+            self.close()
+            raise
+        self._complete += len(line)
+        if self._appended_at - before >= _KEPT_OPEN:
+            self.close()
+
+    def _is_open(self) -> bool:
+        """Returns whether the file is open, and was not removed or replaced since."""
+        if self._file is None:
+            return False
+        try:
+            current = os.lstat(self._path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(current, os.fstat(self._file))
+
+    def _open(self) -> None:
+        """Opens the file, and removes an incomplete line, which a kill or a full disk may leave."""
+        self.close()
+        self._check_lock()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._file = no_follow.open_file(self._folder, self._name, flags)
+        self._complete = min(self._complete, os.fstat(self._file).st_size)
+        os.ftruncate(self._file, self._complete)
+
+    def close(self) -> None:
+        """Closes the file until the next line."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+class LinesFile:
+    """A file to which complete lines are appended, also over several starts of a run.
+
+    `local` is the local folder of the file. If the workdir is a URL, an earlier content is copied
+    from there first. `check_lock` is as for `LineAppender`.
+    """
+
+    def __init__(
+        self, local: Path, name: str, workdir: epath.Path, check_lock: Callable[[], None]
+    ) -> None:
+        self._path = workdir / name
+        try:
+            before = read_bytes(self._path, LARGEST_LOG)
+            if epath.Path(local) != workdir:
+                (local / name).write_bytes(before)
+        except FileNotFoundError:
+            before = b""
+        except failures(self._path) as error:
+            raise StorageError(f"{self._path} cannot be read: {one_line(error)}") from error
+        self._lines = LineAppender(local, name, before.rfind(b"\n") + 1, check_lock)
+
+    def append(self, content: Mapping[str, Any]) -> None:
+        """Appends a line with JSON values; raises `StorageError` if the file cannot be written."""
+        with errors_of_writing(self._path):
+            self._lines.append(json.dumps(content).encode() + b"\n")
+
+    def close(self) -> None:
+        """Closes the file until the next line."""
+        self._lines.close()
+
+
+# -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
+# --
+
+EVENTS_FILE = "events.jsonl"
+_STEP = "step"  # the phase whose time is productive
+
+
+class RunEvent(TypedDict):
+    """A line of `events.jsonl`. `time` is in seconds since the epoch."""
+
+    time: float
+    event: Literal["start", "phases", "checkpoint", "evaluation", "fault", "end"]
+    step: NotRequired[int]
+    processes: NotRequired[int]
+    devices: NotRequired[int]
+    seconds: NotRequired[dict[str, float]]
+    status: NotRequired[str]
+    reason: NotRequired[str]
+
+
+def read_events(workdir: str) -> list[RunEvent]:
+    """Returns the events of a run in the order of the file; none if there is no file.
+
+    Lines that are not valid are left out, because a kill may have cut off any start's last line.
+
+    Raises:
+      StorageError: If the file cannot be read.
+      UserError: If it is not a regular file.
+    """
+    path = folder_of(workdir) / EVENTS_FILE
+    try:
+        lines = read_bytes(path, LARGEST_LOG).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except UserError:
+        raise
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+    events = [_parsed_event(epath.Path(path).name, line) for line in lines]
+    return [event for event in events if event is not None]
+
+
+def _parsed_event(name: str, line: bytes) -> RunEvent | None:
+    try:
+        content: Any = without_other_fields(parse_object(line), RunEvent)
+        check(content, RunEvent, name)
+    except Malformed:
+        return None
+    numbers = [content["time"], content.get("step", 0), *content.get("seconds", {}).values()]
+    valid = all(math.isfinite(number) and number >= 0 for number in numbers)
+    return content if valid else None
+
+
+@dataclass
+class _Start:
+    """One start of a run.
+
+    Attributes:
+      began: When it began, in seconds since the epoch.
+      first: The step at which it began.
+      last: When it wrote its last line, in seconds since the epoch.
+      points: Steps and the seconds of phase "step" up to each, in order.
+      seconds: Seconds by phase.
+    """
+
+    began: float
+    first: int
+    last: float
+    points: list[tuple[int, float]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def seconds_until(self, step: int) -> float:
+        """Returns the seconds of phase "step" up to a step, interpolated between the points."""
+        before_step, before = self.first, 0.0
+        for at, seconds in self.points:
+            if at >= step:
+                share = (step - before_step) / max(1, at - before_step)
+                return before + max(0.0, min(share, 1.0)) * max(0.0, seconds - before)
+            before_step, before = at, max(before, seconds)
+        return before
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Seconds of a run by use, over all of its starts.
+
+    Attributes:
+      wall: Seconds since the first start.
+      productive: Seconds of steps that count: each step once.
+      lost: Seconds of everything else by kind: the phases, "repeated" for steps that were run again
+        after a restart, "down" for the time between two starts.
+    """
+
+    wall: float
+    productive: float
+    lost: dict[str, float]
+
+    @property
+    def goodput(self) -> float:
+        """The productive share of the time, from 0 to 1."""
+        return max(0.0, min(self.productive / self.wall, 1.0)) if self.wall > 0 else 0.0
+
+
+def last_step(events: list[RunEvent]) -> int:
+    """Returns the last step that a start is known to have reached."""
+    reached = [e.get("step", 0) for e in events if e["event"] in ("start", "phases")]
+    return max(reached, default=0)
+
+
+def run_times(events: list[RunEvent], now: float | None = None, done: int = 0) -> RunTimes:
+    """Returns the seconds of a run by use.
+
+    A start that was killed has no line "end": it counts up to its last line, and the time from then
+    to the next start is "down".
+
+    Args:
+      events: The events of all starts.
+      now: The end of the time that counts, in seconds since the epoch; by default the last event.
+      done: The last step that was run before these events.
+    """
+    starts: list[_Start] = []
+    for event in events:
+        if event["event"] == "start":
+            starts.append(_Start(event["time"], event.get("step", 0), event["time"]))
+        elif starts:
+            start = starts[-1]
+            start.last = max(start.last, event["time"])
+            if event["event"] == "phases":
+                start.seconds = event.get("seconds", {})
+                start.points.append((event.get("step", 0), start.seconds.get(_STEP, 0.0)))
+    if not starts:
+        return RunTimes(0.0, 0.0, {})
+    productive, lost = 0.0, dict[str, float]()
+    for number, start in enumerate(starts):
+        spent = start.seconds.get(_STEP, 0.0)
+        repeated = start.seconds_until(done) if done > start.first else 0.0
+        productive += max(0.0, spent - repeated)
+        until = starts[number + 1].began if number + 1 < len(starts) else start.last
+        parts = {k: x for k, x in start.seconds.items() if k != _STEP}
+        parts |= {"repeated": repeated, "down": max(0.0, until - start.last)}
+        for kind, seconds in parts.items():
+            lost[kind] = lost.get(kind, 0.0) + seconds
+        done = max([done, start.first, *(step for step, _ in start.points)])
+    end = starts[-1].last if now is None else now
+    return RunTimes(max(0.0, end - starts[0].began), productive, lost)
+
+
+# -- The file `hashes.jsonl`: hashes of the state after some steps of a run ------------------------
+
+HASHES_FILE = "hashes.jsonl"
+
+
+@dataclass(frozen=True)
+class StateHash:
+    """A hash of the state after a step.
+
+    Attributes:
+      sums: The checksum of each array by its path, in the order of the state.
+      loss: The loss before the step's update; None if it is not known.
+    """
+
+    step: int
+    sums: Mapping[str, str] = field(default_factory=dict)
+    loss: float | None = None
+
+    @property
+    def hash(self) -> str:
+        return hash_of_sums(self.sums)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the line of the file."""
+        known = {} if self.loss is None else {"loss": self.loss}
+        return {"step": self.step, "hash": self.hash} | known | {"arrays": dict(self.sums)}
+
+
+@dataclass(frozen=True)
+class ResumedAt:
+    """The step from which a later start has resumed: hashes of later steps are void.
+
+    It is -1 for a start that continues nothing.
+    """
+
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the line of the file."""
+        return {"resumed": self.step}
+
+
+def hash_of_sums(sums: Mapping[str, str]) -> str:
+    """Returns the hash of a state as 16 hexadecimal digits, which does not depend on its sharding.
+
+    It is the beginning of the SHA-256 of the paths and the checksums of all arrays, in any order.
+    """
+    return hashlib.sha256(json.dumps(dict(sums), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _Line(TypedDict):
+    """A line of the file with a hash."""
+
+    step: int
+    hash: str
+    loss: NotRequired[float]
+    arrays: dict[str, str]
+
+
+class _ResumedLine(TypedDict):
+    """A line of the file with the step of a resume."""
+
+    resumed: int
+
+
+def read_hashes(workdir: str) -> dict[int, StateHash]:
+    """Returns the hashes of a run by step; none if there is no file.
+
+    The file has the lines of all starts. The line of a resume voids earlier lines with later steps,
+    because another trajectory has replaced these states. Lines that are not valid are left out,
+    because a kill may have cut off any start's last line.
+
+    Raises:
+      StorageError: If the file cannot be read.
+      UserError: If it is not a regular file.
+    """
+    path = folder_of(workdir) / HASHES_FILE
+    try:
+        lines = read_bytes(path, LARGEST_LOG).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return {}
+    except UserError:
+        raise
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+    found: dict[int, StateHash] = {}
+    for line in lines:
+        if (each := _parsed_hash(path, line)) is None:
+            continue
+        last = each.step if isinstance(each, ResumedAt) else each.step - 1
+        while found and next(reversed(found)) > last:
+            found.popitem()
+        if isinstance(each, StateHash):
+            found[each.step] = each
+    return found
+
+
+def _parsed_hash(path: epath.Path, line: bytes) -> StateHash | ResumedAt | None:
+    try:
+        content = parse_object(line)
+        if "resumed" in content:
+            check(without_other_fields(content, _ResumedLine), _ResumedLine, path.name)
+            return ResumedAt(content["resumed"])
+        check(without_other_fields(content, _Line), _Line, path.name)
+    except Malformed:
+        return None
+    return StateHash(content["step"], content["arrays"], content.get("loss"))
