@@ -10,7 +10,7 @@ from typing import Any
 
 from processes import free_port
 
-from spmdtrain.cluster.json_lines import Line
+from spmdtrain.cluster.job_token import Line
 from spmdtrain.cluster.rendezvous import Party, join_rendezvous
 from spmdtrain.errors import ClusterError, UserError
 

@@ -1,12 +1,21 @@
-"""The shared secret with which the processes of a job authenticate each other."""
+"""The shared secret of a job, and the messages that it authenticates."""
 
+import contextlib
+import hmac
+import json
 import os
+import re
 import secrets
+import socket
 import stat
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from spmdtrain.errors import UserError
+
+# -- The shared secret with which the processes of a job authenticate each other -------------------
 
 TOKEN = "SPMDTRAIN_JOB_TOKEN"
 """Environment variable with the token."""
@@ -89,3 +98,149 @@ def _content(path: Path, source: str, warn: Callable[[str], None]) -> str:
             return file.read(_MAX_LENGTH + 2)
     except OSError as error:
         raise UserError(f"{source}: the token cannot be read: {error.strerror}; {_HINT}") from error
+
+
+# -- Bounded JSON lines over a socket, authenticated by a shared token -----------------------------
+#
+# The token is never sent. Each side sends a fresh nonce; a key for each direction is derived from
+# the token and both nonces, and every later line ends with the HMAC-SHA256 of its number and its
+# text. Therefore a line is valid only from a process that has the token, only in this connection,
+# only in this direction, and only at its position. `multiprocessing.connection` also authenticates
+# by HMAC, but only when it connects, and its `recv` unpickles, which can run code of the sender.
+
+Side = Literal["chief", "worker"]
+
+MAX_GREETING = 1024  # bytes of the line with the nonce
+MAX_LINE = 2**19  # bytes of any other line
+_MAX_DEPTH = 4  # levels of nested objects and lists; the messages of a job have two
+_MAC = 64  # hexadecimal digits
+_BRACKETS = re.compile(rb'\\.|["{}\[\]]', re.DOTALL)
+_NONCE = re.compile("[0-9a-f]{32}")
+
+
+def new_nonce() -> str:
+    """Returns 128 random bits as hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def is_nonce(value: object) -> bool:
+    """Returns whether a value from the network has the form of a nonce."""
+    return isinstance(value, str) and _NONCE.fullmatch(value) is not None
+
+
+def parse_line(text: bytes) -> dict[str, Any] | None:
+    """Parses a line; returns None if it is not a JSON object, or is nested too deeply."""
+    depth, in_string = 0, False
+    for match in _BRACKETS.finditer(text):
+        mark = match[0]
+        if mark == b'"':
+            in_string = not in_string
+        elif not in_string and mark in b"{[":
+            depth += 1
+            if depth > _MAX_DEPTH:
+                return None
+        elif not in_string and mark in b"}]":
+            depth -= 1
+    try:
+        # The scan above assumes UTF-8; given bytes, json.loads would guess the encoding.
+        value = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class Line:
+    """A connection for messages of one JSON object per line.
+
+    `side` is this end of the connection; `where` is the host and process of the other end, by its
+    own description. `close` closes the socket.
+    """
+
+    def __init__(self, connection: socket.socket, side: Side) -> None:
+        self.socket = connection
+        self.where = ""
+        self._side: Side = side
+        self._buffer = b""
+        self._keys: dict[Side, bytes] = {}
+        self._counts: dict[Side, int] = {"chief": 0, "worker": 0}
+        self._max_line = MAX_GREETING
+
+    @property
+    def address(self) -> str:
+        """The IP address of the other end."""
+        try:
+            host = str(self.socket.getpeername()[0])
+        except OSError:
+            return "an address that is no longer known"
+        return host.removeprefix("::ffff:")
+
+    def authenticate(self, token: bytes, worker_nonce: str, chief_nonce: str) -> None:
+        """Adds an HMAC to every later line, and requires a valid one of the other end.
+
+        With an empty token the HMAC only detects corruption. The worker is the connecting process,
+        the chief is process 0.
+        """
+        sides: tuple[Side, Side] = ("chief", "worker")
+        for side in sides:
+            context = f"spmdtrain rendezvous 1 {side} {worker_nonce} {chief_nonce}"
+            self._keys[side] = hmac.digest(token, context.encode(), "sha256")
+        self._max_line = MAX_LINE
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message; raises `OSError` if the other end is closed or does not read."""
+        text = json.dumps(message).encode()
+        if self._keys:
+            text += b" " + self.mac(self._side, text)
+        self.socket.sendall(text + b"\n")
+
+    def read(self) -> bool:
+        """Receives available bytes; returns False if the other end has closed the connection."""
+        try:
+            received = self.socket.recv(65536)
+        except OSError:
+            return False
+        self._buffer += received
+        return bool(received)
+
+    def messages(self) -> Iterator[dict[str, Any] | None]:
+        """Yields the received messages; None for a line that is too long, invalid or forged."""
+        while b"\n" in self._buffer:
+            text, self._buffer = self._buffer.split(b"\n", 1)
+            yield self._verify(text) if len(text) <= self._max_line else None
+        if len(self._buffer) > self._max_line or self._buffer[:1] not in (b"", b"{"):
+            self._buffer = b""
+            yield None
+
+    def discard(self) -> bool:
+        """Discards available bytes; returns False if the other end has closed the connection."""
+        is_open, self._buffer = self.read(), b""
+        return is_open
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Waits until the other end closes the connection, at most `seconds`."""
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(seconds)
+            self.socket.recv(1)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Closes the connection; `at_once` resets it, so that no port stays in TIME_WAIT."""
+        if at_once:
+            with contextlib.suppress(OSError):  # it is already closed
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    def _verify(self, text: bytes) -> dict[str, Any] | None:
+        if not self._keys:
+            return parse_line(text)
+        other: Side = "worker" if self._side == "chief" else "chief"
+        text, mac = text[: -_MAC - 1], text[-_MAC:]
+        if not hmac.compare_digest(mac, self.mac(other, text)):
+            return None
+        return parse_line(text)
+
+    def mac(self, side: Side, text: bytes) -> bytes:
+        """Returns the authentication code of the next line of a side, and counts the line."""
+        number = self._counts[side]
+        self._counts[side] += 1
+        signed = number.to_bytes(8, "big") + text
+        return hmac.digest(self._keys[side], signed, "sha256").hex().encode()

@@ -17,8 +17,7 @@ from jax._src import clusters, hardware_utils, xla_bridge
 
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.rendezvous import Party, is_loopback, join_rendezvous
-from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
-from spmdtrain.cluster.tf_config import Address
+from spmdtrain.cluster.spec import Address, ClusterSpec, Role, from_environment
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import UserError, install_hook, option

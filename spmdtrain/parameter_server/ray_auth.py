@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from spmdtrain.cluster import job_token
-from spmdtrain.cluster.tf_config import Address
+from spmdtrain.cluster.spec import Address
 from spmdtrain.errors import UserError
 from spmdtrain.record.user_folders import private_folder
 

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spmdtrain.cluster.rendezvous import REPORT_INTERVAL
-from spmdtrain.cluster.spec import ClusterSpec, Task, from_environment
-from spmdtrain.cluster.tf_config import Address
+from spmdtrain.cluster.spec import Address, ClusterSpec, Task, from_environment
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.failures import to_stderr
 from spmdtrain.errors import ClusterError, ExitCode, UserError

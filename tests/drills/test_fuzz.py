@@ -43,8 +43,9 @@ from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
-from spmdtrain.cluster import job_token, rendezvous, tf_config
-from spmdtrain.cluster.json_lines import Line, Side
+from spmdtrain.cluster import job_token, rendezvous
+from spmdtrain.cluster.job_token import Line, Side
+from spmdtrain.cluster.spec import parse_tf_config
 from spmdtrain.data.idx import read_idx
 from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
 from spmdtrain.data.sources.token_files import TokenFile
@@ -170,7 +171,7 @@ def tf_config_text() -> Target:
     return Target(
         json.dumps(whole).encode(),
         changed_text(whole),
-        lambda text, _: tf_config.parse(text.decode(errors="surrogateescape")),
+        lambda text, _: parse_tf_config(text.decode(errors="surrogateescape")),
     )
 
 

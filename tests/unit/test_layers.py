@@ -155,7 +155,6 @@ SHARED_BY_COMMANDS = {"Options", "execute", "main"}  # the parts of each command
 QUALIFIED = {
     "create": {"job_token", "no_follow"},
     "environment": {"aot", "measurement"},
-    "parse": {"tf_config", "topologies"},
     "read": {"job_token", "progress", "stream_positions"},
     "write": {"no_follow", "stream_positions"},
 }
@@ -189,7 +188,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 118
+SINGLE_IMPORTERS = 116
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 22
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""

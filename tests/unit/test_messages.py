@@ -33,8 +33,7 @@ from spmdtrain import (
 )
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.cluster import job_token
-from spmdtrain.cluster.spec import from_tf_config
-from spmdtrain.cluster.tf_config import Address
+from spmdtrain.cluster.spec import Address, from_tf_config
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.idx import read_idx
 from spmdtrain.data.image_folder import ImageFolder

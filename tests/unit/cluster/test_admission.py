@@ -43,8 +43,8 @@ from rendezvous_helpers import (
     until,
 )
 
-from spmdtrain.cluster import admission, rendezvous
-from spmdtrain.cluster.json_lines import Line
+from spmdtrain.cluster import rendezvous
+from spmdtrain.cluster.job_token import Line
 from spmdtrain.cluster.rendezvous import Party
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.testing import start_processes
@@ -260,16 +260,16 @@ def test_1100_silent_connections_do_not_exhaust_descriptors() -> None:
         before = open_files()
         for _ in range(1100):
             stack.enter_context(knock(who[0]))
-        until(lambda: refused(messages) >= 1100 - admission.MAX_UNAUTHENTICATED)
-        assert open_files() - before - 1100 <= admission.MAX_UNAUTHENTICATED
+        until(lambda: refused(messages) >= 1100 - rendezvous.MAX_UNAUTHENTICATED)
+        assert open_files() - before - 1100 <= rendezvous.MAX_UNAUTHENTICATED
         assert ending(who[2], 20, messages) is None
     assert endings == [None, None]
 
 
 def test_connections_that_greet_and_say_no_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     who = parties(2, token=TOKEN)
-    monkeypatch.setattr(admission, "MAX_UNAUTHENTICATED", 4)
-    monkeypatch.setattr(admission, "GRACE_PERIOD", 0.1)
+    monkeypatch.setattr(rendezvous, "MAX_UNAUTHENTICATED", 4)
+    monkeypatch.setattr(rendezvous, "GRACE_PERIOD", 0.1)
     with gathering(who[0]) as (endings, messages), contextlib.ExitStack() as stack:
         for _ in range(12):
             greeted(stack.enter_context(knock(who[0])), OTHER)
@@ -302,7 +302,7 @@ def test_a_connection_that_does_not_identify_itself_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     who = parties(2, token=TOKEN)
-    monkeypatch.setattr(admission, "HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_TIMEOUT", 0.2)
     with gathering(who[0]) as (endings, messages):
         with knock(who[0]) as silent, knock(who[0]) as greets:
             greeted(greets, TOKEN)

@@ -11,7 +11,7 @@ from helpers import environment
 from processes import BOUND, as_task, free_port, tf_config
 
 from spmdtrain.cluster import job_token
-from spmdtrain.cluster.checks import check_token
+from spmdtrain.cluster.command import check_token
 from spmdtrain.cluster.job_token import TOKEN, TOKEN_FILE
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed import failures, process_group

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain.cluster import json_lines
-from spmdtrain.cluster.json_lines import Line, parse_line
+from spmdtrain.cluster import job_token
+from spmdtrain.cluster.job_token import Line, parse_line
 from spmdtrain.errors import foreign
 
 CHIEF, WORKER = "1" * 32, "2" * 32
@@ -137,9 +137,9 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair()
     with one, other:
         line = Line(other, "chief")
-        one.sendall(json.dumps({"spmdtrain": "x" * json_lines.MAX_GREETING}).encode())
+        one.sendall(json.dumps({"spmdtrain": "x" * job_token.MAX_GREETING}).encode())
         assert arrived(line) == [None]  # before its end
-    monkeypatch.setattr(json_lines, "MAX_LINE", 3000)
+    monkeypatch.setattr(job_token, "MAX_LINE", 3000)
     with ends() as (chief, worker):
         chief.send({"waiting": "x" * 2000})
         assert arrived(worker) == [{"waiting": "x" * 2000}]

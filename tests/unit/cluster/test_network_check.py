@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from spmdtrain.cluster import network_check
-from spmdtrain.cluster.checks import Finding, check_network
+from spmdtrain.cluster.command import Finding, check_network
 from spmdtrain.cluster.spec import from_tf_config
 
 NO_HOST = "no-such-host.invalid"

@@ -10,8 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment, from_tf_config
-from spmdtrain.cluster.tf_config import Address
+from spmdtrain.cluster.spec import Address, ClusterSpec, Role, from_environment, from_tf_config
 from spmdtrain.errors import UserError
 
 settings = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)

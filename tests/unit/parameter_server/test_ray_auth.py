@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from spmdtrain import UserError
-from spmdtrain.cluster.tf_config import Address
+from spmdtrain.cluster.spec import Address
 from spmdtrain.parameter_server import ray_auth
 from spmdtrain.record.user_folders import private_folder
 

@@ -123,7 +123,7 @@ def test_a_worker_that_dies_during_its_start_is_reported_and_finally_named(
 WAITS = """
 import sys, time
 from spmdtrain.parameter_server import ray_nodes
-from spmdtrain.cluster.tf_config import Address
+from spmdtrain.cluster.spec import Address
 
 ray_nodes._CHIEF_TIMEOUT = 1.0
 with ray_nodes._chief_watcher(Address("127.0.0.1", int(sys.argv[1])), lambda: None):

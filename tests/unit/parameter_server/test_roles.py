@@ -12,7 +12,7 @@ from flax import nnx
 from helpers import metrics
 
 from spmdtrain import Loop, Trainer, UserError
-from spmdtrain.cluster.checks import check_servers
+from spmdtrain.cluster.command import check_servers
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.launch.task_env import tf_configs
