@@ -48,7 +48,7 @@ def compiled(method: str, length: int) -> tuple[Any, tuple[Any, ...]]:
     from jax.sharding import PartitionSpec, SingleDeviceSharding
 
     from spmdtrain import MeshSpec, RunConfig, attention
-    from spmdtrain.config.option_groups import ContextOptions
+    from spmdtrain.config.options import ContextOptions
     from spmdtrain.sharding.placement import make_placement, use_placement
 
     within: Any = contextlib.nullcontext()

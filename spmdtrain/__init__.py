@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.checkpoints.restore import load_params as load_params
     from spmdtrain.checkpoints.restore import load_variables as load_variables
     from spmdtrain.checkpoints.restore import read_manifest as read_manifest
-    from spmdtrain.config.option_groups import CollectiveOptions as CollectiveOptions
-    from spmdtrain.config.option_groups import MeshSpec as MeshSpec
-    from spmdtrain.config.option_groups import ParameterServerOptions as ParameterServerOptions
-    from spmdtrain.config.option_groups import ShardingOptions as ShardingOptions
+    from spmdtrain.config.options import CollectiveOptions as CollectiveOptions
+    from spmdtrain.config.options import MeshSpec as MeshSpec
+    from spmdtrain.config.options import ParameterServerOptions as ParameterServerOptions
+    from spmdtrain.config.options import ShardingOptions as ShardingOptions
     from spmdtrain.config.run_config import RunConfig as RunConfig
     from spmdtrain.data.bad_records import SkipBadRecords as SkipBadRecords
     from spmdtrain.data.datasets import ArrayDataset as ArrayDataset

@@ -18,8 +18,7 @@ from spmdtrain.checkpoints.program_changes import (
     program_changes,
     setting_problem,
 )
-from spmdtrain.config.run_config import RunConfig, config_as_json
-from spmdtrain.config.skipped_batches import SkippedBatches
+from spmdtrain.config.run_config import RunConfig, SkippedBatches, config_as_json
 from spmdtrain.data.mixture_order import examples_per_period
 from spmdtrain.errors import UserError, foreign, option
 from spmdtrain.step.optimizer_record import OptimizerRecord

@@ -1,26 +1,393 @@
-"""Configuration of a run: plain dataclasses, which do not import JAX."""
+"""Configuration of a run: plain dataclasses, which do not import JAX, and their checks."""
 
 import dataclasses
 import enum
 import hashlib
 import inspect
+import math
 import re
 import sys
 import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
-from spmdtrain.config.checks import check_compute_dtype, check_run, check_values
-from spmdtrain.config.option_groups import (
+from spmdtrain.config.options import (
     CollectiveOptions,
     ContextOptions,
     ExpertOptions,
     MeshSpec,
     ParameterServerOptions,
     ShardingOptions,
+    check_above_zero,
+    check_values,
+    not_default,
 )
-from spmdtrain.config.skipped_batches import SkippedBatches
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, foreign, is_text
+from spmdtrain.strategies import strategy
+
+# -- Checks of the values and combinations of a configuration's fields -----------------------------
+
+_ABOVE_ZERO = (
+    "epochs",
+    "steps",
+    "global_batch_size",
+    "batch_size_per_device",
+    "eval_batch_size",
+    "learning_rate_base_batch_size",
+    "cpu_devices",
+    "log_every",
+    "log_hash_every",
+    "stream_shards",
+    "eval_every_steps",
+    "checkpoint_every_steps",
+    "checkpoint_every_seconds",
+    "keep_latest",
+    "keep_every_steps",
+    "keep_every_hours",
+    "microbatches",
+    "exact",
+    "steps_per_dispatch",
+    "sentinel_every",
+    "compare_copies_every",
+)
+
+
+def check_run(config: "RunConfig") -> None:
+    """Checks ranges and combinations of fields that depend neither on the devices nor on the data.
+
+    The types (`check_values`) and the option groups are checked already. Raises `UserError` if a
+    field has an invalid value, or if two fields conflict.
+    """
+    check_above_zero(config, _ABOVE_ZERO)
+    for size in config.learning_rate_table:
+        if size < 1:
+            raise UserError(f"learning_rate_table has a batch size of {size}: it must be above 0")
+    for name in ("keep_best", "data_threads", "data_workers", "max_bad_records"):
+        if getattr(config, name) < 0:
+            raise UserError(f"{name} is {getattr(config, name)}: it must be 0 or more")
+    for name, other in (("epochs", "steps"), ("global_batch_size", "batch_size_per_device")):
+        if getattr(config, name) is not None and getattr(config, other) is not None:
+            raise UserError(
+                f"{name} is {getattr(config, name)} and {other} is {getattr(config, other)}: "
+                "give one of the two"
+            )
+    if config.checkpoint not in ("latest", "best") and not config.checkpoint.isdecimal():
+        raise UserError(
+            f"checkpoint is {config.checkpoint!r}: it must be latest, best or a step number"
+        )
+    if not config.jit and config.mesh.context not in (None, 1):
+        raise UserError(
+            f"mesh.context is {config.mesh.context} and jit is False: only a compiled step shows "
+            "whether the model's attention uses the axis; leave one of the two out"
+        )
+    if not config.jit and config.mesh.expert not in (None, 1):
+        raise UserError(
+            f"mesh.expert is {config.mesh.expert} and jit is False: experts are split in compiled "
+            "steps alone; leave one of the two out"
+        )
+    if config.context.method is not None and config.mesh.context in (None, 1):
+        raise UserError(
+            f"context.method is {config.context.method}, and mesh.context is not given: give the "
+            "number of devices that split the tokens, or leave context.method out"
+        )
+    if (given := not_default(config.expert)) and config.mesh.expert in (None, 1):
+        raise UserError(
+            f"expert.{given[0]} is {getattr(config.expert, given[0])}, and mesh.expert is not "
+            "given: give the number of devices that split the experts, or leave "
+            f"expert.{given[0]} out"
+        )
+    if config.init_from_strict != "all" and not config.init_from:
+        raise UserError(
+            f"init_from_strict is {config.init_from_strict}, and init_from is not given: give both"
+        )
+    for option in config.compiler_options:
+        name, equals, _ = option.partition("=")
+        if not (name and equals):
+            raise UserError(f"compiler_options is {option!r}: it must be NAME=VALUE")
+    if config.eval_at_checkpoints and config.evaluated_by == "evaluator":
+        raise UserError(
+            "eval_at_checkpoints is True and evaluated_by is 'evaluator': an evaluator evaluates "
+            "each checkpoint anyway; leave eval_at_checkpoints out"
+        )
+    if config.data_workers and config.data_on_device:
+        raise UserError(
+            f"data_workers is {config.data_workers} and data_on_device is True: the devices hold "
+            "all examples, so processes have nothing to read; leave one of the two out"
+        )
+    if (config.steps_per_dispatch or 1) > 1 and not config.jit:
+        raise UserError(
+            f"steps_per_dispatch is {config.steps_per_dispatch} and jit is False: several steps "
+            "per dispatch are one compiled program; leave one of the two out"
+        )
+    _check_sentinel(config)
+    if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
+        raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
+    _check_placement(config)
+    for name, rate in [
+        ("learning_rate", config.learning_rate),
+        *(
+            (f"learning_rate_table[{size}]", rate)
+            for size, rate in config.learning_rate_table.items()
+        ),
+    ]:
+        if rate is not None and not (rate >= 0 and math.isfinite(rate)):
+            raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
+    config.profile_range()
+    _check_workdir(config.workdir)
+
+
+def _check_sentinel(config: "RunConfig") -> None:
+    """Raises `UserError` if the sentinel cannot run, or its action has no effect."""
+    if config.sentinel_every is None:
+        if config.sentinel_action != "stop":
+            raise UserError(
+                f"sentinel_action is {config.sentinel_action}, and sentinel_every is not given: "
+                "give both"
+            )
+        return
+    problem = None
+    placed = strategy(config.strategy)
+    if not config.jit:
+        problem = "jit is False, and it compares runs of one compiled program"
+    elif placed.by_servers or placed.needs_rules or placed.devices == 1:
+        problem = (
+            f"strategy {placed.name} is not supported: it needs devices that each compute whole "
+            "examples of their own: mirrored, zero, fully_sharded, central_storage or hybrid"
+        )
+    if problem is not None:
+        raise UserError(f"sentinel_every is {config.sentinel_every}: {problem}")
+
+
+def _check_workdir(workdir: str | None) -> None:
+    """Raises `UserError` if the workdir is empty or not a valid name for a file system."""
+    if workdir is None:
+        return
+    problem = "it must not contain NUL" if "\0" in workdir else ""
+    if not is_text(workdir):
+        problem = "it must be text in UTF-8"
+    if not workdir.strip():
+        problem = (
+            "it is empty; give a folder, or leave the option out: the default is runs/NAME on the "
+            "command line, and no workdir in Python"
+        )
+    if problem:
+        raise UserError(f"workdir is {workdir!a}: {problem}")
+
+
+def check_compute_dtype(name: object) -> None:
+    """Raises `UserError` for float16, under any of its names, because it needs loss scaling."""
+    if name in ("float16", "mixed_float16", "f16", "fp16", "half"):
+        raise UserError(
+            f"compute_dtype is {name}: float16 gradients underflow without dynamic loss scaling, "
+            "which spmdtrain does not have. Use bfloat16, which has the range of float32"
+        )
+
+
+def _check_placement(config: "RunConfig") -> None:
+    placed, sharding, collectives = strategy(config.strategy), config.sharding, config.collectives
+    if not placed.has_mesh and not_default(config.mesh):
+        raise UserError(
+            f"a mesh is given, but strategy {placed.name} has none: leave it out, or choose the "
+            "device with strategy one_device and mesh.devices"
+        )
+    for option in ("reduction", "reduce_dtype"):
+        if getattr(collectives, option) not in (None, "automatic") and not placed.has_mesh:
+            raise UserError(
+                f"collectives.{option}: strategy {placed.name} has no mesh to reduce over"
+            )
+    if collectives.combine_threshold_bytes is not None and not config.jit:
+        raise UserError(
+            "collectives.combine_threshold_bytes has no effect because jit is False: leave one of "
+            "the two out"
+        )
+    if sharding.max_shards is not None:
+        if not placed.shards_params:
+            raise UserError(
+                f"sharding.max_shards is for fully_sharded, but the strategy is {placed.name}"
+            )
+        if config.mesh.fsdp not in (None, -1):
+            raise UserError(
+                f"sharding.max_shards is {sharding.max_shards} and mesh.fsdp is "
+                f"{config.mesh.fsdp}: give one of the two"
+            )
+    _check_servers(config)
+    _check_exact(config)
+    if sharding.offload is not None and not placed.on_host:
+        raise UserError(
+            f"sharding.offload is for central_storage, but the strategy is {placed.name}"
+        )
+    for pattern in config.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(
+                f"freeze: {pattern!r} is not a valid regular expression: {error}"
+            ) from error
+
+
+def _check_exact(config: "RunConfig") -> None:
+    shards = config.exact
+    if shards is None:
+        return
+    if shards < 2 or shards & (shards - 1):
+        raise UserError(
+            f"exact is {shards}: the number of virtual shards must be a power of two, at least "
+            "twice the number of devices"
+        )
+    conflicts: list[tuple[str, object, object, str]] = [
+        ("collectives.reduction", config.collectives.reduction, None, _OWN_ORDER),
+        ("collectives.reduce_dtype", config.collectives.reduce_dtype, None, _OWN_ORDER),
+        ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),
+        ("uneven_batch", config.uneven_batch, "refuse", "padding depends on the devices"),
+        ("jit", config.jit, True, "operations that run one by one have other kernels"),
+        (
+            "steps_per_dispatch",
+            config.steps_per_dispatch or 1,
+            1,
+            "a loop is another program",
+        ),
+    ]
+    found = [(name, value, why) for name, value, default, why in conflicts if value != default]
+    if strategy(config.strategy).by_servers:
+        found.insert(0, ("strategy", config.strategy, "the order of the workers' updates varies"))
+    for name, value, why in found:
+        raise UserError(
+            f"exact is {shards} and {name} is {value}: {why}, so the bits would depend on the "
+            "number of devices; leave one of the two out"
+        )
+
+
+def can_pad(options: Mapping[str, Any]) -> bool:
+    """Returns whether other options of a run, by name, allow `uneven_batch` to be `pad`."""
+    name = options.get("strategy")
+    by_servers = name is not None and strategy(name).by_servers
+    return options.get("exact") is None and not by_servers
+
+
+_OWN_ORDER = "it adds up gradients in an order of its own"
+
+
+def _check_servers(config: "RunConfig") -> None:
+    if not strategy(config.strategy).by_servers:
+        for name in not_default(config.servers):
+            raise UserError(
+                f"servers.{name} is for parameter_server, but the strategy is {config.strategy}"
+            )
+        return
+    for name, why in (
+        ("expert", "each worker reads whole parameters from the servers"),
+        ("context", "a worker's devices split its batch alone"),
+    ):
+        if (size := getattr(config.mesh, name)) not in (None, 1):
+            raise UserError(
+                f"mesh.{name} is {size}, but under parameter_server {why}: leave it out"
+            )
+    if (steps := config.steps_per_dispatch or 1) > 1:
+        raise UserError(
+            f"steps_per_dispatch is {steps}, but under parameter_server a worker computes one step "
+            "at a time: leave it out"
+        )
+    for name, required, why in (
+        ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),
+        ("data_workers", 0, "each worker is a process that reads its own batches"),
+        ("profile_steps", None, "the steps run in other processes"),
+        ("log_hash_every", None, "the servers update the state in an order of their own"),
+        ("skip_steps", (), "a worker reads the batch with the number of the step"),
+        ("uneven_batch", "refuse", "each worker computes whole batches on its own devices"),
+    ):
+        if getattr(config, name) != required:
+            raise UserError(
+                f"{name} is {getattr(config, name)}, but under parameter_server {why}: leave it out"
+            )
+
+
+# -- Batches that a run leaves out, and the batch of each step -------------------------------------
+
+_RANGE = re.compile(r"(\d{1,19})(?::(\d{1,19}))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SkippedBatches:
+    """The batches that `skip_steps` leaves out.
+
+    Batches are numbered from 0, whether they are left out or not, so a number always names the same
+    examples. The steps of a run use the batches that are left, in order.
+
+    Attributes:
+      ranges: Ranges of numbers of batches, ascending; between two of them there is a batch that is
+        not left out.
+    """
+
+    ranges: tuple[range, ...] = ()
+
+    @classmethod
+    def parse(cls, given: Sequence[str | int]) -> "SkippedBatches":
+        """Parses numbers of batches, and texts `A:B`, which mean the batches A to B - 1.
+
+        `given` is the option `skip_steps`; ranges may overlap. Raises `UserError` for a value that
+        is neither a number of a batch nor `A:B` with A < B.
+        """
+        merged: list[range] = []
+        for each in sorted(map(_parse_range, given), key=lambda x: x.start):
+            if merged and each.start <= merged[-1].stop:
+                merged[-1] = range(merged[-1].start, max(merged[-1].stop, each.stop))
+            else:
+                merged.append(each)
+        return cls(tuple(merged))
+
+    def __contains__(self, batch: int) -> bool:
+        return any(batch in each for each in self.ranges)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The ranges as in the option `skip_steps`."""
+        return tuple(f"{each.start}:{each.stop}" for each in self.ranges)
+
+    def batch_of(self, steps: int) -> int:
+        """Returns the number of the batch that is used after `steps` steps."""
+        batch = steps
+        for each in self.ranges:
+            if each.start > batch:
+                break
+            batch += len(each)
+        return batch
+
+    def position(self, steps: int) -> int:
+        """Returns the number of the batch after the last one that was used in `steps` steps."""
+        return self.batch_of(steps - 1) + 1 if steps else 0
+
+    def first_not_in(self, other: "SkippedBatches") -> int | None:
+        """Returns the first batch that is left out here and not by `other`, or None."""
+        for each in self.ranges:
+            batch = each.start
+            for known in other.ranges:
+                if batch in known:
+                    batch = known.stop
+            if batch in each:
+                return batch
+        return None
+
+
+_LAST = 2**40  # of batches: positions of their examples fit into 64 bits
+NOTHING_SKIPPED = SkippedBatches()
+
+
+def _parse_range(given: object) -> range:
+    is_number = isinstance(given, Integral) and not isinstance(given, bool)
+    match = _RANGE.fullmatch(str(given)) if is_number or isinstance(given, str) else None
+    start = int(match[1]) if match else 0
+    stop = int(match[2] or start + 1) if match else 0
+    if not start < stop <= _LAST:
+        raise UserError(
+            f"skip_steps is {foreign(repr(given), 100)}: write the number of a batch, counted from "
+            f"0, or A:B with A < B up to {_LAST}, which leaves out the batches A to B - 1"
+        )
+    return range(start, stop)
+
+
+# -- Configuration of a run: plain dataclasses, which do not import JAX ----------------------------
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 _ADDRESS = r" at 0x[0-9a-fA-F]+"  # in the text of a function or object

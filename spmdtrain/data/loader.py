@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
+from spmdtrain.config.run_config import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.dispatch_batches import (
     CountedBatches,

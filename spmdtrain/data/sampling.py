@@ -15,8 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from spmdtrain.config.run_config import Purpose, derive_seed
-from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
+from spmdtrain.config.run_config import NOTHING_SKIPPED, Purpose, SkippedBatches, derive_seed
 from spmdtrain.data.datasets import Dataset, batched_of, blocks_of, own_rows
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from spmdtrain.config.option_groups import ContextMethod
+from spmdtrain.config.options import ContextMethod
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention_blocks import Pattern
 from spmdtrain.kernels.attention_choice import (

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmdtrain.config.option_groups import ContextMethod
+from spmdtrain.config.options import ContextMethod
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, attend_backward
 from spmdtrain.kernels.over_devices import (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.option_groups import ExpertOptions
+from spmdtrain.config.options import ExpertOptions
 from spmdtrain.kernels.grouped_product import grouped_product
 from spmdtrain.sharding.mesh import EXPERT
 from spmdtrain.xla.hlo_parser import RARE_BRANCH

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.checks import check_values
+from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.expert_exchange import Dot
 from spmdtrain.kernels.experts import experts

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spmdtrain.config.checks import check_values
+from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import AXIS_RULES, normal_param

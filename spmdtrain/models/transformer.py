@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from spmdtrain.config.checks import check_values
+from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.activations import squared_relu

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.config.checks import check_values
+from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import AXIS_RULES, annotated_param, normal_param

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from spmdtrain.cluster.spec import ClusterSpec, from_environment
-from spmdtrain.config.option_groups import MeshSpec, ParameterServerOptions
+from spmdtrain.config.options import MeshSpec, ParameterServerOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.adapters.keras_internals import reduce_by_attributes
-from spmdtrain.config.option_groups import ParameterServerOptions
+from spmdtrain.config.options import ParameterServerOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data

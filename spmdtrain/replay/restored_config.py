@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, foreign

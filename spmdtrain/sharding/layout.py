@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec, Sharding
 
-from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.config.options import ShardingOptions
 from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.options import MeshSpec
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import STRATEGIES, Strategy, mesh_sizes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from spmdtrain.config.option_groups import (
+from spmdtrain.config.options import (
     CollectiveOptions,
     ContextMethod,
     ContextOptions,

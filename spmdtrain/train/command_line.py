@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from spmdtrain.config.checks import check_compute_dtype, unchecked_groups
-from spmdtrain.config.run_config import RunConfig
+from spmdtrain.config.options import Which, unchecked_groups
+from spmdtrain.config.run_config import RunConfig, check_compute_dtype
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import cpu_devices_in_environment
 from spmdtrain.sharding.resolution import check_inherited
 from spmdtrain.train.command_help import HELP, HELP_ALL, show_help
-from spmdtrain.train.evaluator_options import Which
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 PROGRAM = "python -m spmdtrain.run"

@@ -4,8 +4,7 @@ from typing import Any, Self
 
 import optax
 
-from spmdtrain.config.checks import can_pad
-from spmdtrain.config.run_config import RunConfig
+from spmdtrain.config.run_config import RunConfig, can_pad
 from spmdtrain.train.callbacks import Callbacks
 from spmdtrain.train.experiment import Experiment
 

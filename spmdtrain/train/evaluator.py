@@ -16,6 +16,7 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.source import Source, list_checkpoints
+from spmdtrain.config.options import Which
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
@@ -29,7 +30,6 @@ from spmdtrain.record.storage import failures as storage_failures
 from spmdtrain.record.storage import folder_of, one_line, size_and_time
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.trackers.run_trackers import evaluator_trackers
-from spmdtrain.train.evaluator_options import Which
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 T = TypeVar("T")

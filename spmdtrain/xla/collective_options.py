@@ -6,7 +6,7 @@ import os
 import jax
 from jax._src import xla_bridge  # no public name for whether a backend is initialized
 
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.errors import UserError, option
 
 MPI_LIBRARY = "MPITRAMPOLINE_LIB"  # environment variable with the path of the MPI library for JAX

@@ -15,7 +15,7 @@ import spmdtrain
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spmdtrain.distributed import process_group
 from spmdtrain.xla.collective_options import compiler_options, configure_collectives
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 
 spmdtrain.initialize()
 options = CollectiveOptions(timeout=float(sys.argv[1]) or None, cpu_implementation="gloo")

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from matrix import ROWS, Row
 
 from spmdtrain import Trainer, UserError
-from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.config.options import ShardingOptions
 from spmdtrain.models import Transformer
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, make_placement

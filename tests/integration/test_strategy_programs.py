@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from matrix import ROWS, Row
 
 from spmdtrain import CallbackContext, FunctionModel, Trainer
-from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP, mlp_rules
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step

@@ -25,7 +25,7 @@ from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import make_placement

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 
 from spmdtrain import Loop
-from spmdtrain.config.option_groups import (
+from spmdtrain.config.options import (
     CollectiveOptions,
     MeshSpec,
     ParameterServerOptions,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.options import MeshSpec
 from spmdtrain.data.datasets import (
     ArrayDataset,
     Dataset,

@@ -23,7 +23,7 @@ from plan_helpers import needs_libtpu
 from step_helpers import check_equal, gradients, trainer
 
 from spmdtrain import BATCH_AXES, FunctionModel, MeshSpec, Rule, UserError, attention, remat
-from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.kernels.attention import describe_attention, keep_attention
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.plan import aot, topologies

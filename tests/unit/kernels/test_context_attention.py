@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
 
 from spmdtrain import MeshSpec, RunConfig, Trainer, UserError, attention
-from spmdtrain.config.option_groups import ContextMethod, ContextOptions
+from spmdtrain.config.options import ContextMethod, ContextOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.kernels import attention_blocks
 from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, merge_mixed, no_values

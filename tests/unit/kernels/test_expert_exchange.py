@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdtrain.config.option_groups import ExpertExchange, ExpertOptions
+from spmdtrain.config.options import ExpertExchange, ExpertOptions
 from spmdtrain.kernels.expert_exchange import ExpertLayer, split_experts
 
 PyTree = Any

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plan_helpers import needs_libtpu
 
 from spmdtrain import MeshSpec, Rule, ShardingOptions, Trainer, UserError, experts
-from spmdtrain.config.option_groups import ExpertExchange, ExpertOptions
+from spmdtrain.config.options import ExpertExchange, ExpertOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.kernels.reference import reference_kernels

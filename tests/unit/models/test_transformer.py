@@ -15,7 +15,7 @@ from flax import nnx
 from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, Trainer, UserError
-from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.config.options import ShardingOptions
 from spmdtrain.data.packing import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.rotary import rotary_speeds, rotation

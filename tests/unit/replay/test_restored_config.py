@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spmdtrain import MeshSpec, RunConfig, ShardingOptions, UserError
-from spmdtrain.config.option_groups import ContextOptions, ExpertOptions
+from spmdtrain.config.options import ContextOptions, ExpertOptions
 from spmdtrain.config.run_config import config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.replay.recorded_run import read_run

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmdtrain import FunctionModel, Loop, Trainer
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.config.option_groups import MeshSpec, ShardingOptions
+from spmdtrain.config.options import MeshSpec, ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
-from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.options import MeshSpec
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import mesh as meshes

@@ -27,7 +27,7 @@ from spmdtrain import (
 )
 from spmdtrain import constrain_sharding as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
-from spmdtrain.config.option_groups import (
+from spmdtrain.config.options import (
     ExpertOptions,
     ParameterServerOptions,
     ShardingOptions,

@@ -24,7 +24,7 @@ from step_helpers import (
 )
 
 from spmdtrain import Combination, FunctionModel, Scalar, UserError, batch_coupled
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.step.metrics import Means, Sums
 

@@ -38,7 +38,7 @@ from spmdtrain import (
     load_params,
     remat,
 )
-from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.models import MLP
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step

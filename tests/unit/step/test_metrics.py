@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from spmdtrain.adapters.functional import FunctionModel
-from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import make_placement, use_placement

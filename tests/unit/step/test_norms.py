@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, Rule, Trainer
-from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.step.norms import global_norm
 from spmdtrain.testing.compiled_step import compiled_step

@@ -22,7 +22,7 @@ from spmdtrain import (
     UserError,
     load_params,
 )
-from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.config.options import ShardingOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.extra_arguments import extra_names

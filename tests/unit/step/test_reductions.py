@@ -27,7 +27,7 @@ from step_helpers import (
 )
 
 from spmdtrain import MeshSpec, Rule, Trainer, UserError
-from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.sharding.mesh import build_mesh

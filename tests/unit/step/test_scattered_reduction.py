@@ -25,7 +25,7 @@ from spmdtrain import (
     Trainer,
     UserError,
 )
-from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
     TRANSFORMER_RULES,

@@ -14,7 +14,7 @@ from helpers import events, metrics
 from step_helpers import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens_objective
 
 from spmdtrain import Loop, Trainer, UserError
-from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP

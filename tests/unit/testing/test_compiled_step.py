@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain import MeshSpec, Trainer
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import current_strategy

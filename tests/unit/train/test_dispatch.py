@@ -27,7 +27,7 @@ from spmdtrain import (
     Subset,
     UserError,
 )
-from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.config.options import ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.document.terminal import Terminal

@@ -24,10 +24,10 @@ from helpers import command, environment, events, metrics, run, saved_steps, sma
 from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError
 from spmdtrain.checkpoints.listing import Listing
 from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.config.options import Which
 from spmdtrain.distributed import progress
 from spmdtrain.record.run_files import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
 from spmdtrain.train.evaluator import best_and_last, watch
-from spmdtrain.train.evaluator_options import Which
 
 X = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
 DATA = (X, 3 * X + 2)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from spmdtrain import FunctionModel, Loop, MeshSpec, Stream, Trainer, UserError
-from spmdtrain.config.skipped_batches import SkippedBatches
+from spmdtrain.config.run_config import SkippedBatches
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.record.run_files import Split, Writer, written_metrics
 

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import free_port
 
 from spmdtrain import UserError
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.xla.collective_options import (
     MPI_LIBRARY,
     check_reduce_dtype,
@@ -204,7 +204,7 @@ import sys, time
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spmdtrain.xla.collective_options import compiler_options, configure_collectives
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 
 options = CollectiveOptions(timeout=float(sys.argv[1]) or None)
 configure_collectives(options, 1)
@@ -263,7 +263,7 @@ MPI = """
 import os, sys
 import jax
 from spmdtrain.xla.collective_options import MPI_LIBRARY, configure_collectives
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 
 os.environ[MPI_LIBRARY] = "libmpiwrapper.so"  # too late for JAX to find it
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
@@ -308,7 +308,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from spmdtrain.xla.collective_options import compiler_options
-from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.options import CollectiveOptions
 
 topology = topologies.get_topology_desc(**json.loads(sys.argv[1]))
 count = len(topology.devices)

@@ -1,17 +1,25 @@
-"""Groups of options, each of which is one field of `RunConfig`."""
+"""Groups of options, each of which is one field of `RunConfig`, and checks of values."""
 
+import dataclasses
+import enum
+import functools
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from spmdtrain.config.checks import (
-    check_above_zero,
-    check_values,
-    groups_are_checked,
-    not_default,
-)
-from spmdtrain.errors import UserError
+from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import AXES
+
+if TYPE_CHECKING:
+    pass
+
+
+# -- Groups of options, each of which is one field of `RunConfig` ----------------------------------
 
 ContextMethod = Literal["ring", "gather", "ulysses"]
 ExpertExchange = Literal["all_to_all", "ragged_all_to_all"]
@@ -192,3 +200,129 @@ class CollectiveOptions(OptionGroup):
     def check(self) -> None:
         check_values(self, CollectiveOptions, "collectives.")
         check_above_zero(self, ("combine_threshold_bytes", "timeout"), "collectives.")
+
+
+# -- Checks of the values of option groups: types, integers, ranges --------------------------------
+
+_groups_are_checked: ContextVar[bool] = ContextVar("groups_are_checked", default=True)
+
+
+def groups_are_checked() -> bool:
+    """Returns whether an option group checks its values when it is constructed."""
+    return _groups_are_checked.get()
+
+
+@contextmanager
+def unchecked_groups() -> Iterator[None]:
+    """Defers the checks of option groups to `RunConfig`.
+
+    tyro constructs the groups first, and would print their `UserError` in a box instead of raising
+    it.
+    """
+    before = _groups_are_checked.set(False)
+    try:
+        yield
+    finally:
+        _groups_are_checked.reset(before)
+
+
+def check_values(values: Any, fields: type, prefix: str = "") -> None:
+    """Checks the types of the fields of a dataclass, and the size of its integers.
+
+    The command line converts its options; Python does not.
+
+    Args:
+      values: An instance of the dataclass, or of a subclass. The types of fields that the subclass
+        adds are not checked.
+      fields: The dataclass.
+      prefix: Stands before the names of the fields in messages, such as `mesh.`.
+
+    Raises:
+      UserError: If a field has the wrong type, or an integer is too large for a manifest.
+    """
+    for field_name, hint in _type_hints(fields).items():
+        _check_type(f"{prefix}{field_name}", getattr(values, field_name), hint)
+    for field in dataclasses.fields(values):
+        # A field that the subclass computes itself has no value yet.
+        _check_integers(f"{prefix}{field.name}", getattr(values, field.name, None))
+
+
+@functools.cache
+def _type_hints(fields: type) -> dict[str, Any]:
+    return get_type_hints(fields)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return
+    for kind in kinds:
+        is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        if is_class and not isinstance(value, kind):
+            raise UserError(f"{name} is {value!r}: it must be a {kind.__name__}")
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            choices = [str(choice) for choice in get_args(kind)]
+            raise UserError(f"{name} is {value!r}.{did_you_mean(str(value), choices)}")
+        if kind is int and not isinstance(value, Integral):
+            raise UserError(f"{name} is {value!r}: it must be a whole number")
+        if kind is float and not isinstance(value, Real):
+            raise UserError(f"{name} is {value!r}: it must be a number")
+        if get_origin(kind) is tuple and not isinstance(value, (tuple, list)):
+            raise UserError(f"{name} is {value!r}: it must be a tuple")
+        if kind == tuple[str, ...] and not all(isinstance(item, str) for item in value):
+            raise UserError(f"{name} is {value!r}: it must be a tuple of strings")
+        if get_origin(kind) is tuple and get_origin(choice := get_args(kind)[0]) is Literal:
+            for item in value:
+                _check_type(name, item, choice)
+        if kind is str and not isinstance(value, str):
+            raise UserError(f"{name} is {value!r}: it must be a string")
+        if get_origin(kind) is dict:
+            if not isinstance(value, dict):
+                raise UserError(f"{name} is {value!r}: it must be a dictionary")
+            of_keys, of_values = get_args(kind)
+            for key, item in value.items():
+                _check_type(f"a key of {name}", key, of_keys)
+                _check_type(f"{name}[{key!r}]", item, of_values)
+
+
+def _check_integers(name: str, value: Any) -> None:
+    """Raises `UserError` for an integer, also a nested one, that a manifest cannot hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _check_integers(f"{name}.{field.name}", getattr(value, field.name))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_integers(name, item)
+    elif isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+        shown = str(value) if abs(value) < 10**40 else "an integer of more than 40 digits"
+        raise UserError(f"{name} is {shown}: it must be below 2^63")
+
+
+def check_above_zero(values: object, names: Sequence[str], prefix: str = "") -> None:
+    """Raises `UserError` unless each of some fields is None or a finite number above 0.
+
+    `prefix` stands before the names of the fields in messages, such as `sharding.`.
+    """
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{prefix}{name} is {value}: it must be above 0")
+
+
+def not_default(values: Any) -> list[str]:
+    """Returns the names of the fields of a dataclass whose value is not the default."""
+    return [f.name for f in dataclasses.fields(values) if getattr(values, f.name) != f.default]
+
+
+# -- Options of the evaluator, which the help needs ------------------------------------------------
+
+
+class Which(enum.StrEnum):
+    """The checkpoints to evaluate."""
+
+    EACH = "each"
+    """All of them, the oldest first."""
+    NEWEST = "newest"
+    """The newest at each time, and so the last one; older ones are skipped."""
