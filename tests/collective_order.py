@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from spmdtrain.xla.hlo_parser import Computation, Instruction, Module
+from spmdtrain.xla.hlo import Computation, Instruction, Module
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spmdtrain.config.options import ExpertOptions
 from spmdtrain.kernels.grouped_product import grouped_product
 from spmdtrain.sharding.mesh import EXPERT
-from spmdtrain.xla.hlo_parser import RARE_BRANCH
+from spmdtrain.xla.hlo import RARE_BRANCH
 
 PyTree = Any
 Dot = Callable[[jax.Array, jax.Array], jax.Array]

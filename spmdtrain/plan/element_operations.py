@@ -6,8 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_program
-from spmdtrain.xla.hlo_shapes import Array
+from spmdtrain.xla.hlo import Array, Computation, Instruction, Module, reading_program
 
 
 class ElementKind(enum.StrEnum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from spmdtrain.plan.kernels import is_kernel
 from spmdtrain.plan.memory_traffic import bytes_of
 from spmdtrain.xla.collectives import KINDS
-from spmdtrain.xla.hlo_parser import ASYNC, Computation, Module, reading_program
+from spmdtrain.xla.hlo import ASYNC, Computation, Module, reading_program
 
 # In the text of a TPU's program; https://github.com/openxla/xla calls it the window configuration.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')

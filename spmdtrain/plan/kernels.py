@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spmdtrain.plan.memory_traffic import array_bytes
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
-from spmdtrain.xla.hlo_parser import Instruction, Module, reading_program
+from spmdtrain.xla.hlo import Instruction, Module, reading_program
 
 KERNEL_EFFICIENCY = 0.65
 """Part of the matrix unit's peak that a kernel is assumed to reach, on products of padded dims.

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmdtrain.plan.kernels import is_kernel
-from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_program
-from spmdtrain.xla.hlo_shapes import arrays_of
+from spmdtrain.xla.hlo import Computation, Instruction, Module, arrays_of, reading_program
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")

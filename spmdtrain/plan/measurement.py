@@ -22,7 +22,7 @@ from spmdtrain.sharding.placement import configure_backend, resolve_config
 from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.xla.chips import Chip
-from spmdtrain.xla.compile_cache import OFF
+from spmdtrain.xla.compiler import OFF
 
 _SECONDS = 4.0  # of training, at least
 _FEWEST = 5  # steps

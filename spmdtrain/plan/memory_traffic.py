@@ -5,8 +5,15 @@ import re
 from collections.abc import Callable
 
 from spmdtrain.xla.collectives import KINDS
-from spmdtrain.xla.hlo_parser import ASYNC, Computation, Instruction, Module, reading_program
-from spmdtrain.xla.hlo_shapes import Array, arrays_of
+from spmdtrain.xla.hlo import (
+    ASYNC,
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    arrays_of,
+    reading_program,
+)
 
 # These refer to existing arrays, or wait for data that another instruction counts.
 _FREE = frozenset(

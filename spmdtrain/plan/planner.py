@@ -40,9 +40,8 @@ from spmdtrain.strategies import strategy
 from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
-from spmdtrain.xla import collective_options
 from spmdtrain.xla.chips import Chip
-from spmdtrain.xla.compile_cache import OFF, processor
+from spmdtrain.xla.compiler import OFF, compiler_options, processor
 
 
 @dataclass(frozen=True)
@@ -324,7 +323,7 @@ def _collectives(config: RunConfig, topology: Topology, virtual: bool) -> Collec
     if not virtual:
         return options
     # Without the target's compiler, the step is compiled for virtual CPU devices.
-    collective_options.compiler_options(options, topology.platform)  # refused there
+    compiler_options(options, topology.platform)  # refused there
     if config.expert.exchange == "ragged_all_to_all":
         raise UserError(
             "expert.exchange is ragged_all_to_all, which the virtual devices that stand in for "

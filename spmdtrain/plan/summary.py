@@ -24,10 +24,8 @@ from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.peak_memory import Live, PeakMemory, read_dump
 from spmdtrain.record.user_folders import cache_folder, keep_file
-from spmdtrain.xla.collectives import KINDS, Carried, Collective, collectives_of
-from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_program
-from spmdtrain.xla.hlo_shapes import element_of
-from spmdtrain.xla.provenance import Origins
+from spmdtrain.xla.collectives import KINDS, Carried, Collective, Origins, collectives_of
+from spmdtrain.xla.hlo import Computation, Instruction, Module, element_of, reading_program
 
 _CUDA = tuple(f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt"))
 _PACKAGES = ("jax", "jaxlib", "libtpu", *_CUDA)
@@ -37,7 +35,7 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _READERS = (
     *("plan/compiler_log", "plan/element_operations", "plan/instruction_work", "plan/kernels"),
     *("plan/matmul_flops", "plan/memory_traffic", "plan/peak_memory", "plan/summary"),
-    *("xla/collectives", "xla/hlo_parser", "xla/hlo_shapes", "xla/provenance"),
+    *("xla/collectives", "xla/hlo"),
     "errors",
 )
 _MOST_KEPT = 500  # summaries

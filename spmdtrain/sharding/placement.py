@@ -37,8 +37,7 @@ from spmdtrain.sharding.mesh import (
 )
 from spmdtrain.sharding.resolution import Config, resolve
 from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
-from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import keep_programs
+from spmdtrain.xla.compiler import configure_collectives, keep_programs
 
 T = TypeVar("T")
 
@@ -365,7 +364,7 @@ def configure_backend(config: RunConfig) -> None:
     if not strategy(config.strategy).by_servers:  # their tasks are independent JAX programs
         initialize.initialize(strategy=config.strategy)
     make_cpu_devices(config.cpu_devices)
-    collective_options.configure_collectives(config.collectives, process_group.count())
+    configure_collectives(config.collectives, process_group.count())
 
 
 def resolve_config(config: Config) -> Config:

@@ -27,7 +27,7 @@ from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.step_options import describe_preset
 from spmdtrain.step.train_step import batch_shardings
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
-from spmdtrain.xla.compile_cache import compile_step
+from spmdtrain.xla.compiler import compile_step
 
 PyTree = Any
 

@@ -21,7 +21,7 @@ from spmdtrain.kernels.reference import OPTIMIZED, reference_kernels
 from spmdtrain.step import finite, norms, optimizer
 from spmdtrain.step.kernel_flops import KERNEL_CALLS, KernelFlops, kernel_flops
 from spmdtrain.step.product_flops import PRODUCT_FLOPS
-from spmdtrain.xla.hlo_parser import RARE_BRANCH
+from spmdtrain.xla.hlo import RARE_BRANCH
 from spmdtrain.xla.jaxpr import inner_jaxprs, scan_operands
 
 _CHECKS = frozenset({finite.__file__, norms.__file__})

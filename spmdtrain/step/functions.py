@@ -60,7 +60,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.tree import is_key, named_leaves, path_name
-from spmdtrain.xla.compile_cache import options_for_one_run
+from spmdtrain.xla.compiler import options_for_one_run
 
 PyTree = Any
 Check = Callable[[Any, PyTree], None]

@@ -18,7 +18,7 @@ from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.finite import Whole, stays_finite
 from spmdtrain.step.norms import global_norm
 from spmdtrain.tree import named_leaves
-from spmdtrain.xla.recompute import recomputable
+from spmdtrain.xla.jaxpr import recomputable
 
 PyTree = Any
 

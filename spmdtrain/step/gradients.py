@@ -30,7 +30,7 @@ from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, 
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.strategies import DEFAULT
 from spmdtrain.tree import named_leaves
-from spmdtrain.xla.derivative_rules import is_differentiated
+from spmdtrain.xla.jaxpr import is_differentiated
 
 PyTree = Any
 Wanted = Callable[[metrics.BatchSums], dict[str, Any]]

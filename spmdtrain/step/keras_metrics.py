@@ -23,9 +23,9 @@ from spmdtrain.adapters.keras_losses import kind_of_labels
 from spmdtrain.errors import UserError
 from spmdtrain.record.storage import one_line
 from spmdtrain.step.outputs import AddedState, PredictionMetric
-from spmdtrain.xla.batch_sums import adds_to_first
 from spmdtrain.xla.jaxpr import equations
 from spmdtrain.xla.padding import why_not_sums
+from spmdtrain.xla.padding_rules import adds_to_first
 
 _ON_HOST = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 

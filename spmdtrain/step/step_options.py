@@ -4,10 +4,15 @@ from collections.abc import Mapping
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import Value, merge_compiler_options
-from spmdtrain.xla.exact_options import exact_options
-from spmdtrain.xla.presets import Flag, Parameters, preset_flags
+from spmdtrain.xla.compiler import (
+    Flag,
+    Parameters,
+    Value,
+    compiler_options,
+    exact_options,
+    merge_compiler_options,
+    preset_flags,
+)
 
 
 def step_options(config: RunConfig, placement: Placement) -> dict[str, Value]:
@@ -17,9 +22,7 @@ def step_options(config: RunConfig, placement: Placement) -> dict[str, Value]:
       UserError: If options contradict each other, or XLA rejects one of the user's.
     """
     platform = placement.devices[0].platform
-    ours = collective_options.compiler_options(
-        config.collectives, platform, gathers=_gathers(placement)
-    )
+    ours = compiler_options(config.collectives, platform, gathers=_gathers(placement))
     if config.exact is not None:
         ours |= exact_options(platform)
     flags = {flag.name: flag.value for flag in _flags(config, placement)}

@@ -33,7 +33,7 @@ from spmdtrain.step.optimizer import Update, clipped
 from spmdtrain.step.outputs import Combination
 from spmdtrain.step.schedules import step_rate
 from spmdtrain.step.state import TrainState, averaged_steps, check_same_arrays
-from spmdtrain.xla.recompute import recomputable
+from spmdtrain.xla.jaxpr import recomputable
 
 PyTree = Any
 

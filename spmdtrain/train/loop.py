@@ -61,7 +61,7 @@ from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.train.terminal_of_run import terminal_of
-from spmdtrain.xla.compile_cache import options_for_one_run
+from spmdtrain.xla.compiler import options_for_one_run
 
 PyTree = Any
 _PURPOSES = (Purpose.INIT, Purpose.STEP)

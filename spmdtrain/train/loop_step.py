@@ -36,7 +36,7 @@ from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.tree import with_own_containers
 from spmdtrain.xla.collectives import describe_found, find_collectives
-from spmdtrain.xla.compile_cache import compile_step
+from spmdtrain.xla.compiler import compile_step
 
 PyTree = Any
 

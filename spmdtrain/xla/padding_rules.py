@@ -1,15 +1,205 @@
-"""Effects of single operations on the rows of a batch.
-
-A rule maps an operation with classified operands to the classes of its results.
-"""
+"""Effects of single operations on the rows of a batch, in two traces of a function."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import source_info_util
 
-from spmdtrain.xla.traces import FIXED, Op, Rows, Value
+from spmdtrain.tree import is_key
+
+# -- Two traces of a function of a batch, with different numbers of rows, and their comparison -----
+
+PyTree = Any
+
+
+class Rows(NamedTuple):
+    """An array with the rows of the batch, in order, along one dim."""
+
+    dim: int
+    inner: int = 1
+    """Consecutive elements of the dim that belong to one row: T after (B, T) to (B * T)."""
+    is_row_index: tuple[bool, ...] = ()
+    """Whether each entry of the last dim holds the row's own index (`arange(B)`)."""
+    all_false: bool = False
+    """Whether all elements are False."""
+    positional: bool = False
+    """Whether a row's values depend on its position in the batch or on earlier rows."""
+
+
+class Mixed(NamedTuple):
+    """An array that padding may change."""
+
+    why: str
+    is_sum: bool = False
+    """True of a sum over the rows of values that each depend on one row."""
+    is_mean: bool = False
+    """True of a mean over the rows, alone or added to values that each depend on one row."""
+    power: int | None = None
+    """Of a constant number that depends on the batch size: 1 if proportional, -1 if inversely."""
+
+
+FIXED = None
+Value = Rows | Mixed | None
+
+
+@dataclass(frozen=True)
+class Op:
+    """An equation of the first trace, its counterpart in the second, and its operands."""
+
+    first: Any
+    second: Any
+    ins: Sequence[Value]
+    sizes: tuple[int, int]  # of the batches
+    zeros: Sequence[bool] = ()  # whether each operand is created as an array of zeros
+
+    @property
+    def params(self) -> dict[str, Any]:
+        params: dict[str, Any] = self.first.params
+        return params
+
+    @property
+    def rows(self) -> list[Rows]:
+        return [value for value in self.ins if isinstance(value, Rows)]
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.first.invars[operand].aval.shape
+        return shape
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.first.outvars[0].aval.shape
+        return shape
+
+    def sized(self, output: int = 0) -> list[int]:
+        """Returns the dims of an output that depend on the batch size."""
+        return differing(self.first.outvars[output].aval, self.second.outvars[output].aval)
+
+    def mixed(self) -> Mixed:
+        where = source_info_util.summarize(self.first.source_info)
+        name = self.first.primitive.name
+        return Mixed(f"{name} at {where}" if where else name)
+
+    def same(self) -> Rows | None:
+        """Returns the layout of the rows if all operands with rows have the same, else None."""
+        layouts = {(rows.dim, rows.inner) for rows in self.rows}
+        return Rows(*layouts.pop()) if len(layouts) == 1 else None
+
+    def with_position(self, value: Value) -> Value:
+        """Returns a rule's result, marked `positional` if an operand depends on row positions."""
+        if not isinstance(value, Rows):
+            return value
+        lost = self.first.primitive.name != "gather" and not any(value.is_row_index)
+        positional = any(rows.positional or (lost and any(rows.is_row_index)) for rows in self.rows)
+        return value._replace(positional=value.positional or positional)
+
+
+def differing(first: Any, second: Any) -> list[int]:
+    """Returns the dims in which two shapes of the same rank differ."""
+    a, b = getattr(first, "shape", ()), getattr(second, "shape", ())
+    return [dim for dim, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
+
+
+def size_of(batch: PyTree) -> int:
+    """Returns the number of rows of a batch."""
+    size: int = jax.tree.leaves(batch)[0].shape[0]
+    return size
+
+
+def traces_of(
+    function: Callable[[PyTree, PyTree], PyTree],
+    fixed: PyTree,
+    batch: PyTree,
+    other: int,
+    axes: Sequence[tuple[str, int]] = (),
+) -> tuple[Any, Any] | str:
+    """Returns the traces of a batch and of one of `other` rows, or why there is no second one."""
+
+    def trace(rows: int) -> Any:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return jax.make_jaxpr(function, axis_env=axes)(fixed, shapes)
+
+    first = trace(size_of(batch))
+    try:
+        return first, trace(other)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return f"the function cannot be traced for another batch size ({reason})"
+
+
+# -- comparison of the two traces ------------------------------------------------------------------
+
+# These follow from the shapes, which are compared separately.
+_SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "reps"}
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """Returns the shape of a variable of a jaxpr."""
+    shape: tuple[int, ...] = getattr(variable.aval, "shape", ())
+    return shape
+
+
+def same_params(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Returns whether two equations have the same parameters, apart from their shapes."""
+    return all(name in _SIZES or _same(first[name], second[name]) for name in first)
+
+
+def _same(first: Any, second: Any) -> bool:
+    try:
+        return bool(first == second) or str(first) == str(second)
+    except ValueError:  # arrays
+        return same_array(first, second)
+
+
+def same_array(first: Any, second: Any) -> bool:
+    """Returns whether two arrays have the same values; False if they are in other processes."""
+    if first is second:
+        return True
+    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (first, second)):
+        return False
+    a, b = map(_numbers, (first, second))
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def is_zero(operand: Any) -> bool:
+    """Returns whether an operand of an equation is the number 0."""
+    value = getattr(operand, "val", 1)
+    is_number = np.ndim(value) == 0 and np.asarray(value).dtype != jax.dtypes.float0
+    return is_number and bool(value == 0)
+
+
+def creates_zeros(jaxpr: Any, variable: Any) -> bool:
+    """Returns whether a result of an open jaxpr is an array that it creates as zeros."""
+    if is_zero(variable):
+        return True
+    made = next((x for x in jaxpr.eqns if any(variable is out for out in x.outvars)), None)
+    if made is None or made.primitive.name != "broadcast_in_dim":
+        return False
+    return is_zero(made.invars[0])
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+def classified_const(first: Any, second: Any) -> Value:
+    """Classifies a constant: the same array, or one row per row of the batch (`np.arange(B)`)."""
+    if same_array(first, second):
+        return FIXED
+    if np.ndim(first) == np.ndim(second) and differing(first, second) == [0]:
+        shared = min(len(first), len(second))
+        if same_array(first[:shared], second[:shared]):
+            return Rows(0, positional=True)
+    return Mixed("one of its constants depends on the batch size")
+
+
+# -- Effects of single operations on the rows of a batch -------------------------------------------
+#
+# A rule maps an operation with classified operands to the classes of its results.
 
 Rule = Callable[[Op], "Value | list[Value]"]
 
@@ -374,3 +564,190 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("optimization_barrier", "device_put"), _each),
 }
+
+
+# -- Sums and means over the rows of a batch, such as batch statistics -----------------------------
+
+_NAMES = """
+add add_any broadcast_in_dim concatenate copy cumsum neg reduce_sum reshape rev sharding_constraint
+slice squeeze stack sub transpose
+"""
+_ADDITIVE = frozenset(_NAMES.split())
+"""Primitives whose results are sums over the rows if all operands are."""
+NEVER = Rows(0, all_false=True)
+"""A number that is False for every batch size."""
+_LINEAR = frozenset({"add", "add_any", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"})
+"""Primitives whose results are means over the rows if their operands are, or depend on one row."""
+
+
+def sum_or_mean(op: Op) -> Value:
+    """Returns the class of a sum or a mean over the rows of a batch; None for anything else.
+
+    A mean is a sum as well, because the number of rows counts as a constant in sums. A test whether
+    this number is 0 is never true.
+    """
+    if op.first.primitive.name == "eq" and isinstance(op.ins[0], Mixed) and op.ins[0].power:
+        return NEVER if getattr(op.first.invars[1], "val", None) == 0 else None
+    total, average = _sum(op), _mean(op)
+    return average if total is None else total._replace(is_mean=average is not None)
+
+
+def _sum(op: Op) -> Mixed | None:
+    """Returns the class of a sum over the rows of a batch; None if an operation computes none.
+
+    The sum is of values that each depend on one row. Sums of such sums, and their multiples by
+    constants, are such sums as well, and the number of rows is a constant here.
+    """
+    name = op.first.primitive.name
+    sums = [isinstance(x, Mixed) and x.is_sum for x in op.ins]
+    or_zeros = [a or b for a, b in zip(sums, op.zeros or sums, strict=True)]
+    if name == "reduce_sum" and isinstance(rows := op.ins[0], Rows):
+        found = rows.dim in op.params["axes"] and not rows.positional
+    elif name in ("scatter-add", "scatter_add") and op.zeros[0]:
+        found = _adds_rows(op)
+    elif name == "convert_element_type":
+        found = sums[0] and not _rounds(op.first)
+    elif name == "dot_general" and not any(sums):
+        found = _contracts_rows(op)
+    elif name == "select_n":
+        found = op.ins[0] is FIXED and any(sums) and all(or_zeros[1:])
+    elif name in ("mul", "div", "dot_general"):
+        found = (sums[0] and _is_constant(op.ins[1])) or (
+            name != "div" and sums[1] and _is_constant(op.ins[0])
+        )
+    else:
+        found = name in _ADDITIVE and any(sums) and all(or_zeros)
+    if not found:
+        return None
+    # The reason for an error is the operation that added up the rows.
+    origin = next((x for x in op.ins if isinstance(x, Mixed) and x.is_sum), op.mixed())
+    return origin._replace(is_sum=True)
+
+
+def _mean(op: Op) -> Mixed | None:
+    """Returns the class of a mean over the rows of a batch; None if an operation computes none.
+
+    It is a sum over the rows divided by a multiple of their number. Multiples of such means by
+    fixed values, and their sums with values that depend on at most one row, are such means as well.
+    """
+    name = op.first.primitive.name
+    is_mean = [isinstance(x, Mixed) and x.is_mean for x in op.ins]
+    if name == "div":
+        found = _divides(op.ins[0], op.ins[1], 1) or (is_mean[0] and op.ins[1] is FIXED)
+    elif name == "mul":
+        one, other = op.ins
+        by_number = _divides(one, other, -1) or _divides(other, one, -1)
+        found = by_number or (any(is_mean) and FIXED in op.ins)
+    elif name == "reduce_sum":  # not of a mean that is repeated for each row
+        found = is_mean[0] and not differing(op.first.invars[0].aval, op.second.invars[0].aval)
+    else:
+        known = all(mean or _is_plain(x) for mean, x in zip(is_mean, op.ins, strict=True))
+        converts = name == "convert_element_type" and not _rounds(op.first)
+        found = (name in _LINEAR or converts) and any(is_mean) and known
+    if not found:
+        return None
+    origin = next(x for x in op.ins if isinstance(x, Mixed) and (x.is_sum or x.is_mean))
+    return Mixed(origin.why, is_mean=True)
+
+
+def _is_plain(value: Value) -> bool:
+    """Returns whether an array depends on no row, or each of its rows on one row of the batch."""
+    return value is FIXED or (isinstance(value, Rows) and not value.positional)
+
+
+def _divides(total: Value, number: Value, power: int) -> bool:
+    """Returns whether a number of this power turns a sum over the rows into a mean."""
+    is_sum = isinstance(total, Mixed) and total.is_sum
+    return is_sum and isinstance(number, Mixed) and number.power == power
+
+
+def sum_over_parts(op: Op) -> Value:
+    """Returns the class of a sum over all parts of a batch (`jax.lax.psum`).
+
+    It is fixed if it adds up sums over the rows of each part, because it is then the sum over all
+    rows of the batch. The number of a row within its part must not matter to these sums.
+    """
+    known = all(x is FIXED or (isinstance(x, Mixed) and x.is_sum) for x in op.ins)
+    return FIXED if known and op.params.get("axis_index_groups") is None else op.mixed()
+
+
+def adds_to_first(program: Any, count: int) -> bool:
+    """Returns whether a closed jaxpr adds something to each of its first `count` arguments.
+
+    It has `count` results. Result i is argument i plus something that does not depend on the first
+    arguments.
+    """
+    given = [*range(count), *[None] * (len(program.jaxpr.invars) - count)]
+    return _additions(program.jaxpr, given) == list(range(count))
+
+
+_OTHER = -1
+
+
+def _additions(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
+    """Returns, for each result of an open jaxpr, the argument to which it adds something.
+
+    `given` has, for each argument, the number of the first argument that it equals except for an
+    added value; None if it does not depend on the first arguments, `_OTHER` if it does in another
+    way.
+    """
+    known: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(operand: Any) -> int | None:
+        return None if hasattr(operand, "val") else known.get(operand)
+
+    for equation in jaxpr.eqns:
+        ins = [read(x) for x in equation.invars]
+        outs: list[int | None] = [None] * len(equation.outvars)
+        if any(x is not None for x in ins):
+            name, params = equation.primitive.name, equation.params
+            inner = params.get("jaxpr", params.get("call_jaxpr"))
+            if name in CALLS and inner is not None:
+                outs = _additions(getattr(inner, "jaxpr", inner), ins)
+            else:
+                outs = [_addition(equation, ins)] * len(outs)
+        known |= dict(zip(equation.outvars, outs, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _addition(equation: Any, ins: Sequence[int | None]) -> int | None:
+    """Returns the argument to which the result of an operation adds something; see `_additions`."""
+    name = equation.primitive.name
+    at = [number for number, value in enumerate(ins) if value is not None]
+    keeps = name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+    adds = name in ("add", "add_any") or (name == "sub" and at == [0])
+    old, new = equation.invars[at[0]].aval, equation.outvars[0].aval
+    is_same = (old.shape, old.dtype) == (new.shape, new.dtype)
+    return ins[at[0]] if len(at) == 1 and is_same and (keeps or adds) else _OTHER
+
+
+def _adds_rows(op: Op) -> bool:
+    """Returns whether each row is added at indices of this row: `bincount`, for example."""
+    _, indices, updates = op.ins
+    numbers = op.params["dimension_numbers"]
+    if not isinstance(indices, Rows) or not isinstance(updates, Rows):
+        return False
+    dims = [d for d in range(len(op.shape(2))) if d not in numbers.update_window_dims]
+    paired = indices.dim < len(dims) and dims[indices.dim] == updates.dim
+    unbatched = not numbers.operand_batching_dims
+    return paired and unbatched and indices.inner == updates.inner and not updates.positional
+
+
+def _contracts_rows(op: Op) -> bool:
+    """Returns whether a product adds up products of a row with the same row: `x.T @ y`."""
+    (left, right), _ = op.params["dimension_numbers"]
+    a, b = op.ins
+    if not isinstance(a, Rows) or not isinstance(b, Rows) or a.positional or b.positional:
+        return False
+    return (a.dim, b.dim) in zip(left, right, strict=True) and a.inner == b.inner
+
+
+def _rounds(equation: Any) -> bool:
+    """Returns whether a conversion rounds numbers to integers, or to booleans."""
+    old, new = (x[0].aval.dtype for x in (equation.invars, equation.outvars))
+    to_integers = jnp.issubdtype(old, jnp.inexact) and not jnp.issubdtype(new, jnp.inexact)
+    return bool(to_integers or jnp.issubdtype(new, jnp.bool_))
+
+
+def _is_constant(value: Value) -> bool:
+    return value is FIXED or (isinstance(value, Mixed) and value.power is not None)

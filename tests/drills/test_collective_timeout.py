@@ -14,7 +14,7 @@ import jax, numpy as np
 import spmdtrain
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spmdtrain.distributed import process_group
-from spmdtrain.xla.collective_options import compiler_options, configure_collectives
+from spmdtrain.xla.compiler import compiler_options, configure_collectives
 from spmdtrain.config.options import CollectiveOptions
 
 spmdtrain.initialize()

@@ -60,7 +60,7 @@ from spmdtrain.report.command import main as report
 from spmdtrain.run import main as run
 from spmdtrain.weights.source import open_weights
 from spmdtrain.xla.collectives import collectives
-from spmdtrain.xla.hlo_parser import Module
+from spmdtrain.xla.hlo import Module
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 LEAST = 20  # examples, however busy the machine is

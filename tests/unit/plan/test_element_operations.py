@@ -13,7 +13,7 @@ from spmdtrain.plan.measurement import ELEMENT_LOOPS
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.time_model import Overlap, Times, element_seconds
 from spmdtrain.xla.chips import CHIPS
-from spmdtrain.xla.hlo_parser import Module
+from spmdtrain.xla.hlo import Module
 
 # Three of the five write elements in another order.
 COPIES = """\

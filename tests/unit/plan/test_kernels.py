@@ -32,7 +32,7 @@ from spmdtrain.plan.time_model import (
 from spmdtrain.step.flops import Flops
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.xla.chips import CHIPS
-from spmdtrain.xla.hlo_parser import Module, UnreadableProgramError
+from spmdtrain.xla.hlo import Module, UnreadableProgramError
 
 # As libtpu writes them: the metadata of a kernel has a line for each field.
 TEXT = """HloModule m

@@ -8,7 +8,7 @@ import pytest
 
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.step.flops import count_flops
-from spmdtrain.xla.hlo_parser import RARE_BRANCH, Module
+from spmdtrain.xla.hlo import RARE_BRANCH, Module
 
 # A line of a program, the operands' dims and the operations: two for each multiply-add.
 LINES = {

@@ -3,7 +3,7 @@
 import pytest
 
 from spmdtrain.plan.memory_traffic import bytes_moved
-from spmdtrain.xla.hlo_parser import Module
+from spmdtrain.xla.hlo import Module
 
 FUSED = """\
 %copied (a: f32[16,8]) -> f32[16,8] {

@@ -26,9 +26,8 @@ from spmdtrain.plan.command import main
 from spmdtrain.plan.summary import sealed
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.train.experiment import load_experiment
-from spmdtrain.xla.collectives import collectives_of
-from spmdtrain.xla.hlo_parser import Module
-from spmdtrain.xla.provenance import Origins
+from spmdtrain.xla.collectives import Origins, collectives_of
+from spmdtrain.xla.hlo import Module
 
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
 

@@ -21,7 +21,7 @@ from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.flops import Flops, count_flops
 from spmdtrain.train.experiment import load_experiment
-from spmdtrain.xla.hlo_parser import RARE_BRANCH
+from spmdtrain.xla.hlo import RARE_BRANCH
 
 
 def traced(file: Path, **options: Any) -> Flops:

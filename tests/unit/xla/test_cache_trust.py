@@ -11,11 +11,11 @@ import pytest
 from jax._src.compilation_cache import reset_cache
 
 from spmdtrain.record.user_folders import keep_file
-from spmdtrain.xla import compile_cache
+from spmdtrain.xla.compiler import CacheFolder, keep_programs
 
 
 def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
-    folder = compile_cache.CacheFolder(tmp_path)
+    folder = CacheFolder(tmp_path)
     folder.put("a", b"the program a")
     folder.put("b", b"the program b")
     (tmp_path / "a").rename(tmp_path / "c")
@@ -42,11 +42,11 @@ def test_a_cache_that_was_moved_is_of_use(tmp_path: Path, own_cache: None) -> No
         jax.clear_caches()
         jax.jit(lambda x: 3 * x + 1).lower(jnp.ones(3)).compile()
 
-    compile_cache.keep_programs(str(tmp_path / "here"))
+    keep_programs(str(tmp_path / "here"))
     compile_one()
     names = {path.name for path in (tmp_path / "here").iterdir()}
     shutil.move(tmp_path / "here", tmp_path / "there")
-    compile_cache.keep_programs(str(tmp_path / "there"))
+    keep_programs(str(tmp_path / "there"))
     compile_one()
     assert {path.name for path in (tmp_path / "there").iterdir()} == names and names
 
@@ -56,7 +56,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(
     fault: str, tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compile_cache.keep_programs(None)
+    keep_programs(None)
     folder = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", None)
     says = "Permission denied"
@@ -75,7 +75,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(
         monkeypatch.setattr(Path, "mkdir", refused)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     with pytest.warns(UserWarning, match=f"not used: .*{says}"):
-        compile_cache.keep_programs(None)
+        keep_programs(None)
     assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
 
 
@@ -86,7 +86,7 @@ def test_only_the_user_can_write_into_any_folder_of_the_cache(
     before = os.umask(0o002)
     try:
         keep_file(tmp_path / "cache" / "spmdtrain" / "plans" / "x.json", b"{}")
-        compile_cache.keep_programs(None)
+        keep_programs(None)
     finally:
         os.umask(before)
     folders = [path for path in tmp_path.rglob("*") if path.is_dir()]

@@ -21,7 +21,7 @@ from processes import free_port
 
 from spmdtrain import UserError
 from spmdtrain.config.options import CollectiveOptions
-from spmdtrain.xla.collective_options import (
+from spmdtrain.xla.compiler import (
     MPI_LIBRARY,
     check_reduce_dtype,
     compiler_options,
@@ -138,7 +138,7 @@ def test_a_timeout_comes_before_the_devices(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_timeout_is_rounded_up_and_split(
     monkeypatch: pytest.MonkeyPatch, timeout: float, between: int, until_warning: int, after: int
 ) -> None:
-    name = "spmdtrain.xla.collective_options._check_not_initialized"
+    name = "spmdtrain.xla.compiler._check_not_initialized"
     monkeypatch.setattr(name, lambda option: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     expected = [
@@ -153,7 +153,7 @@ def test_a_timeout_is_rounded_up_and_split(
 
 
 def test_mpi_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "spmdtrain.xla.collective_options._check_not_initialized"
+    name = "spmdtrain.xla.compiler._check_not_initialized"
     monkeypatch.setattr(name, lambda option: None)
     monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
     before = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ VIRTUAL = """
 import sys, time
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from spmdtrain.xla.collective_options import compiler_options, configure_collectives
+from spmdtrain.xla.compiler import compiler_options, configure_collectives
 from spmdtrain.config.options import CollectiveOptions
 
 options = CollectiveOptions(timeout=float(sys.argv[1]) or None)
@@ -262,7 +262,7 @@ def test_a_collective_of_one_process_ends_it_when_the_timeout_is_over() -> None:
 MPI = """
 import os, sys
 import jax
-from spmdtrain.xla.collective_options import MPI_LIBRARY, configure_collectives
+from spmdtrain.xla.compiler import MPI_LIBRARY, configure_collectives
 from spmdtrain.config.options import CollectiveOptions
 
 os.environ[MPI_LIBRARY] = "libmpiwrapper.so"  # too late for JAX to find it
@@ -307,7 +307,7 @@ import json, re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from spmdtrain.xla.collective_options import compiler_options
+from spmdtrain.xla.compiler import compiler_options
 from spmdtrain.config.options import CollectiveOptions
 
 topology = topologies.get_topology_desc(**json.loads(sys.argv[1]))

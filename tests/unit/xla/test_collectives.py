@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.xla.collectives import Collective, collectives, describe_collectives
-from spmdtrain.xla.hlo_parser import UnreadableProgramError
+from spmdtrain.xla.hlo import UnreadableProgramError
 
 
 def make_mesh(**sizes: int) -> Mesh:

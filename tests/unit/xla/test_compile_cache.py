@@ -13,7 +13,7 @@ from jax.nn import initializers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.xla import compile_cache
+from spmdtrain.xla import compiler
 
 
 def train(
@@ -72,7 +72,7 @@ def test_a_program_that_runs_once_computes_the_same_with_less_optimization() -> 
         )
         return [draw(key, (64, 48)) for draw, key in zip(draws, keys, strict=True)]
 
-    options = compile_cache.options_for_one_run("cpu")
+    options = compiler.options_for_one_run("cpu")
     assert options == {"xla_backend_optimization_level": 1}
     quick, usual = (
         jax.jit(init, out_shardings=split, compiler_options=given)(jax.random.key(3))
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_there_and_a_corrupted_file_only_cost_time(tmp_p
 def test_a_file_appears_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compile_cache.CacheFolder(tmp_path)
+    folder = compiler.CacheFolder(tmp_path)
     assert folder.get("a") is None
     folder.put("a", b"1" * 1000)
     assert folder.get("a") == b"1" * 1000
@@ -136,20 +136,20 @@ def test_a_file_appears_whole_or_not_at_all(
 def test_what_was_of_no_use_for_the_longest_time_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compile_cache.CacheFolder(tmp_path)
+    folder = compiler.CacheFolder(tmp_path)
     names = [f"jit_{letter}-{letter * 64}" for letter in "abcd"]
     for number, name in enumerate([*names, "input.txt", ".new-half_1"]):
         folder.put(name, bytes(100))
         os.utime(tmp_path / name, (number, number))
     assert folder.get(names[0]) is not None  # which is of use again
-    monkeypatch.setattr(compile_cache, "MAX_BYTES", 380)
-    compile_cache.evict(tmp_path)
+    monkeypatch.setattr(compiler, "MAX_BYTES", 380)
+    compiler.evict(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {names[0], ".new-half_1", "input.txt"}  # the last is none of ours
 
 
 def test_a_read_only_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = compile_cache.CacheFolder(tmp_path)
+    folder = compiler.CacheFolder(tmp_path)
     folder.put("a", b"1")
 
     def refused(*_: object) -> None:
@@ -160,8 +160,8 @@ def test_a_read_only_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = compile_cache.processor()
-    assert here == compile_cache.processor()
+    here = compiler.processor()
+    assert here == compiler.processor()
     read_text = Path.read_text
 
     def other(path: Path, *args: object) -> str:
@@ -169,7 +169,7 @@ def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.Mon
         return text.replace("flags\t", "flags\tavx9000 ") if "cpuinfo" in str(path) else text
 
     monkeypatch.setattr(Path, "read_text", other)
-    assert compile_cache.processor() != here
+    assert compiler.processor() != here
 
 
 @pytest.mark.nightly

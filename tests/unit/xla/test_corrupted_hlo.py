@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from spmdtrain.errors import UserError
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.xla.collectives import collectives, describe_found, find_collectives
-from spmdtrain.xla.hlo_parser import Module
+from spmdtrain.xla.hlo import Module
 
 CALLED = """
 %fused (a: f32[8]) -> f32[8] {

@@ -9,8 +9,7 @@ from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step import step_options as module
 from spmdtrain.step.step_options import describe_preset, step_options
 from spmdtrain.xla.chips import CHIPS
-from spmdtrain.xla.compile_cache import merge_compiler_options
-from spmdtrain.xla.presets import PRESETS, Flag, Parameters, preset_flags
+from spmdtrain.xla.compiler import PRESETS, Flag, Parameters, merge_compiler_options, preset_flags
 
 # XLA:CPU accepts both.
 VECTORS, DEPTH = "xla_cpu_prefer_vector_width", "xla_cpu_parallel_codegen_split_count"

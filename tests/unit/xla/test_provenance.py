@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
-from spmdtrain.xla.hlo_parser import Computation, Instruction, Module
-from spmdtrain.xla.provenance import Origin, Origins
+from spmdtrain.xla.collectives import Origin, Origins
+from spmdtrain.xla.hlo import Computation, Instruction, Module
 
 NAMES = {"state.params['w']": "w", "state.params['v']": "v"}
 ARGUMENTS = """\

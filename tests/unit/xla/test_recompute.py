@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdtrain.xla.recompute import recomputable
+from spmdtrain.xla.jaxpr import recomputable
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 48)), jnp.float32)
