@@ -3,7 +3,7 @@
 import gc
 import signal
 
-from spmdtrain.xla.freed_memory import keep_freed_memory
+from spmdtrain.distributed.out_of_memory import keep_freed_memory
 
 _INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__":

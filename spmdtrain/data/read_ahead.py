@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 
-from spmdtrain.distributed.user_modules import user_modules
+from spmdtrain.distributed.code_digest import user_modules
 from spmdtrain.errors import ExitCode, StorageError, UserError, describe_sys_exit
 from spmdtrain.sharding import placement
 from spmdtrain.sharding.placement import bind_strategy

@@ -1,7 +1,4 @@
-"""Failures of a job: one failed process ends all of them within seconds, with its reason.
-
-Without this, JAX leaves the others waiting for minutes, and then ends them by SIGABRT.
-"""
+"""Ends of a job: failures of a process, and signals that ask a run to stop."""
 
 import atexit
 import contextlib
@@ -10,28 +7,42 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import jax
 
-from spmdtrain.distributed import hangs, out_of_memory, process_group, progress
-from spmdtrain.distributed.context import CONTEXT, ignore_failure
+from spmdtrain.distributed import out_of_memory, process_group, progress
 from spmdtrain.distributed.process_group import KEY, Job
-from spmdtrain.distributed.progress import Phase
+from spmdtrain.distributed.progress import (
+    CONTEXT,
+    HangTimer,
+    IdleTimer,
+    Phase,
+    find_hung_task,
+    ignore_failure,
+    stop_request,
+)
 from spmdtrain.errors import (
     EarlyExit,
     ExitCode,
     OwnExit,
+    PreemptedExit,
     describe_sys_exit,
     end_by,
     for_users,
     foreign,
 )
+
+# -- Failures of a job: one failed process ends all of them within seconds, with its reason --------
+#
+# Without this, JAX leaves the others waiting for minutes, and then ends them by SIGABRT.
 
 TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
 """Names of work for `work_in_progress`."""
@@ -109,14 +120,14 @@ def watch_alone(hang_timeout: float) -> None:
 def _watch_own_work() -> Iterator[None]:
     """Ends this process if the progress of its work stops while entered."""
     ended, timeout = threading.Event(), CONTEXT.exits.hang_timeout
-    timer = hangs.IdleTimer()
+    timer = IdleTimer()
 
     def watch() -> None:
         while not ended.wait(min(1.0, timeout / 10)):
             record = progress.local_record("the process")
             if record is None or timer.idle(record.changes) < timeout:
                 continue
-            why = f"no progress for {timeout:g} s: {hangs.find_hung_task([record]).sentence}"
+            why = f"no progress for {timeout:g} s: {find_hung_task([record]).sentence}"
             _exit_within(_LAST_WORDS, ExitCode.FAILED)
             with contextlib.suppress(Exception):
                 CONTEXT.exits.on_failure(why)
@@ -440,7 +451,7 @@ class _HangMonitor:
         self._next = time.monotonic()
         # A longer interval passes only while this process itself is stopped.
         longest = max(10.0, 2 * self._every)
-        self._timer = hangs.HangTimer(hang_timeout, HANG_TIMEOUT, longest)
+        self._timer = HangTimer(hang_timeout, HANG_TIMEOUT, longest)
 
     def poll(self) -> None:
         """Publishes the progress of this process; in process 0, fails a job without progress."""
@@ -469,7 +480,7 @@ class _HangMonitor:
                 progress.ProgressRecord(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
                 for r in records
             ]
-            why = hangs.find_hung_task(parsed).sentence
+            why = find_hung_task(parsed).sentence
             why = f"no progress for {found}: {foreign(why)}"
             hung = {"rank": _NO_RANK, "name": "the job", "code": int(ExitCode.FAILED)}
             _set_failure(job, hung | {"reason": why, "lost": False})
@@ -500,3 +511,85 @@ def _exit(job: Job, failure: Mapping[str, Any]) -> NoReturn:
             stream.flush()
     # Not sys.exit, because JAX would then wait for processes that have gone.
     os._exit(failure["code"])
+
+
+# -- Preemption: signals that ask a run to stop, checked by the training loop between steps --------
+
+
+class StopSignals:
+    """Handlers of SIGTERM, SIGUSR1 and SIGINT while entered.
+
+    The first signal is only recorded, for `stop_requested`. A signal more than 0.3 s after it ends
+    the process at once. Slurm sends SIGUSR1 before the end of a job (`--signal=USR1@120`). A signal
+    that arrives too late for a fit, while its last files are written, stops the next one.
+
+    Only the main thread can handle signals; in another thread nothing is changed. With several
+    processes, JAX handles SIGTERM, which then stops all of them, and SIGINT and SIGUSR1 are
+    forwarded as SIGTERM.
+
+    Attributes:
+      received: The signal that any process has received; None before.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._passed_on: signal.Signals | None = None  # the signal forwarded as SIGTERM
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        stop_request()  # without one that a part has acted on
+        if threading.current_thread() is threading.main_thread():
+            if process_group.count() > 1:
+                self._set(self._pass_on, signal.SIGINT, signal.SIGUSR1)
+            else:
+                self._set(self._catch, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        return self
+
+    def _set(
+        self, handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
+    ) -> None:
+        for number in numbers:
+            self._before[number] = signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:  # a second SIGINT ends this process; a SIGTERM does not
+            self._restore()
+        self._passed_on = signal.Signals(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        CONTEXT.stop_request.hear(number)
+        if CONTEXT.stop_request.repeated:
+            CONTEXT.stop_request.acted = True
+            self._restore()
+            os.kill(os.getpid(), number)
+
+    def stop_requested(self) -> bool:
+        """Returns whether to stop: the same in all processes, which call it at the same points."""
+        if self.received is None:
+            self.received = CONTEXT.stop_request.signal
+        if self.received is None and process_group.preempted():
+            passed_on = process_group.gather(self._passed_on)
+            self.received = signal.Signals(next(filter(None, passed_on), signal.SIGTERM))
+        return self.received is not None
+
+    def stop_if_received(self) -> None:
+        """Raises `PreemptedExit` after a signal. All processes call it at the same points."""
+        if self.stop_requested():
+            assert self.received is not None
+            CONTEXT.stop_request.acted = True
+            raise PreemptedExit(self.received.name)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()
+        stop_request()  # without one that a part has acted on

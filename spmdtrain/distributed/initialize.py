@@ -19,7 +19,7 @@ from spmdtrain.cluster import job_token
 from spmdtrain.cluster.rendezvous import Party, is_loopback, join_rendezvous
 from spmdtrain.cluster.spec import Address, ClusterSpec, Role, from_environment
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.errors import UserError, install_hook, option
 from spmdtrain.strategies import strategy as strategy_of
 

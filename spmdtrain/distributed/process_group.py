@@ -23,7 +23,7 @@ import jax
 # JAX has no public name for its key-value store, nor for its preemption sync points.
 from jax._src import distributed as jax_distributed
 
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.errors import NOT_SET, UserError, call_by_user, foreign
 
 T = TypeVar("T")

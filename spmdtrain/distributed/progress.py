@@ -1,29 +1,178 @@
-"""Progress of the tasks of a launched job: a small file for each, written without collectives.
-
-A process that waits in a collective does not know which other process it waits for. Therefore each
-one publishes its step and phase, and the launcher compares them. Without a launcher the functions
-for processes do nothing.
-"""
+"""State and progress of a process, and the detection of jobs that hang."""
 
 import contextlib
 import dataclasses
 import enum
 import faulthandler
 import json
+import math
 import mmap
 import os
 import select
 import signal
 import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.distributed.phase_clock import PhaseClock
+from spmdtrain.errors import option
+
+if TYPE_CHECKING:
+    from spmdtrain.distributed.process_group import Job
+
+
+# -- State of this process that outlives a run: its job, its progress record, signals, its exit ----
+#
+# The launcher uses this file: it imports no JAX.
+
+
+def ignore_failure(reason: str) -> None:
+    """Ignores the failure of another process: the default of `ExitState.on_failure`."""
+
+
+_SAME_REQUEST = 0.3  # seconds in which further signals do not make a request more urgent
+
+
+class StopRequest:
+    """The request of signals to stop this process.
+
+    Signals within 0.3 s of the first are one request, because the scheduler, the terminal and a
+    wrapper may each send one.
+
+    Attributes:
+      signal: The first signal; None before.
+      repeated: Whether another signal came after these 0.3 s, which asks to stop at once.
+      acted: Whether a part of this process has begun to stop because of it.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.repeated = self.acted = False
+        self._received_at = 0.0
+
+    def hear(self, number: int) -> None:
+        """Records a signal."""
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._received_at = signal.Signals(number), now
+        elif now - self._received_at > _SAME_REQUEST:
+            self.repeated = True
+
+
+@dataclass
+class ExitState:
+    """State of the watching thread and of the exit of this process."""
+
+    training: bool = False
+    """Whether this process trains now. Outside of training, a lack of progress is not a hang."""
+    at_work: int = 0
+    """The pid of this process while its end would be a failure, whatever its exit code; else 0."""
+    work: str = ""
+    """What the process then does, such as `training`."""
+    hang_timeout: float = 0.0
+    """Seconds without progress after which a process that is alone ends; 0 is never."""
+    failing: bool = False
+    """Whether the main thread has failed."""
+    on_failure: Callable[[str], None] = ignore_failure
+    """Called with the reason before this process exits because another one has failed."""
+    usual_thread_hook: Any = threading.__excepthook__
+    """The hook for uncaught exceptions in threads that `failures` has replaced."""
+    stop: Callable[[], None] = lambda: None
+    """Stops the watching thread."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    finished: threading.Event = field(default_factory=threading.Event)
+    """Set when all processes have reached the end of the job."""
+
+
+@dataclass
+class ProcessContext:
+    """State of this process. Only the module in parentheses, if there is one, sets a field."""
+
+    job: "Job | None" = None
+    """The job that this process has joined (`process_group`)."""
+    initialized: bool = False
+    """Whether this process has joined a job, or is known to be alone (`initialize`)."""
+    deferred: Callable[..., None] | None = None
+    """A call of `initialize` that waits for the name of the strategy (`initialize`)."""
+    channel: "Channel | None" = None
+    """Publishes the progress of this process; None without a launcher (`progress`)."""
+    clock: "PhaseClock | None" = None
+    """The seconds of this process in each phase; None before `progress.begin` or a run."""
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    """The request of signals to stop, until a part has acted on it."""
+    exits: ExitState = field(default_factory=ExitState)
+    """State of the exit after a failure in this or another process (`failures`)."""
+    reserve: mmap.mmap | None = None
+    """Reserved address space, freed to report that memory is exhausted (`out_of_memory`)."""
+    has_coordinator: bool = False
+    """Whether this process has created a `Coordinator`."""
+    running_call: Any = None
+    """The call that this worker of a `Coordinator` is running: a `remote_call.Running`, or None."""
+
+
+CONTEXT = ProcessContext()
+
+
+def stop_request() -> StopRequest:
+    """Returns the request to stop this process: a new one if a part has acted on the last."""
+    if CONTEXT.stop_request.acted:
+        CONTEXT.stop_request = StopRequest()
+    return CONTEXT.stop_request
+
+
+# -- Seconds that this process has spent in each phase ---------------------------------------------
+
+
+class PhaseClock:
+    """Adds up the time in each phase of the thread that trains, which begins in `phase`."""
+
+    __slots__ = ("_marks", "_seconds", "_since", "began", "phase")
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.began = time.time()
+        """When the clock was started, in seconds since the epoch."""
+        self._since = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._marks: defaultdict[str, float] = defaultdict(float)  # at the end of an interval
+
+    def switch(self, phase: str) -> str:
+        """Ends the current phase and begins another; returns the one that has ended."""
+        now, before = time.perf_counter(), self.phase
+        self._seconds[before] += now - self._since
+        self.phase, self._since = phase, now
+        return before
+
+    def end_interval(self, sources: Sequence[str], target: str, *, moves: bool) -> None:
+        """Ends an interval, which began with the end of the one before.
+
+        With `moves`, the time of the sources in this interval counts as time of the target.
+        """
+        self.switch(self.phase)
+        for source in sources:
+            seconds = self._seconds[source] - self._marks[source] if moves else 0.0
+            self._seconds[source] -= seconds
+            self._seconds[target] += seconds
+            self._marks[source] = self._seconds[source]
+
+    def read(self) -> dict[str, float]:
+        """Returns the seconds by phase, up to now."""
+        self.switch(self.phase)
+        return {str(phase): max(0.0, seconds) for phase, seconds in self._seconds.items()}
+
+
+# -- Progress of the tasks of a launched job: a small file for each, written without collectives
+# --
+#
+# A process that waits in a collective does not know which other process it waits for. Therefore
+# each one publishes its step and phase, and the launcher compares them. Without a launcher the
+# functions for processes do nothing.
 
 LAUNCH = "SPMDTRAIN_LAUNCH"
 """Environment variable with the folder of the job's files."""
@@ -464,3 +613,147 @@ def write_ended(folder: str | os.PathLike[str], how: str) -> None:
     written = Path(folder) / "ended.new"
     written.write_text(_as_text(how), "utf-8")
     written.replace(Path(folder) / "ended")
+
+
+# -- Jobs that hang: how long nothing has changed, and which task blocks the others ----------------
+#
+# The launcher and the processes of a job without a launcher detect hangs by the same functions.
+# They differ in where the records come from: files of the job's folder, or JAX's key-value store.
+
+
+class IdleTimer:
+    """The time for which an observed state has not changed.
+
+    At most `max_interval` seconds are counted between two calls of `idle`. While a launcher is
+    stopped (Ctrl-Z), its children soon block on their output: that time must not count as a hang.
+    """
+
+    def __init__(self, max_interval: float = math.inf) -> None:
+        self._max_interval = max_interval
+        self._state: object = None
+        self._last = time.monotonic()
+        self._idle = 0.0
+
+    def idle(self, state: object) -> float:
+        """Returns the seconds since the state, compared by `==`, has last changed."""
+        now = time.monotonic()
+        interval = min(now - self._last, self._max_interval)
+        self._idle = self._idle + interval if state == self._state else 0.0
+        self._state, self._last = state, now
+        return self._idle
+
+
+MEASURED = frozenset({Phase.LOAD, Phase.STEP, Phase.EVALUATE})
+"""Phases that recur, so that the next one can be expected to take no longer than some before. A
+compilation, a save or a callback says nothing about the next one."""
+_FACTOR, _LEAST = 5, 60.0  # times the longest interval without a change; seconds
+_ENOUGH = 20  # changes of each task to see first: first steps are dispatched, and not awaited
+
+
+class HangTimer:
+    """Decides when a job without progress counts as hung.
+
+    Args:
+      timeout: Seconds without progress, 0 for never; None derives them from the measured steps.
+      default: With None, the seconds for the first steps and for phases outside of `MEASURED`.
+      max_interval: See `IdleTimer`.
+    """
+
+    def __init__(self, timeout: float | None, default: float, max_interval: float) -> None:
+        self._timeout, self._default = timeout, default
+        self._max_interval, self._timer = max_interval, IdleTimer(max_interval)
+        self._before, self._idle, self._at = frozenset[Phase](), 0.0, time.monotonic()
+        # Of training and, where the key is True, of evaluation.
+        self._changes, self._slowest = Counter[bool](), {False: 0.0, True: 0.0}
+
+    def hung_for(self, state: object, phases: Sequence[Phase]) -> str | None:
+        """Returns how long a hung job has been without progress, and the limit; else None.
+
+        The state is compared by `==`; `phases` are the current phases of all tasks.
+        """
+        idle, now, current = self._timer.idle(state), time.monotonic(), frozenset(phases)
+        if idle == 0 and self._before and self._before <= MEASURED:
+            # The state may have changed at any time since the last call.
+            pause = self._idle + min(now - self._at, self._max_interval)
+            evaluates = Phase.EVALUATE in self._before
+            self._slowest[evaluates] = max(self._slowest[evaluates], pause)
+            self._changes[evaluates] += 1
+        self._idle, self._at, self._before = idle, now, current
+        limit, why = self._limit(current, _ENOUGH * len(phases))
+        return f"{limit:g} s{why}" if 0 < limit <= idle else None
+
+    def _limit(self, phases: frozenset[Phase], enough: int) -> tuple[float, str]:
+        if self._timeout is not None:
+            return self._timeout, ""
+        evaluates = Phase.EVALUATE in phases
+        if not phases or not phases <= MEASURED or self._changes[evaluates] < enough:
+            return self._default, ""
+        slowest = self._slowest[evaluates]
+        limit = min(self._default, max(_LEAST, math.ceil(_FACTOR * slowest)))
+        longest = f"the longest pause before was {slowest:.1f} s"
+        return limit, f" ({longest}; {option('hang_timeout')} sets another limit)"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The task that most likely blocks a job without progress."""
+
+    task: str | None
+    """None if no single task blocks the others."""
+    phase: Phase | None
+    step: int | None
+    sentence: str
+
+
+def find_hung_task(records: Sequence[ProgressRecord], stopped: Collection[str] = ()) -> Hang:
+    """Returns the task that blocks the others of a job without progress.
+
+    It is found by the phases in the last records of all tasks. Step counters alone would select the
+    wrong task: steps are dispatched ahead, so the task that blocks the others may be ahead of them
+    or behind. `stopped` has the names of the tasks that are stopped by a signal.
+    """
+    ordered = sorted(records, key=lambda record: record.at)  # longest without progress first
+    halted = [record for record in ordered if record.task in stopped]
+    absent = [record for record in ordered if record.changes == 0]
+    working = [record for record in ordered if record.phase not in WAITING]
+    places = {(record.phase, record.step) for record in ordered}
+    others = " and blocks the others" if len(ordered) > 1 else ""
+    if halted:
+        return _hang(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
+    if absent:
+        return _hang(absent[0], f"has not started{others}")
+    if unread := [record for record in ordered if record.unread]:
+        first = unread[0]
+        return _hang(first, f"is in {first.where}{others}: its {first.unread} is not read")
+    if len(ordered) == 1 or (working and len(working) < len(ordered)):
+        first = (working or ordered)[0]
+        return _hang(first, f"is in {first.where}{others}")
+    if len(places) == 1:
+        sentence = f"all wait in {ordered[0].where}: a collective does not end"
+        if working:
+            more = f"a larger {option('hang_timeout')} allows more time"
+            sentence = f"all are in {ordered[0].where}, and none waits for another: {more}"
+        return Hang(None, ordered[0].phase, ordered[0].step, sentence)
+    if working:  # all tasks work, and none waits for another
+        return _hang(working[0], f"is in {working[0].where}, the longest without progress")
+    outlier = _outlier(ordered)
+    if outlier is not None:
+        rest = ", ".join(sorted({record.where for record in ordered if record is not outlier}))
+        return _hang(outlier, f"is in {outlier.where} while the others wait in {rest}")
+    where = ", ".join(f"{record.task} in {record.where}" for record in ordered)
+    return Hang(None, None, None, f"each waits for the others ({where})")
+
+
+def _hang(record: ProgressRecord, predicate: str) -> Hang:
+    return Hang(record.task, record.phase, record.step, f"{record.task} {predicate}")
+
+
+def _outlier(waiting: Sequence[ProgressRecord]) -> ProgressRecord | None:
+    """Returns the one task whose phase differs from most of the others, else the one behind."""
+    counts = Counter(record.phase for record in waiting).most_common()
+    if len(counts) > 1 and counts[-1][1] < counts[-2][1]:
+        waiting = [record for record in waiting if record.phase is counts[-1][0]]
+    behind = min(record.step for record in waiting)
+    if len(waiting) > 1 and all(record.step == behind for record in waiting):
+        return None
+    return next(record for record in waiting if record.step == behind)

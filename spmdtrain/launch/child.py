@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from spmdtrain.distributed import out_of_memory
-from spmdtrain.distributed.context import stop_request
+from spmdtrain.distributed.progress import stop_request
 
 _LONGEST_LINE = 1 << 16
 _KEPT_LINES = 300  # lines of standard error in which the reason of a failure is searched

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.hangs import IdleTimer
+from spmdtrain.distributed.progress import IdleTimer
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch.child import Child
 from spmdtrain.launch.exit_report import Restarts, TaskExit, describe_exit

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
-from spmdtrain.distributed.hangs import HangTimer, find_hung_task
-from spmdtrain.distributed.progress import Phase, ProgressRecord
+from spmdtrain.distributed.progress import HangTimer, Phase, ProgressRecord, find_hung_task
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch import stacks
 from spmdtrain.launch.child import Child, Output, Reaper, Signals

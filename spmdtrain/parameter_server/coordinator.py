@@ -20,9 +20,8 @@ import optax
 
 from spmdtrain.cluster.spec import from_environment
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.distributed.preemption import StopSignals
-from spmdtrain.distributed.progress import Phase, heartbeat, phase
+from spmdtrain.distributed.failures import StopSignals
+from spmdtrain.distributed.progress import CONTEXT, Phase, heartbeat, phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.parameter_server import ray_pool

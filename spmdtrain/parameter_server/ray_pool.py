@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.cluster.spec import ClusterSpec
-from spmdtrain.distributed.user_modules import user_modules
+from spmdtrain.distributed.code_digest import user_modules
 from spmdtrain.errors import ClusterError, PreemptedExit, UserError, for_users
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.parameter_server.ray_actors import ServerActor, WorkerActor

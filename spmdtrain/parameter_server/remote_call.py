@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.distributed.progress import CONTEXT, Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.server import Pulled
 from spmdtrain.sharding.placement import configure_backend

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.errors import NonFiniteError, UserError
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.remote_call import Running

@@ -18,6 +18,7 @@ import jax
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import failures
+from spmdtrain.distributed.out_of_memory import keep_freed_memory
 from spmdtrain.document.html import render_page
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
@@ -29,7 +30,6 @@ from spmdtrain.plan.page import plan_page
 from spmdtrain.plan.page_file import open_page_file
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.train.command_line import Command, parse_command_line
-from spmdtrain.xla.freed_memory import keep_freed_memory
 
 # Environment variables of a child process: its topology, whether it measures instead of planning,
 # and the measurement of an earlier child as JSON.

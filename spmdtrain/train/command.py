@@ -11,8 +11,8 @@ from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.progress import hide_progress
 from spmdtrain.distributed import failures, initialize, process_group
+from spmdtrain.distributed.code_digest import file_digest, source_digests
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.record.lines import finite_or_null

@@ -15,8 +15,8 @@ from spmdtrain.data.mixture import components_of
 from spmdtrain.data.sampling import padded_size
 from spmdtrain.data.training_data import SAME_DATA
 from spmdtrain.distributed import process_group
+from spmdtrain.distributed.code_digest import source_digests
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement

@@ -22,7 +22,7 @@ from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.training_data import examples_per_epoch, training_data
 from spmdtrain.distributed import failures, progress
-from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
 from spmdtrain.record.run_files import RunFiles, Split, Status, Writer, status_of

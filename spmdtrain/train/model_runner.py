@@ -19,7 +19,7 @@ from spmdtrain.data.datasets import Dataset, classes_of
 from spmdtrain.data.dispatch_batches import IndexedBatch
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_record
-from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import AxisRules

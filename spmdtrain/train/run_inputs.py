@@ -18,8 +18,7 @@ from spmdtrain.data.training_data import (
     examples_per_epoch,
 )
 from spmdtrain.distributed import numeric_settings, process_group
-from spmdtrain.distributed.code_digest import CodeRecord, code_record
-from spmdtrain.distributed.user_modules import source_digests
+from spmdtrain.distributed.code_digest import CodeRecord, code_record, source_digests
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.record.storage import is_url
 from spmdtrain.sharding.placement import current_batch_shards

@@ -18,7 +18,7 @@ from spmdtrain.data.sharded_stream import ShardedStream, StreamProgress
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.distributed import failures, process_group, progress
 from spmdtrain.distributed.code_digest import CodeRecord, code_record
-from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
     NonFiniteError,

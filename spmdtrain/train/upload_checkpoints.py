@@ -13,7 +13,7 @@ from etils import epath
 from spmdtrain.checkpoints.items import steps_in
 from spmdtrain.checkpoints.manifest import NAME as MANIFEST
 from spmdtrain.distributed import process_group
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.errors import UserError
 from spmdtrain.record.storage import absolute, folder_of, is_url, one_line
 from spmdtrain.record.validation import check

@@ -17,7 +17,7 @@ from test_links import fit
 
 from spmdtrain import StorageError, Text, load_params
 from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.launch.child import Signals
 from spmdtrain.record import no_follow

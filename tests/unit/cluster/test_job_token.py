@@ -15,7 +15,7 @@ from spmdtrain.cluster.command import check_token
 from spmdtrain.cluster.job_token import TOKEN, TOKEN_FILE
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed import failures, process_group
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.errors import UserError
 from spmdtrain.launch.task_env import environments_of
 

@@ -21,8 +21,8 @@ from processes import free_port, tf_config
 
 from spmdtrain.cluster.spec import ClusterSpec, from_tf_config
 from spmdtrain.distributed import failures, initialize, process_group
-from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.initialize import ClusterOptions
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main

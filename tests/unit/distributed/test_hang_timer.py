@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from spmdtrain.distributed.hangs import HangTimer
-from spmdtrain.distributed.progress import Phase
+from spmdtrain.distributed.progress import HangTimer, Phase
 
 LOAD, STEP = Phase.LOAD, Phase.STEP
 

@@ -5,9 +5,7 @@ import time
 import pytest
 
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.distributed.phase_clock import PhaseClock
-from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.distributed.progress import CONTEXT, Phase, PhaseClock, phase
 
 
 @pytest.fixture

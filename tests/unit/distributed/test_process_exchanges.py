@@ -8,7 +8,7 @@ import pytest
 
 from spmdtrain import UserError
 from spmdtrain.distributed import process_group
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 
 NAMES = ["chief", "worker 0"]
 

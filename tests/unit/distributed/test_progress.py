@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.hangs import find_hung_task
-from spmdtrain.distributed.progress import WAITING, Phase, ProgressRecord
+from spmdtrain.distributed.progress import WAITING, Phase, ProgressRecord, find_hung_task
 
 
 def published(

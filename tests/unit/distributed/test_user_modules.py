@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdtrain.distributed import process_group, user_modules
+from spmdtrain.distributed import process_group
+from spmdtrain.distributed.code_digest import source_digests
 from spmdtrain.errors import is_library
 
 
@@ -32,13 +33,13 @@ NAMES = {"module mine", "module mine.scale"}
 def test_modules_that_a_script_imports_are_compared_by_their_source(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = user_modules.source_digests()
+    before = source_digests()
     assert before.keys() >= NAMES
     other = package.parent / "there" / "mine" / "scale.py"
     other.parent.mkdir(parents=True)
     other.write_text("SCALE = 300.0")
     monkeypatch.setattr(sys.modules["mine.scale"], "__file__", str(other))
-    after = user_modules.source_digests()
+    after = source_digests()
     assert {name for name in before if before[name] != after[name]} == {"module mine.scale"}
     assert before["module mine.scale"].startswith("mine/scale.py ")
 
@@ -48,7 +49,7 @@ def test_a_module_that_only_some_processes_import_is_no_difference(
 ) -> None:
     first = {"module plots": "plots.py a1", "module mine.scale": "mine/scale/__init__.py b2"}
     monkeypatch.setattr(process_group, "broadcast", lambda own: first)
-    found = user_modules.source_digests()
+    found = source_digests()
     assert found.keys() == first.keys()
     assert found["module plots"] == first["module plots"]
     assert found["module mine.scale"] != first["module mine.scale"]
@@ -57,5 +58,5 @@ def test_a_module_that_only_some_processes_import_is_no_difference(
 def test_libraries_and_python_itself_are_not_among_them(package: Path) -> None:
     assert is_library(pytest.__file__) and is_library(importlib.__file__)
     assert not is_library(str(package / "scale.py"))
-    names = user_modules.source_digests()
+    names = source_digests()
     assert not any(name in ("module json", "module numpy") for name in names)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from helpers import environment
 
-from spmdtrain.distributed.hangs import IdleTimer
-from spmdtrain.distributed.progress import Phase, ProgressRecord, Reason
+from spmdtrain.distributed.progress import IdleTimer, Phase, ProgressRecord, Reason
 from spmdtrain.errors import UserError
 from spmdtrain.launch.child import lines, prefixes
 from spmdtrain.launch.command import main

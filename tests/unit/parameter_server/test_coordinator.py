@@ -18,7 +18,7 @@ from server_jobs import BOUND
 from spmdtrain import Coordinator, PreemptedExit, UserError
 from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.executor import ServerBackend
 from spmdtrain.parameter_server.remote_call import Call

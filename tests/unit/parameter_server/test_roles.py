@@ -14,7 +14,7 @@ from helpers import metrics
 from spmdtrain import Loop, Trainer, UserError
 from spmdtrain.cluster.command import check_servers
 from spmdtrain.cluster.spec import from_tf_config
-from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.launch.task_env import tf_configs
 from spmdtrain.parameter_server.roles import run_task_role
 

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer
-from spmdtrain.distributed.context import CONTEXT
-from spmdtrain.distributed.progress import Phase
+from spmdtrain.distributed.progress import CONTEXT, Phase
 from spmdtrain.document.terminal import Terminal
 
 X = {"x": np.ones((32, 4), np.float32)}

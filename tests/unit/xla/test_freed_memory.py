@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 NO_HUGE_PAGES = 41  # PR_SET_THP_DISABLE of prctl(2)
 FAULTS = f"""
 import ctypes, glob, resource, sys, threading
-from spmdtrain.xla.freed_memory import keep_freed_memory
+from spmdtrain.distributed.out_of_memory import keep_freed_memory
 glob.glob = lambda pattern: [path for path in sys.argv[1:] if path[:9] == pattern[:9]]
 keep_freed_memory()
 ctypes.CDLL(None).prctl({NO_HUGE_PAGES}, 1, 0, 0, 0)
@@ -29,7 +29,7 @@ thread.join()
 """
 COMMAND = """
 import os, runpy, sys
-from spmdtrain.xla import freed_memory
+from spmdtrain.distributed import out_of_memory as freed_memory
 
 def record():
     print(len(os.listdir("/proc/self/task")), "numpy" in sys.modules, flush=True)
