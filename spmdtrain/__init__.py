@@ -66,12 +66,12 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.parameter_server.partition import FixedShards as FixedShards
     from spmdtrain.parameter_server.partition import MaxSize as MaxSize
     from spmdtrain.parameter_server.partition import MinSize as MinSize
-    from spmdtrain.sharding.annotations import AxisRules as AxisRules
     from spmdtrain.sharding.mesh import BATCH_AXES as BATCH_AXES
     from spmdtrain.sharding.placement import constrain_sharding as constrain_sharding
     from spmdtrain.sharding.placement import current_strategy as current_strategy
     from spmdtrain.sharding.placement import has_strategy as has_strategy
     from spmdtrain.sharding.placement import resolve_config as resolve_config
+    from spmdtrain.sharding.rules import AxisRules as AxisRules
     from spmdtrain.sharding.rules import GatherPolicy as GatherPolicy
     from spmdtrain.sharding.rules import Rule as Rule
     from spmdtrain.step.metrics import WeightedValues as WeightedValues

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.annotations import Annotation, DimsOf
+from spmdtrain.sharding.rules import Annotation, DimsOf
 from spmdtrain.tree import named_leaves
 
 PyTree = Any

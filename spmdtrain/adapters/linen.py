@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 
 from spmdtrain.adapters.base import Function, Mode, Variables, check_call
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.annotations import Annotation
 from spmdtrain.sharding.placement import current_batch_axis
+from spmdtrain.sharding.rules import Annotation
 from spmdtrain.tree import path_name
 
 PyTree = Any

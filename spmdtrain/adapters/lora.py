@@ -24,7 +24,7 @@ from spmdtrain.adapters.base import (
     annotations_of,
 )
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.annotations import Annotation, DimsOf
+from spmdtrain.sharding.rules import Annotation, DimsOf
 from spmdtrain.tree import named_leaves, path_name, promoted
 
 PyTree = Any

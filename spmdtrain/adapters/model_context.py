@@ -9,10 +9,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from spmdtrain.errors import UserError
 from spmdtrain.record.storage import one_line
-from spmdtrain.sharding.annotations import AxisRules
-from spmdtrain.sharding.describe import axes_of_entry
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, is_under_shard_map
+from spmdtrain.sharding.rules import AxisRules, axes_of_entry
 from spmdtrain.strategies import AXES
 
 PyTree = Any

@@ -11,8 +11,8 @@ from flax import nnx, traverse_util
 
 from spmdtrain.adapters.base import Function, Mode, Variables, check_call
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.annotations import Annotation
 from spmdtrain.sharding.placement import current_batch_axis
+from spmdtrain.sharding.rules import Annotation
 from spmdtrain.tree import is_key
 
 PyTree = Any

@@ -620,7 +620,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         # An experiment that overrides this method should call it first; if it does not, the
-        # functions that begin a run do (`sharding.resolution.check_inherited`).
+        # functions that begin a run do (`sharding.mesh.check_inherited`).
         check_compute_dtype(self.compute_dtype)  # first: it explains why float16 is no choice
         check_values(self, RunConfig)
         groups = (self.mesh, self.sharding, self.context, self.expert)

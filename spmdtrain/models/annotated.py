@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.sharding.annotations import AxisRules
+from spmdtrain.sharding.rules import AxisRules
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
 # ends with one sum over it (see `split_residual`).

@@ -26,8 +26,8 @@ from spmdtrain.parameter_server.state_partition import (
     batch_result,
     bytes_in,
 )
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
-from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.functions import StepFunctions
 
 PyTree = Any

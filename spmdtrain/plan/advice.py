@@ -13,7 +13,7 @@ from spmdtrain.plan.aot import has_compiler
 from spmdtrain.plan.planned_collective import PlannedCollective
 from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.topologies import Topology
-from spmdtrain.sharding.table import Row
+from spmdtrain.sharding.layout import Row
 from spmdtrain.strategies import strategy
 
 Replan = Callable[[Sequence[str]], Plan]

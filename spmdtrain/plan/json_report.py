@@ -13,7 +13,7 @@ from spmdtrain.plan.measurement import Measured
 from spmdtrain.plan.planned_collective import PlannedCollective
 from spmdtrain.plan.summary import Buffer
 from spmdtrain.plan.traffic import Traffic
-from spmdtrain.sharding.table import Row
+from spmdtrain.sharding.layout import Row
 from spmdtrain.step.flops import CONVENTION
 
 _MOST_BUFFERS = 12

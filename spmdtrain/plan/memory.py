@@ -11,8 +11,8 @@ import jax
 
 from spmdtrain.plan.summary import CompiledSummary, Use
 from spmdtrain.plan.topologies import Topology
+from spmdtrain.sharding.layout import Row
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.sharding.table import Row
 
 # Needed and available memory in XLA's out-of-memory message.
 _OUT_OF_MEMORY = re.compile(

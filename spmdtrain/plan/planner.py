@@ -28,10 +28,9 @@ from spmdtrain.plan.time_model import Overlap
 from spmdtrain.plan.topologies import Topology, gpu_config
 from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
 from spmdtrain.sharding import mesh
-from spmdtrain.sharding.layout import NotSplitError
+from spmdtrain.sharding.layout import MemoryUse, NotSplitError, Row
 from spmdtrain.sharding.placement import Placement, resolve_config
-from spmdtrain.sharding.state_paths import field_of
-from spmdtrain.sharding.table import MemoryUse, Row
+from spmdtrain.sharding.rules import field_of
 from spmdtrain.step.flops import Flops, count_flops, model_flops
 from spmdtrain.step.kernel_flops import CostBasis
 from spmdtrain.step.state import TrainState

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmdtrain.plan.time_model import wire_bytes
-from spmdtrain.sharding.table import Row
+from spmdtrain.sharding.layout import Row
 from spmdtrain.xla.collectives import Collective
 
 _REST = "the rest"

@@ -21,7 +21,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.errors import UserError, locate_errors
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.sharding.param_gather import current_gathers
+from spmdtrain.sharding.placement import current_gathers
 from spmdtrain.step import metrics, output_checks
 from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.optimizer import merge

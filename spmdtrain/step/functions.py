@@ -28,11 +28,9 @@ from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError, locate_errors, option
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
-from spmdtrain.sharding.annotations import AxisRules
-from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.layout import Layout, ShardingTable, tabulate
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.sharding.rules import Rule
-from spmdtrain.sharding.table import ShardingTable, tabulate
+from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks, check_partitioned, check_program

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.sharding.param_gather import as_shards, gather_shards, has_shards
+from spmdtrain.sharding.placement import as_shards, gather_shards, has_shards
 from spmdtrain.step.remat import remat, remat_gathers
 from spmdtrain.xla.jaxpr import equations
 

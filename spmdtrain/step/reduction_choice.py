@@ -17,8 +17,13 @@ from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.param_gather import ParamGathers, use_gathers
-from spmdtrain.sharding.placement import Placement, record_strategy_queries, use_placement
+from spmdtrain.sharding.placement import (
+    ParamGathers,
+    Placement,
+    record_strategy_queries,
+    use_gathers,
+    use_placement,
+)
 from spmdtrain.step.exact_checks import check_exact
 from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
 from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype, pairwise

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from spmdtrain.sharding.describe import axes_of_spec, split_dims
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.param_gather import ParamGathers, SplitDims, use_gathers
+from spmdtrain.sharding.placement import ParamGathers, SplitDims, use_gathers
+from spmdtrain.sharding.rules import axes_of_spec, split_dims
 from spmdtrain.step.reductions import Reduction, all_reduce, in_dtype, scale_arrays, scatter
 
 PyTree = Any

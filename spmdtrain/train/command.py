@@ -17,8 +17,8 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.record.lines import finite_or_null
 from spmdtrain.record.run_files import write_predictions
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import local_config, resolve_config
-from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import strategy
 from spmdtrain.train import evaluator
 from spmdtrain.train.command_line import JOB_OPTIONS, Command

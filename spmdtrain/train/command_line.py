@@ -11,8 +11,7 @@ import tyro
 from spmdtrain.config.options import Which, unchecked_groups
 from spmdtrain.config.run_config import RunConfig, check_compute_dtype
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
-from spmdtrain.sharding.mesh import cpu_devices_in_environment
-from spmdtrain.sharding.resolution import check_inherited
+from spmdtrain.sharding.mesh import check_inherited, cpu_devices_in_environment
 from spmdtrain.train.command_help import HELP, HELP_ALL, show_help
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 

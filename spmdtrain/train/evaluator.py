@@ -28,7 +28,7 @@ from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
 from spmdtrain.record.run_files import RunFiles, Split, Status, Writer, status_of
 from spmdtrain.record.storage import failures as storage_failures
 from spmdtrain.record.storage import folder_of, one_line, size_and_time
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.trackers.run_trackers import evaluator_trackers
 from spmdtrain.train.run_logger import Metrics, RunLogger
 

@@ -18,7 +18,7 @@ from spmdtrain.distributed import initialize
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.sharding import table
+from spmdtrain.sharding.layout import show_sharding
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
@@ -212,7 +212,7 @@ class MeshBackend:
         self, functions: StepFunctions, config: RunConfig, terminal: Terminal
     ) -> None:
         """Prints the sharding of each array of the state."""
-        table.show_sharding(terminal, functions.sharding_table())
+        show_sharding(terminal, functions.sharding_table())
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Does nothing, because every fit can begin."""

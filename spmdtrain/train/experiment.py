@@ -24,8 +24,7 @@ from spmdtrain.errors import (
     option,
     printable,
 )
-from spmdtrain.sharding.annotations import AxisRules
-from spmdtrain.sharding.rules import Rule
+from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks

@@ -22,8 +22,8 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.record.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
-from spmdtrain.sharding.resolution import resolve
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState

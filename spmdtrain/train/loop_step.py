@@ -13,9 +13,9 @@ from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, locate_errors
-from spmdtrain.sharding.describe import check_placed
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.rules import check_placed
 from spmdtrain.step.batch_checks import check_program
 from spmdtrain.step.compile import describe_choices
 from spmdtrain.step.finite import finite_flags

@@ -22,10 +22,9 @@ from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.annotations import AxisRules
+from spmdtrain.sharding.layout import ShardingTable
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.sharding.rules import Rule, checked_rules
-from spmdtrain.sharding.table import ShardingTable
+from spmdtrain.sharding.rules import AxisRules, Rule, checked_rules
 from spmdtrain.step.compile import check_traced
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions

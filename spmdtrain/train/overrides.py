@@ -10,7 +10,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean, field_meant
 from spmdtrain.record.storage import FixedFolder
-from spmdtrain.sharding.resolution import check_inherited
+from spmdtrain.sharding.mesh import check_inherited
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import check_trackers
 

@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.sharding.describe import describe_sharding
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.rules import describe_sharding
 from spmdtrain.step.flops import CONVENTION, model_flops
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.chips import peak_flops

@@ -10,8 +10,8 @@ from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserError
 from spmdtrain.record.run_files import FoundFault
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.exact_checks import check_exact_shards
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState

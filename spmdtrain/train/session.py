@@ -29,7 +29,7 @@ from spmdtrain.errors import (
     UserError,
 )
 from spmdtrain.record.run_files import RunFiles, Split, Status
-from spmdtrain.sharding.describe import check_placed
+from spmdtrain.sharding.rules import check_placed
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Tracker

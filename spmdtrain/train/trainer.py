@@ -19,10 +19,9 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import OwnExit, PreemptedExit, StateError, UserError
 from spmdtrain.record.run_files import Split
-from spmdtrain.sharding.annotations import AxisRules
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import use_placement
-from spmdtrain.sharding.resolution import resolve
-from spmdtrain.sharding.rules import Rule
+from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker

@@ -26,8 +26,7 @@ from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.models import mobilenet
 from spmdtrain.run import main
-from spmdtrain.sharding.mesh import batch_sharding, build_mesh
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import batch_sharding, build_mesh, resolve
 from spmdtrain.strategies import strategy
 from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.train.experiment import load_experiment

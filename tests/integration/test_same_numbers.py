@@ -20,7 +20,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 

@@ -38,7 +38,7 @@ from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.checkpoints import command
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.run import main
-from spmdtrain.sharding.describe import axes_of_spec
+from spmdtrain.sharding.rules import axes_of_spec
 from spmdtrain.tree import named_leaves
 
 REDUCE_SCATTER = CollectiveOptions(reduction="reduce_scatter")

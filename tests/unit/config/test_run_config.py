@@ -19,7 +19,7 @@ from spmdtrain.config.options import (
 )
 from spmdtrain.config.run_config import Purpose, RunConfig, config_as_json, derive_seed, own_code
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.resolution import resolve, scale_learning_rate
+from spmdtrain.sharding.mesh import resolve, scale_learning_rate
 
 settings = hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
 

@@ -17,7 +17,7 @@ from spmdtrain.parameter_server.partition import FixedShards
 from spmdtrain.parameter_server.server import Server
 from spmdtrain.parameter_server.state_partition import ServerPartition, bytes_in
 from spmdtrain.parameter_server.worker import Worker
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.train.experiment import Experiment, load_experiment
 
 STEPS = 4

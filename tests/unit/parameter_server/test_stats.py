@@ -14,7 +14,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.record.run_files import RunFiles, Split
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.run_logger import RunLogger
 

@@ -24,7 +24,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.plan import aot, time_model, topologies
 from spmdtrain.plan.command import main
 from spmdtrain.plan.summary import sealed
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.collectives import Origins, collectives_of
 from spmdtrain.xla.hlo import Module

@@ -33,7 +33,7 @@ from spmdtrain.plan.time_model import (
     topology_links,
 )
 from spmdtrain.plan.traffic import Traffic
-from spmdtrain.sharding.table import MemoryUse, Row
+from spmdtrain.sharding.layout import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried
 
 MB = 10**6

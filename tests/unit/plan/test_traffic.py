@@ -3,7 +3,7 @@
 import pytest
 
 from spmdtrain.plan.traffic import least_sent, traffic_of
-from spmdtrain.sharding.table import MemoryUse, Row
+from spmdtrain.sharding.layout import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried, Collective
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.annotations import Annotation, AxisRules, specs_of
+from spmdtrain.sharding.rules import Annotation, AxisRules, specs_of
 
 P = PartitionSpec
 

@@ -21,10 +21,15 @@ from spmdtrain.config.options import MeshSpec, ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.describe import check_placed, describe_sharding
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, make_placement
-from spmdtrain.sharding.rules import GatherPolicy, Rule, checked_rules
+from spmdtrain.sharding.rules import (
+    GatherPolicy,
+    Rule,
+    check_placed,
+    checked_rules,
+    describe_sharding,
+)
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 

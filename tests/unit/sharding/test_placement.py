@@ -34,7 +34,7 @@ from spmdtrain.config.options import (
 )
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.mesh import BATCH_AXES, resolve
 from spmdtrain.sharding.placement import (
     Placement,
     constrain_sharding,
@@ -44,7 +44,6 @@ from spmdtrain.sharding.placement import (
     resolve_config,
     use_placement,
 )
-from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import DEFAULT
 
 P = PartitionSpec

@@ -23,7 +23,7 @@ from jax.sharding import (
 from rich.console import Console
 
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.sharding.table import (
+from spmdtrain.sharding.layout import (
     MemoryUse,
     Row,
     ShardingTable,

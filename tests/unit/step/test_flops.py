@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain import Trainer
 from spmdtrain.models import MobileNetV2, mobilenet
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.step.flops import Flops, count_flops
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.hlo import RARE_BRANCH

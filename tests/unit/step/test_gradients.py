@@ -40,7 +40,7 @@ from spmdtrain import (
 )
 from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.models import MLP
-from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
 

@@ -36,7 +36,7 @@ from spmdtrain import (
 )
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.run import main
-from spmdtrain.sharding.state_paths import parameter_of
+from spmdtrain.sharding.rules import parameter_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 16)).astype(np.float32)

@@ -36,8 +36,8 @@ from spmdtrain.checkpoints import checksums, replica_check
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.record.lines import read_events
+from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import make_placement, use_placement
-from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.train import sentinel
 from spmdtrain.train.schedule import Schedule
