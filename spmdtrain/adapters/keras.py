@@ -21,7 +21,7 @@ from spmdtrain.adapters.keras_internals import all_layers, saved_variables, with
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.batch_moments import moments
+from spmdtrain.kernels.reference import moments
 from spmdtrain.record.storage import one_line
 from spmdtrain.sharding.placement import current_batch_axis, current_batch_shards
 

@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmdtrain.config.options import ContextMethod
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.attention_blocks import Pattern
 from spmdtrain.kernels.attention_choice import (
     IMPLEMENTATIONS,
     AttentionCase,
@@ -19,6 +18,7 @@ from spmdtrain.kernels.attention_choice import (
 )
 from spmdtrain.kernels.context_attention import (
     CONTEXT,
+    Pattern,
     choose_context_method,
     context_attention,
 )

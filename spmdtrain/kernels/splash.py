@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from spmdtrain.kernels.attention_choice import AttentionCase, SplashBlocks, splash_blocks
-from spmdtrain.kernels.over_devices import attention_over_devices
+from spmdtrain.kernels.context_attention import attention_over_devices
 from spmdtrain.sharding.placement import CurrentMesh
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
-from spmdtrain.kernels.whole_logits import LogitLayer
+from spmdtrain.kernels.linear_cross_entropy import LogitLayer, TokenLosses, linear_cross_entropy
 from spmdtrain.models.cached_attention import cache_array
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import unrolls

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.expert_exchange import Dot
-from spmdtrain.kernels.experts import experts
+from spmdtrain.kernels.experts import Dot, experts
 
 
 @dataclass(frozen=True, kw_only=True)

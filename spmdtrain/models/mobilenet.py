@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.batch_moments import moments
+from spmdtrain.kernels.reference import moments
 from spmdtrain.sharding.placement import current_device
 
 # Expansion, channels, blocks, and stride of the first block: t, c, n and s of table 2.

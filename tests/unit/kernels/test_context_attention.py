@@ -22,9 +22,15 @@ from plan_helpers import needs_libtpu
 from spmdtrain import MeshSpec, RunConfig, Trainer, UserError, attention
 from spmdtrain.config.options import ContextMethod, ContextOptions
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.kernels import attention_blocks
-from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, merge_mixed, no_values
-from spmdtrain.kernels.context_attention import choose_context_method
+from spmdtrain.kernels import context_attention
+from spmdtrain.kernels.context_attention import (
+    Pattern,
+    Tokens,
+    attend,
+    choose_context_method,
+    merge_mixed,
+    no_values,
+)
 from spmdtrain.models import MLP
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
 from spmdtrain.plan import aot, topologies
@@ -93,7 +99,7 @@ def test_a_ring_in_blocks_of_queries_has_the_numbers_of_whole_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A part of 7 queries has two blocks, of which the second is padded."""
-    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(context_attention, "QUERY_BLOCK", 4)
     test_split_tokens_mix_what_whole_sequences_do(
         "ring", ((1, 2, 1), 28, 4, 2, {"causal": True}, True)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmdtrain.config.options import ExpertExchange, ExpertOptions
-from spmdtrain.kernels.expert_exchange import ExpertLayer, split_experts
+from spmdtrain.kernels.experts import ExpertLayer, split_experts
 
 PyTree = Any
 DEVICES, EXPERTS, TOP_K, TOKENS, WIDTH = 2, 4, 2, 5, 3

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdtrain.kernels.grouped_product import grouped_product
+from spmdtrain.kernels.experts import grouped_product
 from spmdtrain.step.flops import count_flops
 
 GROUPS, ROWS, WIDTH, OUT = 4, 560, 5, 3  # blocks of 64 rows
@@ -49,9 +49,9 @@ def test_each_row_has_the_product_with_its_own_matrix(
         kernel[spoiled, 0, 0] = np.nan  # stays in the rows of its group
     with pytest.MonkeyPatch.context() as patch:
         device = SimpleNamespace(platform=platform)
-        patch.setattr("spmdtrain.kernels.grouped_product.current_device", lambda: device)
+        patch.setattr("spmdtrain.kernels.experts.current_device", lambda: device)
         of_three = 3 * kernel[0].nbytes
-        patch.setattr("spmdtrain.kernels.grouped_product.GATHERED_BYTES", of_three)
+        patch.setattr("spmdtrain.kernels.experts.GATHERED_BYTES", of_three)
         outputs = products(rows, kernel, np.array(counts, "i"), platform)
     found, of_rows, of_kernel = map(np.asarray, outputs)
     by = np.cos(np.arange(ROWS * OUT).reshape(ROWS, OUT))
@@ -81,9 +81,9 @@ def test_on_accelerators_the_gradients_are_computed_from_few_more_rows(
     platform: str, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = SimpleNamespace(platform=platform)
-    monkeypatch.setattr("spmdtrain.kernels.grouped_product.current_device", lambda: device)
+    monkeypatch.setattr("spmdtrain.kernels.experts.current_device", lambda: device)
     over = SimpleNamespace(parts={"tensor": tensor}.get)
-    monkeypatch.setattr("spmdtrain.kernels.grouped_product.current_mesh", lambda: over)
+    monkeypatch.setattr("spmdtrain.kernels.experts.current_mesh", lambda: over)
     rows, kernel, counts = jnp.ones((2048, 64)), jnp.ones((8, 64, 32)), jnp.full(8, 256)
     gradient = jax.make_jaxpr(jax.grad(lambda x: grouped_product(rows, x, counts).sum()))(kernel)
     in_blocks = (2048 // 128 + 8 - 1) * 128

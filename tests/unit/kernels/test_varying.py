@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from spmdtrain import linear_cross_entropy
-from spmdtrain.kernels.grouped_product import grouped_product
+from spmdtrain.kernels.experts import grouped_product
 
 DRAW = np.random.default_rng(0)
 HALVES = slice(512), slice(512, 1024)
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_all_rows(
     function: Function, dtype: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = SimpleNamespace(platform=platform)
-    monkeypatch.setattr("spmdtrain.kernels.grouped_product.current_device", lambda: device)
+    monkeypatch.setattr("spmdtrain.kernels.experts.current_device", lambda: device)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = DRAW.normal(size=(1024, 16)).astype("f")
     if function is products:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from spmdtrain import MeshSpec, RunConfig, TokenLosses, linear_cross_entropy
+from spmdtrain.kernels.linear_cross_entropy import normalizers_and_largest
 from spmdtrain.kernels.reference import reference_kernels
-from spmdtrain.kernels.whole_logits import normalizers_and_largest
 from spmdtrain.sharding.placement import make_placement, use_placement
 
 ROWS, TOKENS, WIDTH, HEAD, VOCABULARY = 8, 5, 16, 40, 37
@@ -60,7 +60,7 @@ def test_values_are_equal_and_gradients_round_to_16_bits(
     with reference_kernels():
         expected, gradients = computed(wide, **options)
     device = SimpleNamespace(platform=platform, device_kind="")
-    monkeypatch.setattr("spmdtrain.kernels.whole_logits.current_device", lambda: device)
+    monkeypatch.setattr("spmdtrain.kernels.linear_cross_entropy.current_device", lambda: device)
     placement = make_placement(
         RunConfig(strategy="tensor_parallel", mesh=MeshSpec(data=2, tensor=4))
     )
@@ -95,7 +95,7 @@ def test_one_pass_over_logits_has_the_results_of_two(monkeypatch: pytest.MonkeyP
 
     *expected, of_finite = computed(logits)
     device = SimpleNamespace(platform="gpu")
-    monkeypatch.setattr("spmdtrain.kernels.whole_logits.current_device", lambda: device)
+    monkeypatch.setattr("spmdtrain.kernels.linear_cross_entropy.current_device", lambda: device)
     *found, gradients = computed(logits)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
