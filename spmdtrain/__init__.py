@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
+    from spmdtrain.adapters.as_adapter import FunctionModel as FunctionModel
     from spmdtrain.adapters.as_adapter import as_adapter as as_adapter
     from spmdtrain.adapters.base import Adapter as Adapter
     from spmdtrain.adapters.base import Mode as Mode
     from spmdtrain.adapters.base import Variables as Variables
-    from spmdtrain.adapters.functional import FunctionModel as FunctionModel
     from spmdtrain.adapters.keras import KerasModel as KerasModel
     from spmdtrain.adapters.linen import LinenModel as LinenModel
     from spmdtrain.adapters.lora import LoraModel as LoraModel

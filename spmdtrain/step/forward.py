@@ -14,9 +14,9 @@ from spmdtrain.adapters.base import (
     FreezesState,
     Function,
     Mode,
+    ModelContext,
     Variables,
 )
-from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.errors import UserError, locate_errors

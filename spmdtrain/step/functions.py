@@ -15,12 +15,12 @@ from spmdtrain.adapters.base import (
     Adapter,
     ExtendsBase,
     Function,
+    ModelContext,
     Variables,
     annotations_of,
     file_names_of,
     layer_paths,
 )
-from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.dispatch_batches import examples_of
 from spmdtrain.data.marked_rows import as_marked

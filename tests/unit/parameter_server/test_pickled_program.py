@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from spmdtrain.adapters.as_adapter import as_adapter
+from spmdtrain.adapters.as_adapter import FunctionModel, as_adapter
 from spmdtrain.adapters.base import Mode
-from spmdtrain.adapters.functional import FunctionModel
 from spmdtrain.adapters.keras import KerasModel
 from spmdtrain.adapters.linen import LinenModel
 from spmdtrain.adapters.lora import LoraModel

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmdtrain.adapters.functional import FunctionModel
+from spmdtrain.adapters.as_adapter import FunctionModel
 from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
