@@ -99,7 +99,7 @@ def write_completion(arguments: Sequence[str]) -> int:
 
     import spmdtrain.checkpoints.command as checkpoints
     import spmdtrain.cluster.command as cluster
-    import spmdtrain.launch.options as launch
+    import spmdtrain.launch.launcher as launch
     import spmdtrain.plan.command as plan
     import spmdtrain.replay.command as replay
     import spmdtrain.report.command as report

@@ -16,7 +16,7 @@ from typing import Any
 
 from helpers import command, environment
 
-from spmdtrain.launch.free_ports import free_ports
+from spmdtrain.launch.task_env import free_ports
 from spmdtrain.testing import Command, ProcessResult, RunningJob, run_processes, start_processes
 
 BOUND = 300  # seconds for a job that takes ten where the machine has nothing else to do

@@ -13,8 +13,7 @@ import tyro
 
 from spmdtrain.errors import UserError, exit_code_of, exit_if_output_is_closed
 from spmdtrain.launch.child import Signals
-from spmdtrain.launch.launcher import Launcher
-from spmdtrain.launch.options import Options
+from spmdtrain.launch.launcher import Launcher, Options
 from spmdtrain.launch.task_env import EVALUATOR, environments_of, gpus_of, training_tasks
 
 _USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"

@@ -5,28 +5,67 @@ import math
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
-from spmdtrain.distributed.progress import HangTimer, Phase, ProgressRecord, find_hung_task
+from spmdtrain.distributed.progress import (
+    HangTimer,
+    IdleTimer,
+    Phase,
+    ProgressRecord,
+    find_hung_task,
+)
 from spmdtrain.errors import ExitCode
-from spmdtrain.launch import stacks
-from spmdtrain.launch.child import Child, Output, Reaper, Signals
-from spmdtrain.launch.evaluator_task import EvaluatorTask
-from spmdtrain.launch.exit_report import (
+from spmdtrain.launch.child import (
     CauseRank,
+    Child,
+    Output,
+    Reaper,
     Restarts,
+    Signals,
     TaskExit,
     cause_rank,
     describe_exit,
     hint,
     root_cause,
 )
-from spmdtrain.launch.options import HANG_TIMEOUT, Options
 from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks, without_task
-from spmdtrain.launch.worker_restarter import WorkerRestarter
+
+# -- Options of the command `python -m spmdtrain.launch` -------------------------------------------
+
+HANG_TIMEOUT = 900.0
+"""Seconds without progress in phases whose duration is not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Start the processes of a training on this machine, watch them, and restart them together."""
+
+    processes: int
+    """Number of training processes: a chief and workers."""
+    ps: int = 0
+    """Number of parameter servers to start, for --strategy parameter_server. Workers are
+    then restarted one by one, without the others."""
+    devices_per_process: int | None = None
+    """Devices of each process: GPUs if there are any, else virtual CPU devices. None means
+    all GPUs, for a single process, or the cpu_devices of the experiment."""
+    evaluator: bool = False
+    """Also start an evaluator, which is not one of the training processes. With --evaluated-by
+    evaluator in the command, the training leaves the validation split to it."""
+    max_restarts: int = 3
+    """Largest number of restarts without a new checkpoint between them."""
+    hang_timeout: float | None = None
+    """Seconds without progress after which the job counts as hung; 0 disables this. The default
+    is five times the longest pause between steps so far, at least 60, and 900 for the first steps,
+    compilations, saves and callbacks, for an evaluator, and with --ps."""
+    grace: float = 120
+    """Seconds that the tasks have to save and exit after a signal."""
+
+
+# -- The processes of a job on one machine: starting, watching and restarting them -----------------
 
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
@@ -314,9 +353,9 @@ class Launcher:
             if record and child.name not in stopped:
                 child.send(signal.SIGUSR2, record.pid)
                 asked.append(child.name)
-        dumps = stacks.gather_stacks(self.folder, asked)
+        dumps = gather_stacks(self.folder, asked)
         for name in published:
-            for line in stacks.main_stacks(dumps.get(name, "")):
+            for line in main_stacks(dumps.get(name, "")):
                 self.output.report(name, line)
             if not dumps.get(name):
                 why = "did not answer" if name in asked else "has not started to publish"
@@ -326,7 +365,7 @@ class Launcher:
 
     def _is_stopped(self, child: Child) -> bool:
         record = progress.read(self.folder, child.name)
-        return stacks.is_stopped(record.pid if record else child.pid)
+        return is_stopped(record.pid if record else child.pid)
 
     def _finish(self, outcome: Outcome) -> int:
         """Waits for the evaluator after the training; returns the exit code of the job."""
@@ -342,3 +381,174 @@ class Launcher:
             self.log(f"the training has finished, but the evaluator failed: exit code {code}")
             return code
         return outcome.code
+
+
+# -- The evaluator task of a job -------------------------------------------------------------------
+
+
+class EvaluatorTask:
+    """The evaluator task, which exits and restarts independently of the training tasks."""
+
+    def __init__(self, launcher: "Launcher") -> None:
+        self._launcher = launcher
+        self._restarts = Restarts(launcher.options.max_restarts)
+        self._child: Child | None = None
+        self._due = math.inf  # time of the next restart
+        self._config = ""
+        self.code: int | None = None
+        """The final exit code; None before that."""
+
+    def start(self, tf_config: str) -> None:
+        """Starts the evaluator for the first time."""
+        self._config = tf_config
+        self._child = self._launcher.start(EVALUATOR, tf_config)
+
+    def poll(self) -> None:
+        """Handles the exit of the evaluator, and restarts it when that is due."""
+        if self._child is None:
+            if time.monotonic() >= self._due:
+                self._due = math.inf
+                self._child = self._launcher.start(EVALUATOR, self._config)
+        elif self._child.poll():
+            ended, self._child = self._launcher.exit_of(self._child), None
+            self._handle_exit(ended)
+
+    def _handle_exit(self, ended: TaskExit) -> None:
+        """Schedules a restart, or takes the exit code as final."""
+        final = ended.ours or ended.code in (ExitCode.DONE, ExitCode.BAD_INPUT)
+        if self._launcher.over and ended.status == ExitCode.PREEMPTED:
+            final = True  # the training was preempted too, and all checkpoints are evaluated
+        final = final or bool(self._launcher.signals.received)
+        wait = None if final else self._restarts.next(ended.record.step if ended.record else -1)
+        if wait is None:
+            self.code = ended.code
+            next_ = "" if final else f"; no restarts left of {self._restarts.limit}"
+        else:
+            self._due = time.monotonic() + wait
+            next_ = f"; restart {self._restarts.used} of {self._restarts.limit} in {wait:g} s"
+        self._launcher.log(f"{describe_exit(ended)}{next_}")
+
+    def finish(self) -> int:
+        """Waits for the evaluator after the end of the training; returns its exit code."""
+        launcher, grace = self._launcher, self._launcher.options.grace
+        given = launcher.options.hang_timeout
+        hang_timeout = HANG_TIMEOUT if given is None else given or math.inf
+        signals, watch, asked = launcher.signals, IdleTimer(max_interval=1.0), False
+        while self.code is None:
+            record = progress.read(launcher.folder, EVALUATOR)
+            # A restart counts as progress, because the number of restarts is bounded.
+            idle = watch.idle((record, self._child))
+            if self._child is None and signals.received:
+                return 128 + signals.received  # instead of the restart that is due later
+            if self._child is not None and signals.received and not asked:
+                asked = True
+                launcher.deadline = min(launcher.deadline, time.monotonic() + grace)
+                self._child.send(signal.SIGTERM, record.pid if record else None)
+            if self._child is not None:
+                if signals.repeated or time.monotonic() >= launcher.deadline:
+                    self._child.kill()
+                elif idle >= hang_timeout and signal.SIGKILL not in self._child.sent:
+                    launcher.log(
+                        f"the evaluator has made no progress for {hang_timeout:g} s: killed"
+                    )
+                    self._child.kill()
+            launcher.tick()
+        return self.code
+
+
+# -- Restarts of single workers under parameter servers --------------------------------------------
+
+
+class WorkerRestarter:
+    """Restarts of single workers under parameter servers, while the others continue.
+
+    A restarted task keeps its TF_CONFIG of `configs`.
+    """
+
+    def __init__(self, launcher: "Launcher", configs: Mapping[str, str]) -> None:
+        self._launcher, self._configs = launcher, configs
+        self._restarts: dict[str, Restarts] = {}
+        self._due: dict[str, float] = {}
+        self._workers = {name for name in configs if name.startswith("worker")}
+        self._given_up: set[str] = set()
+
+    def take(self, ended: TaskExit) -> bool:
+        """Schedules a restart if the task is a worker that has failed.
+
+        Returns whether the other tasks continue: the worker will be restarted, or other workers
+        remain.
+        """
+        final_codes = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.PREEMPTED)
+        final = (
+            ended.ours or ended.code in final_codes or cause_rank(ended) is CauseRank.CONSEQUENCE
+        )
+        if final or not ended.task.startswith("worker") or self._launcher.signals.received:
+            return False
+        limit = self._launcher.options.max_restarts
+        restarts = self._restarts.setdefault(ended.task, Restarts(limit))
+        chief = progress.read(self._launcher.folder, "chief")
+        if (wait := restarts.next(chief.saved if chief else -1)) is None:
+            self._given_up.add(ended.task)
+            if self._workers <= self._given_up:
+                return False
+            self._launcher.log(
+                f"{describe_exit(ended)}; the others continue; no restarts left of {limit}"
+            )
+            return True
+        self._due[ended.task] = time.monotonic() + wait
+        self._launcher.log(
+            f"{describe_exit(ended)}; the others continue; restart {restarts.used} of {limit} of "
+            f"{ended.task} in {wait:g} s"
+        )
+        return True
+
+    def start_due(self) -> list[Child]:
+        """Starts the workers whose restart is due, and returns them."""
+        due = [name for name, at in self._due.items() if time.monotonic() >= at]
+        for name in due:
+            del self._due[name]
+        return [self._launcher.start(name, self._configs[name]) for name in due]
+
+
+# -- The stacks of processes that hang, and whether a process is stopped by a signal ---------------
+
+_STACKS_TIMEOUT = 3.0  # seconds for all tasks to write their stacks
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a signal or a debugger has stopped a process; False where /proc is absent."""
+    try:
+        content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return content.rpartition(")")[2].split()[0] in "Tt"
+
+
+def gather_stacks(folder: str, names: Sequence[str]) -> dict[str, str]:
+    """Waits until the tasks have completely written their stacks, at most `_STACKS_TIMEOUT`.
+
+    Returns task name to text; empty if it has written nothing.
+    """
+    until, before = time.monotonic() + _STACKS_TIMEOUT, dict[str, str]()
+    while True:
+        time.sleep(0.1)
+        files = {name: progress.path(folder, name, "stacks") for name in names}
+        stacks = {name: file.read_text(errors="replace") for name, file in files.items()}
+        if (all(stacks.values()) and stacks == before) or time.monotonic() > until:
+            return stacks
+        before = stacks
+
+
+def main_stacks(dump: str) -> Iterator[str]:
+    """Yields the relevant lines of a faulthandler dump, and the number of omitted threads.
+
+    These are the lines of the thread that received the signal, and of the main thread, which is the
+    last one.
+    """
+    blocks = [block.strip("\n") for block in dump.split("\n\n") if block.strip()]
+    threads = [block for block in blocks if block.startswith(("Thread", "Current thread 0x"))]
+    chosen = [b for b in blocks if b.startswith("Current") or b in threads[-1:]]
+    for block in chosen:
+        yield from block.splitlines()
+    if len(chosen) < len(blocks):
+        yield f"(and {len(blocks) - len(chosen)} other threads)"

@@ -16,8 +16,7 @@ from typing import Literal
 from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.document.terminal import number
 from spmdtrain.errors import ExitCode
-from spmdtrain.launch.child import Child, Reaper, Signals
-from spmdtrain.launch.exit_report import TaskExit, describe_exit
+from spmdtrain.launch.child import Child, Reaper, Signals, TaskExit, describe_exit
 from spmdtrain.record import no_follow
 from spmdtrain.record.run_files import Status, status_of
 from spmdtrain.sweep.live_table import LiveTable, RunningRow

@@ -49,7 +49,7 @@ from spmdtrain.cluster.spec import parse_tf_config
 from spmdtrain.data.idx import read_idx
 from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
 from spmdtrain.data.sources.token_files import TokenFile
-from spmdtrain.launch.free_ports import free_ports
+from spmdtrain.launch.task_env import free_ports
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.summary import read_summary, sealed

@@ -9,7 +9,7 @@ from pathlib import Path
 from helpers import TESTS
 
 from spmdtrain.distributed import progress
-from spmdtrain.launch.exit_report import TaskExit, describe_exit
+from spmdtrain.launch.child import TaskExit, describe_exit
 
 
 def test_a_kill_between_data_and_manifest_is_one_in_save(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from spmdtrain.distributed.out_of_memory import (
     why_aborted,
 )
 from spmdtrain.distributed.progress import Reason
-from spmdtrain.launch.exit_report import TaskExit, describe_exit, hint
+from spmdtrain.launch.child import TaskExit, describe_exit, hint
 
 BOUND = 150
 

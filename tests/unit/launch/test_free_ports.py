@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.errors import UserError
-from spmdtrain.launch import free_ports as module
-from spmdtrain.launch.free_ports import candidate_ports, free_ports
+from spmdtrain.launch import task_env as module
+from spmdtrain.launch.task_env import candidate_ports, free_ports
 from spmdtrain.record import user_folders
 from spmdtrain.record.user_folders import private_folder
 

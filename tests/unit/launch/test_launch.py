@@ -16,19 +16,19 @@ from helpers import environment
 
 from spmdtrain.distributed.progress import IdleTimer, Phase, ProgressRecord, Reason
 from spmdtrain.errors import UserError
-from spmdtrain.launch.child import lines, prefixes
-from spmdtrain.launch.command import main
-from spmdtrain.launch.exit_report import (
+from spmdtrain.launch.child import (
     CauseRank,
     Restarts,
     TaskExit,
     cause_rank,
     describe_exit,
     hint,
+    lines,
+    prefixes,
     root_cause,
 )
-from spmdtrain.launch.launcher import Outcome
-from spmdtrain.launch.stacks import main_stacks
+from spmdtrain.launch.command import main
+from spmdtrain.launch.launcher import Outcome, main_stacks
 from spmdtrain.launch.task_env import (
     environments_of,
     gpus_of,

@@ -22,7 +22,7 @@ from spmdtrain.adapters.keras import import_keras
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.distributed.initialize import ClusterOptions
 from spmdtrain.errors import OTHER_NAMES
-from spmdtrain.launch.options import Options as LaunchOptions
+from spmdtrain.launch.launcher import Options as LaunchOptions
 from spmdtrain.testing import run_processes
 from spmdtrain.train.command_line import Options, parse_command_line
 from spmdtrain.train.overrides import INSTEAD
