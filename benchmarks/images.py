@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.images import ImageFolder
 
 REPEATS = 5
 COUNT = 200

@@ -28,7 +28,7 @@ import optax
 from etils import epath
 
 from spmdtrain import Experiment, RunConfig, UserError
-from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.images import ImageFolder
 from spmdtrain.errors import printable
 from spmdtrain.models import MobileNetV2
 

@@ -31,7 +31,7 @@ import optax
 from digits_mlp import load_digits
 
 from spmdtrain import Experiment, RunConfig, UserError, WeightRule
-from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.images import ImageFolder
 from spmdtrain.models import VIT_AXIS_RULES, ViT, ViTConfig
 
 Batch = dict[str, jax.Array]

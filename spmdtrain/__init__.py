@@ -31,16 +31,14 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.config.options import ParameterServerOptions as ParameterServerOptions
     from spmdtrain.config.options import ShardingOptions as ShardingOptions
     from spmdtrain.config.run_config import RunConfig as RunConfig
-    from spmdtrain.data.bad_records import SkipBadRecords as SkipBadRecords
     from spmdtrain.data.datasets import ArrayDataset as ArrayDataset
     from spmdtrain.data.datasets import Dataset as Dataset
     from spmdtrain.data.datasets import MappedDataset as MappedDataset
     from spmdtrain.data.datasets import Subset as Subset
-    from spmdtrain.data.idx import find_idx as find_idx
-    from spmdtrain.data.idx import read_idx as read_idx
-    from spmdtrain.data.image_folder import ImageFolder as ImageFolder
+    from spmdtrain.data.images import ImageFolder as ImageFolder
+    from spmdtrain.data.images import find_idx as find_idx
+    from spmdtrain.data.images import read_idx as read_idx
     from spmdtrain.data.mixture import Mixture as Mixture
-    from spmdtrain.data.packing import Packed as Packed
     from spmdtrain.data.sources.array_record import ArrayRecordSource as ArrayRecordSource
     from spmdtrain.data.sources.parquet import ParquetSource as ParquetSource
     from spmdtrain.data.sources.text_files import JsonLinesSource as JsonLinesSource
@@ -48,7 +46,9 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.data.sources.token_files import TokenDocuments as TokenDocuments
     from spmdtrain.data.sources.token_files import TokenFile as TokenFile
     from spmdtrain.data.streams import Stream as Stream
+    from spmdtrain.data.text import Packed as Packed
     from spmdtrain.data.text import Tokenized as Tokenized
+    from spmdtrain.data.training_data import SkipBadRecords as SkipBadRecords
     from spmdtrain.distributed.initialize import initialize as initialize
     from spmdtrain.errors import BadRecordError as BadRecordError
     from spmdtrain.errors import DeviceFaultError as DeviceFaultError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spmdtrain import Stream
-from spmdtrain.data.sharded_stream import ShardedStream
+from spmdtrain.data.streams import ShardedStream
 
 MakeShard = Callable[[int, int], Iterable[Any]]
 

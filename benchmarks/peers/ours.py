@@ -26,7 +26,7 @@ import nets
 from spmdtrain import ArrayDataset, CollectiveOptions, Trainer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.data import loader
-from spmdtrain.data.dispatch_batches import CountedBatches
+from spmdtrain.data.sampling import CountedBatches
 from spmdtrain.train import executor
 
 gate.mark("imported")

@@ -16,7 +16,7 @@ EDGE = 224
 
 
 def by_spmdtrain(threads: int | None = None) -> Iterator[Any]:
-    from spmdtrain.data.image_folder import ImageFolder
+    from spmdtrain.data.images import ImageFolder
     from spmdtrain.data.sampling import TrainBatches, all_rows
 
     folder = ImageFolder(work.data, EDGE, threads=threads)

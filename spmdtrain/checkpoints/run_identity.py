@@ -19,7 +19,7 @@ from spmdtrain.checkpoints.program_changes import (
     setting_problem,
 )
 from spmdtrain.config.run_config import RunConfig, SkippedBatches, config_as_json
-from spmdtrain.data.mixture_order import examples_per_period
+from spmdtrain.data.mixture import examples_per_period
 from spmdtrain.errors import UserError, foreign, option
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.tree import named_leaves

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.data.datasets import MappedDataset, Subset, sources_within
-from spmdtrain.data.image_folder import ImageFolder
-from spmdtrain.data.indexable import IndexableDataset
+from spmdtrain.data.examples import IndexableDataset
+from spmdtrain.data.images import ImageFolder
 from spmdtrain.data.mixture import Mixture
 from spmdtrain.document.terminal import number
 from spmdtrain.errors import foreign

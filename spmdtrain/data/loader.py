@@ -19,16 +19,21 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.config.run_config import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.dispatch_batches import (
+from spmdtrain.data.read_ahead import read_ahead
+from spmdtrain.data.sampling import (
+    Augment,
     CountedBatches,
+    OrderedBatches,
+    TrainBatches,
     indexed,
+    padded_size,
+    process_rows,
+    rows_of,
     stack_batches,
     stacked_sharding,
+    with_marks,
 )
-from spmdtrain.data.marked_rows import rows_of, with_marks
-from spmdtrain.data.read_ahead import read_ahead
-from spmdtrain.data.sampling import Augment, OrderedBatches, TrainBatches, padded_size, process_rows
-from spmdtrain.data.sharded_stream import Positions, ShardedStream, StreamProgress
+from spmdtrain.data.streams import Positions, ShardedStream, StreamProgress
 from spmdtrain.data.training_data import TrainingData
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement

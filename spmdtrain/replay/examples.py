@@ -11,9 +11,8 @@ from rich.table import Table
 from spmdtrain.checkpoints import stream_positions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.example_names import describe_values, place_of_example
-from spmdtrain.data.marked_rows import rows_of
-from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
-from spmdtrain.data.sharded_stream import ShardedStream
+from spmdtrain.data.sampling import Augment, TrainBatches, all_rows, rows_of
+from spmdtrain.data.streams import ShardedStream
 from spmdtrain.data.training_data import training_data
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, foreign

@@ -11,10 +11,8 @@ from jax._src.config import trace_context
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import is_in_memory
-from spmdtrain.data.dispatch_batches import batch_at, examples_of
 from spmdtrain.data.loader import abstract_batch
-from spmdtrain.data.marked_rows import as_marked
-from spmdtrain.data.sampling import Augment
+from spmdtrain.data.sampling import Augment, as_marked, batch_at, examples_of
 from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
 from spmdtrain.kernels.attention import describe_attention

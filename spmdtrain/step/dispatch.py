@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.dispatch_batches import CountedBatches, IndexedBatch, batch_at, stacked_steps
+from spmdtrain.data.sampling import CountedBatches, IndexedBatch, batch_at, stacked_steps
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.flops import count_flops

@@ -18,7 +18,7 @@ from spmdtrain.adapters.base import (
     Variables,
 )
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.marked_rows import as_marked
+from spmdtrain.data.sampling import as_marked
 from spmdtrain.errors import UserError, locate_errors
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import current_gathers

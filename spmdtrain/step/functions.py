@@ -22,8 +22,7 @@ from spmdtrain.adapters.base import (
     layer_paths,
 )
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.dispatch_batches import examples_of
-from spmdtrain.data.marked_rows import as_marked
+from spmdtrain.data.sampling import as_marked, examples_of
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError, locate_errors, option
 from spmdtrain.kernels.reference import reference_kernels

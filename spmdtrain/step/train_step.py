@@ -9,7 +9,7 @@ import jax
 import optax
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.data.dispatch_batches import (
+from spmdtrain.data.sampling import (
     CountedBatches,
     IndexedBatch,
     examples_of,

@@ -9,7 +9,7 @@ import jax
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.progress import hide_progress
+from spmdtrain.data.sources.files import hide_progress
 from spmdtrain.distributed import failures, initialize, process_group
 from spmdtrain.distributed.code_digest import file_digest, source_digests
 from spmdtrain.distributed.progress import Phase, phase

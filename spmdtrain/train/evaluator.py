@@ -18,9 +18,8 @@ from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.config.options import Which
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.training_data import examples_per_epoch, training_data
+from spmdtrain.data.training_data import examples_per_epoch, run_dataset, training_data
 from spmdtrain.distributed import failures, progress
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal

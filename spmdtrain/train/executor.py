@@ -11,9 +11,8 @@ from spmdtrain.checkpoints.source import list_for_all
 from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.dispatch_batches import CountedBatches, batch_at
 from spmdtrain.data.loader import on_devices, train_batches
-from spmdtrain.data.sampling import Augment
+from spmdtrain.data.sampling import Augment, CountedBatches, batch_at
 from spmdtrain.distributed import initialize
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase

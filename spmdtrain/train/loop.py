@@ -13,8 +13,7 @@ import jax
 
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
-from spmdtrain.data.marked_rows import rows_of
-from spmdtrain.data.sampling import Augment
+from spmdtrain.data.sampling import Augment, rows_of
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.first_call import call_together

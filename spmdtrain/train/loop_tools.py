@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.loader import check_fits, ordered_batches
 from spmdtrain.data.sampling import Augment, process_rows
+from spmdtrain.data.training_data import run_dataset
 from spmdtrain.distributed.first_call import Together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout

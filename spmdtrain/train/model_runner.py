@@ -14,9 +14,9 @@ from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
 from spmdtrain.checkpoints.source import list_for_all
 from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
-from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset, classes_of
-from spmdtrain.data.dispatch_batches import IndexedBatch
+from spmdtrain.data.sampling import IndexedBatch
+from spmdtrain.data.training_data import run_dataset
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.failures import StopSignals

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.checksums import traced_sum
-from spmdtrain.data.dispatch_batches import IndexedBatch, examples_of
+from spmdtrain.data.sampling import IndexedBatch, examples_of
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import Together
 from spmdtrain.errors import UserError

@@ -12,10 +12,14 @@ from spmdtrain.checkpoints.program_changes import changed_functions
 from spmdtrain.checkpoints.run_identity import Identity, all_skipped
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.sharded_stream import ShardedStream, StreamProgress
-from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
+from spmdtrain.data.streams import ShardedStream, StreamProgress
+from spmdtrain.data.training_data import (
+    TrainingData,
+    examples_per_epoch,
+    run_dataset,
+    training_data,
+)
 from spmdtrain.distributed import failures, process_group, progress
 from spmdtrain.distributed.code_digest import CodeRecord, code_record
 from spmdtrain.distributed.failures import StopSignals

@@ -13,7 +13,7 @@ from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
-from spmdtrain.data.sharded_stream import StreamProgress
+from spmdtrain.data.streams import StreamProgress
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal

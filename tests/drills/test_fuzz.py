@@ -46,8 +46,7 @@ from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.cluster import job_token, rendezvous
 from spmdtrain.cluster.job_token import Line, Side
 from spmdtrain.cluster.spec import parse_tf_config
-from spmdtrain.data.idx import read_idx
-from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
+from spmdtrain.data.images import UndecodableError, decode, load_pillow, read_idx
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.launch.task_env import free_ports
 from spmdtrain.plan.matmul_flops import products

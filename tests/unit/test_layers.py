@@ -85,14 +85,18 @@ def test_the_check_sees_imports() -> None:
 import spmdtrain.run
 from spmdtrain import train
 from ..step import flops
-from .idx import read_idx
+from .images import read_idx
 def later():
     importlib.import_module("spmdtrain.step.state")
     pool.submit(importlib.import_module, "spmdtrain.models.mlp")
 """
     found = set(imported_modules(code, "spmdtrain.data"))
     assert {"spmdtrain.run", "spmdtrain.train", "spmdtrain.step.flops"} <= found
-    assert {"spmdtrain.data.idx.read_idx", "spmdtrain.step.state", "spmdtrain.models.mlp"} <= found
+    assert {
+        "spmdtrain.data.images.read_idx",
+        "spmdtrain.step.state",
+        "spmdtrain.models.mlp",
+    } <= found
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -188,7 +192,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 104
+SINGLE_IMPORTERS = 97
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 20
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""

@@ -35,8 +35,7 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.spec import Address, from_tf_config
 from spmdtrain.data.datasets import as_dataset
-from spmdtrain.data.idx import read_idx
-from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.images import ImageFolder, read_idx
 from spmdtrain.distributed.initialize import ClusterOptions, find_party
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MobileNetV2

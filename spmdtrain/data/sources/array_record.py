@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from spmdtrain.data.indexable import cause_of
+from spmdtrain.data.examples import cause_of
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
 from spmdtrain.errors import BadRecordError, StorageError, UserError
 from spmdtrain.optional import import_extra

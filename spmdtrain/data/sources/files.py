@@ -1,22 +1,36 @@
-"""The files of a source: their paths in order, and a check that they have not changed since."""
+"""The files of a source: paths, local reads, cached blocks, scans of all records."""
 
+import collections
+import contextlib
+import functools
 import glob
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, NoReturn, cast
+from pathlib import Path
+from typing import IO, Any, Generic, NoReturn, TypeVar, cast
 
+import numpy as np
 from etils import epath
 
+from spmdtrain.data.order import BLOCKS_PER_GROUP
+from spmdtrain.distributed import process_group
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError, printable
 from spmdtrain.record.storage import failures, file_system, is_url, one_line
+from spmdtrain.record.user_folders import cache_folder, keep_file, locked, make_folder
 
-Path = str | os.PathLike[str]
-Files = Path | Sequence[Path]
+# -- The files of a source: their paths in order, and a check that they have not changed since -----
+
+FilePath = str | os.PathLike[str]
+Files = FilePath | Sequence[FilePath]
 """A file, a folder, a pattern with `*`, `?` or `[...]`, or a list of these."""
 
 _PATTERN = frozenset("*?[")
@@ -296,3 +310,305 @@ def _digest(path: str, size: int) -> str:
         for part in range(_PARTS if size > _SMALL else 0):
             found.update(os.pread(content.fileno(), _PART, part * (size - _PART) // (_PARTS - 1)))
     return found.hexdigest()
+
+
+# -- Reads of parts of local files, by several threads at once -------------------------------------
+
+SUMMED = 2**16
+"""Bytes of a part of a file that has a checksum."""
+
+_OPEN_FILES = 64  # kept open; the limit of a process is often 1,024
+
+
+class LocalReader:
+    """Local files, opened on first use. Memory does not grow with what is read.
+
+    A memory map would need no calls, but a file that is truncated while it is mapped ends the
+    process with SIGBUS, and the pages that were read count as memory of the process. Each read
+    compares the file with what it was when the source was created.
+
+    Args:
+      sums: For each file that is a copy that can be made again, the CRC-32 of each `SUMMED` bytes,
+        integers, which are compared on the first read of this part; empty for other files. The
+        default is for no copies.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], sums: Sequence[np.ndarray] = ()) -> None:
+        self._files = files
+        self._sums = sums or [np.zeros(0, np.int64) for _ in files]
+        self._compared = [np.zeros(len(each), bool) for each in self._sums]
+        self._open: BlockCache[_Descriptor] = BlockCache(_OPEN_FILES)
+
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        """Returns `size` bytes from `offset` on of a file, given by its number.
+
+        Raises:
+          UserError: If the file has changed, or ends before.
+          StorageError: If it cannot be read, or is a corrupted copy.
+        """
+        if len(self._sums[file]):
+            for part in range(offset // SUMMED, -(-(offset + size) // SUMMED)):
+                self._compare(file, part)
+        content = self._read(file, offset, size)
+        self._files[file].check_unchanged()
+        return content
+
+    def check(self, file: int) -> None:
+        """Checks that a file whose content was read before has not changed (`check_unchanged`)."""
+        self._files[file].check_unchanged()
+
+    def _read(self, file: int, offset: int, size: int) -> bytes:
+        opened, content = self._open.get(file, self._opened), b""
+        while len(content) < size:  # Linux reads at most 2 GiB at once
+            try:
+                more = os.pread(opened.number, size - len(content), offset + len(content))
+            except OSError as error:
+                self._files[file].fail(error)
+            if not more:
+                raise UserError(
+                    f"{self._files[file]}: the file has been truncated since the run started: "
+                    f"{self._files[file].size:,} bytes at the start, {offset + len(content):,} now"
+                )
+            content = content + more if content else more
+        return content
+
+    def _compare(self, file: int, part: int) -> None:
+        """Compares a part of a copy with its checksum, once."""
+        if self._compared[file][part]:
+            return
+        copy, start = self._files[file], part * SUMMED
+        content = self._read(file, start, min(SUMMED, copy.size - start))
+        if zlib.crc32(content) != self._sums[file][part]:
+            copy.check_unchanged()
+            with contextlib.suppress(OSError):
+                os.unlink(copy.path)
+            raise StorageError(
+                f"{copy}: this copy in the cache was corrupted after it was written, and has been "
+                "removed: start again, and it is made from the original"
+            )
+        self._compared[file][part] = True
+
+    def _opened(self, file: int) -> "_Descriptor":
+        return _Descriptor(self._files[file])
+
+
+class _Descriptor:
+    """An open file, which is closed when no thread uses it any more."""
+
+    def __init__(self, file: SourceFile) -> None:
+        file.check_unchanged()
+        try:
+            self.number = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"{file}: cannot be read: {error.strerror}") from error
+
+    def __del__(self, close: Any = os.close) -> None:
+        if hasattr(self, "number"):
+            close(self.number)
+
+
+# -- A cache of the blocks of a source that were read last, which threads share --------------------
+
+CACHED_BLOCKS = 2 * BLOCKS_PER_GROUP
+"""Default number of blocks: threads that read ahead may be in the next group of blocks."""
+
+T = TypeVar("T")
+
+_POOL_THREADS = (
+    BLOCKS_PER_GROUP  # blocks in a bucket take long to arrive, and those of a group at once
+)
+
+
+class BlockCache(Generic[T]):
+    """A cache of the last used blocks. If several threads need a block, one of them loads it.
+
+    A copy in another process begins empty.
+    """
+
+    def __init__(self, size: int = CACHED_BLOCKS) -> None:
+        self._size = size
+        self._blocks: collections.OrderedDict[int, Future[T]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockCache, (self._size,)
+
+    def reserve(self, size: int) -> None:
+        """Keeps at least this number of blocks from now on."""
+        with self._lock:
+            self._size = max(self._size, size)
+
+    def prefetch(self, numbers: Sequence[int], load: Callable[[int], T]) -> None:
+        """Loads several blocks at the same time, if the cache holds so many.
+
+        An error is not raised here, but by the `get` that follows.
+        """
+        with self._lock:
+            missing = [number for number in numbers if number not in self._blocks]
+            if len(missing) < 2 or len(numbers) > self._size:
+                return
+        wait([_pool().submit(self.get, number, load) for number in missing])
+
+    def get(self, number: int, load: Callable[[int], T]) -> T:
+        """Returns a block; loads it if it is not in the cache."""
+        with self._lock:
+            block = self._blocks.get(number)
+            is_new = block is None
+            if block is None:
+                block = self._blocks[number] = Future()
+                if len(self._blocks) > self._size:
+                    self._blocks.popitem(last=False)
+            else:
+                self._blocks.move_to_end(number)
+        if is_new:
+            try:
+                block.set_result(load(number))
+            except BaseException as error:
+                with self._lock:  # so that the next read tries again
+                    if self._blocks.get(number) is block:
+                        del self._blocks[number]
+                block.set_exception(error)
+        return block.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Returns the threads that load blocks of all sources."""
+    pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="blocks")
+    # At exit Python waits until a pool has done all of its pending work, needed or not.
+    threading._register_atexit(  # type: ignore[attr-defined]
+        pool.shutdown, wait=False, cancel_futures=True
+    )
+    return pool
+
+
+# -- Scans of all records of a source, by one process of a machine, with a cached result -----------
+
+SAMPLES = 16  # records whose content is part of the name of a cached file
+CACHE_DELAY = 0.1  # seconds; the result of a faster scan is not cached
+_DIGEST = hashlib.sha256().digest_size * 2  # hexadecimal digits at the beginning of a cached file
+
+
+def scan_folder() -> Path:
+    """Returns the folder of the cached results."""
+    return cache_folder() / "data"
+
+
+def source_key(
+    source: Any, contents: Callable[[Sequence[int]], Iterable[bytes]], *options: object
+) -> bytes:
+    """Returns a hash of a source for `cached_scan`.
+
+    It is a hash of the number of records, of the content of 16 of them, of the options, and of
+    `source.fingerprint()` if there is such a method.
+
+    Args:
+      contents: Returns the content of records by their numbers.
+      *options: What else the scan depends on.
+    """
+    count = len(source)
+    digest = hashlib.sha256(f"{count} {options}\n".encode())
+    if hasattr(source, "fingerprint"):
+        digest.update(f"{source.fingerprint()}\n".encode())
+    samples = np.unique(np.linspace(0, max(count - 1, 0), min(count, SAMPLES)).astype(np.int64))
+    for content in contents(samples.tolist()):
+        digest.update(f"{len(content)}\n".encode())
+        digest.update(content)
+    return digest.digest()
+
+
+def cached_scan(
+    kind: str,
+    key: bytes,
+    scan: Callable[[], np.ndarray],
+    work: str,
+    *,
+    dtype: Any = np.int32,
+    is_valid: Callable[[np.ndarray], bool] = lambda array: True,
+) -> np.ndarray:
+    """Returns the result of a scan from the user's cache folder, or scans.
+
+    Of several processes on this machine, one scans and the others wait for its result. It is an
+    array (n,), read-only; a memory map if it comes from a file.
+
+    Args:
+      kind: The kind of the result, which is part of the file's name.
+      key: Everything that the result depends on, or a hash of it.
+      scan: Returns the result. It is cached if this took more than `CACHE_DELAY`.
+      work: What the scan does, such as "counting tokens", for the line of a process that waits.
+      is_valid: Whether a result from the cache still holds.
+    """
+    path = scan_folder() / f"{kind}-{hashlib.sha256(kind.encode() + key).hexdigest()}"
+
+    def load() -> np.ndarray | None:
+        found = _load(path, np.dtype(dtype))
+        return found if found is not None and is_valid(found) else None
+
+    if (found := load()) is not None:
+        return found
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # without a cache folder every process scans
+            make_folder(path.parent)
+            stack.enter_context(locked(path, work))
+        if (found := load()) is not None:
+            return found
+        started = time.perf_counter()
+        array = scan()
+        array.flags.writeable = False
+        if time.perf_counter() - started > CACHE_DELAY:
+            keep_file(path, _scan_digest(path, array) + array.tobytes())
+    return array
+
+
+def _load(path: Path, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """Returns the array of a cached file; None if the file is missing, corrupted or renamed."""
+    try:
+        size = path.stat().st_size - _DIGEST
+        if not path.is_file() or size < 0 or size % dtype.itemsize:
+            return None
+        # An empty memory map is an error.
+        array = np.memmap(path, dtype, "r", _DIGEST) if size else np.zeros(0, dtype)
+        with path.open("rb") as file:
+            digest = file.read(_DIGEST)
+    except OSError:
+        return None
+    return array if digest == _scan_digest(path, array) else None
+
+
+def _scan_digest(path: Path, array: np.ndarray) -> bytes:
+    digest = hashlib.sha256(f"{path.name}\n".encode())
+    digest.update(array.data)
+    return digest.hexdigest().encode()
+
+
+# -- A progress bar for work before the first step that may take long ------------------------------
+
+PROGRESS_DELAY = 3.0  # seconds before a bar appears
+_hidden = False
+"""Whether bars are hidden in this process. It is global because datasets have no configuration."""
+
+
+def hide_progress(*, hidden: bool) -> None:
+    """Hides or shows the bars of datasets, as the option `quiet` of a command says."""
+    global _hidden
+    _hidden = hidden
+
+
+@contextmanager
+def delayed_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar on the first process's terminal once the work takes long.
+
+    Yields a function of the amount of `total` that is done, to be called in one thread.
+    """
+    terminal = Terminal(quiet=_hidden or not process_group.is_chief())
+    started, has_bar = time.perf_counter(), False
+    with ExitStack() as stack:
+
+        def advance(done: int) -> None:
+            nonlocal has_bar
+            if not has_bar and time.perf_counter() - started > PROGRESS_DELAY:
+                stack.enter_context(terminal.progress(description, done=done, total=total))
+                has_bar = True
+            terminal.advance(done)
+
+        yield advance

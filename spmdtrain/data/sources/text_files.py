@@ -1,23 +1,125 @@
-"""Lines, paragraphs and other parts of text files, and JSON records, by index."""
+"""Lines, paragraphs and JSON records of text files, by index."""
 
+import contextlib
+import gzip
 import hashlib
 import itertools
 import json
 import operator
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 import numpy as np
 
-from spmdtrain.data.sources.block_cache import BlockCache
-from spmdtrain.data.sources.files import Files, find_files
-from spmdtrain.data.sources.local_reader import LocalReader
-from spmdtrain.data.sources.text_cuts import LineScanner, Scanner, SeparatorScanner
-from spmdtrain.data.sources.text_index import index_files
-from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
-from spmdtrain.record.storage import is_url
+from spmdtrain.data.sources.files import (
+    SUMMED,
+    BlockCache,
+    Files,
+    LocalReader,
+    SourceFile,
+    delayed_progress,
+    find_files,
+)
+from spmdtrain.errors import BadRecordError, StorageError, UserError, did_you_mean, printable
+from spmdtrain.optional import import_extra
+from spmdtrain.record.storage import failures, is_url, one_line
+from spmdtrain.record.user_folders import cache_folder, locked, make_folder, replaced
+
+# -- Scanners that find where the examples of a text begin, from pieces of it ----------------------
+
+_NONE = np.zeros(0, np.int64)
+_LF, _CR = 10, 13
+
+
+class Scanner(Protocol):
+    """A scan of a text in pieces. Examples without content are left out."""
+
+    def feed(self, piece: bytes) -> np.ndarray:
+        """Returns where examples begin, int64, without those that were returned before.
+
+        `piece` has the next bytes of the text, at least one.
+        """
+        ...
+
+    def finish(self) -> np.ndarray:
+        """Returns where the other examples begin."""
+        ...
+
+
+class LineScanner:
+    """A scanner for lines that are not empty, or for paragraphs: lines between empty ones.
+
+    A line ends with LF or CR LF.
+    """
+
+    def __init__(self, *, paragraphs: bool) -> None:
+        self._paragraphs = paragraphs
+        self._after_empty = True  # whether the previous line is empty, or there is none
+        self._position = 0  # of the next piece
+        self._start = 0  # of the line that is not complete
+        self._last = 0  # byte of the previous piece
+
+    def feed(self, piece: bytes) -> np.ndarray:
+        content = np.frombuffer(piece, np.uint8)
+        ends = np.flatnonzero(content == _LF)
+        # The byte before each end.
+        before = content[ends - 1]
+        if len(ends) and ends[0] == 0:
+            before[0] = self._last
+        ends += self._position
+        self._position, self._last = self._position + len(piece), piece[-1]
+        if not len(ends):
+            return _NONE
+        starts = np.concatenate([[self._start], ends[:-1] + 1])
+        self._start = int(ends[-1]) + 1
+        return self._examples(starts, ends - starts, before)
+
+    def finish(self) -> np.ndarray:
+        length = self._position - self._start
+        return self._examples(np.array([self._start]), np.array([length]), np.array([self._last]))
+
+    def _examples(self, starts: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+        empty = (lengths == 0) | ((lengths == 1) & (last == _CR))
+        chosen = ~empty
+        if self._paragraphs:
+            chosen &= np.concatenate([[self._after_empty], empty[:-1]])
+            self._after_empty = bool(empty[-1])
+        return starts[chosen]
+
+
+class SeparatorScanner:
+    """A scanner for the texts between separators that hold more than white space."""
+
+    def __init__(self, separator: bytes) -> None:
+        self._separator = separator
+        self._rest = b""  # the end of the previous pieces, where a separator may begin
+        self._position = 0  # of `_rest`
+        self._start = 0  # of the example that is not complete
+        self._has_text = False  # whether it holds more than white space, before `_rest`
+
+    def feed(self, piece: bytes) -> np.ndarray:
+        content, found, begin = self._rest + piece, [], 0
+        while (end := content.find(self._separator, begin)) >= 0:
+            if self._has_text or content[begin:end].strip():
+                found.append(self._start)
+            begin = end + len(self._separator)
+            self._start, self._has_text = self._position + begin, False
+        kept = max(begin, len(content) - len(self._separator) + 1)
+        self._has_text = self._has_text or bool(content[begin:kept].strip())
+        self._rest, self._position = content[kept:], self._position + kept
+        return np.array(found, np.int64)
+
+    def finish(self) -> np.ndarray:
+        has_text = self._has_text or bool(self._rest.strip())
+        return np.array([self._start] if has_text else [], np.int64)
+
+
+# -- Lines, paragraphs and other parts of text files, and JSON records, by index -------------------
 
 LARGE = 2**30
 """Bytes of text from which on a source has blocks."""
@@ -275,3 +377,281 @@ def _scanner(separator: str) -> Scanner:
     if separator in ("\n", "\n\n"):
         return LineScanner(paragraphs=separator == "\n\n")
     return SeparatorScanner(separator.encode())
+
+
+# -- The positions of the examples in text files: one scan, kept in the user's cache folder --------
+#
+# A compressed or remote file is copied, decompressed, to the same folder by that scan, because it
+# has no random access.
+
+_PIECE = 2**20  # bytes that are scanned at once
+# Compressed bytes that a zstd decompressor gets at once. They become at most 128 MiB, because a
+# block has at least 4 bytes, and at most 128 KiB of content.
+_FED = 2**12
+_MB = 10**6
+_VERSION = 3  # of the cached files: increased if their content changes
+_SECONDS = 2 * 10**9  # ns: the coarsest time of modification of a file system
+
+
+@dataclass(frozen=True)
+class IndexedText:
+    """A text file with random access.
+
+    Attributes:
+      source: The file that was given.
+      text: The same file, or its decompressed copy.
+      offsets: A file of int64: the positions in `text` at which the examples begin, its size, the
+        CRC-32 of each `SUMMED` bytes of a copy, the size again, and a CRC-32 of all these.
+    """
+
+    source: SourceFile
+    text: SourceFile
+    offsets: SourceFile
+
+    @property
+    def count(self) -> int:
+        """Number of examples."""
+        return self.offsets.size // 8 - 3 - self._parts
+
+    def sums(self) -> np.ndarray:
+        """Returns the CRC-32 of each `SUMMED` bytes of a copy, int64; none for other files."""
+        with self.offsets.open() as content:
+            content.seek(8 * (self.count + 1))
+            return np.frombuffer(content.read(8 * self._parts), "<i8")
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether `text` is a copy."""
+        return self.text.path != self.source.path
+
+    @property
+    def _parts(self) -> int:
+        return -(-self.text.size // SUMMED) if self.is_copy else 0
+
+
+def index_files(
+    files: Sequence[SourceFile],
+    make_scanner: Callable[[], Scanner],
+    key: str,
+    cache_dir: str | os.PathLike[str] | None,
+) -> list[IndexedText]:
+    """Returns text files with the positions of their examples, from the cache if possible.
+
+    Args:
+      files: The files: plain, or compressed by gzip or zstd; local or remote.
+      key: What the scanner depends on.
+      cache_dir: The folder for positions and decompressed copies. The default is the folder `data`
+        in the user's cache folder.
+
+    Raises:
+      UserError: If a file is corrupted, or the folder is not a local one.
+      StorageError: If a file cannot be read, or the folder cannot be written.
+    """
+    if cache_dir is None:
+        folder = cache_folder() / "data"
+    elif is_url(os.fspath(cache_dir)) or os.fspath(cache_dir) == "":
+        raise UserError(f"cache_dir is {os.fspath(cache_dir)!r}: it must be a local folder")
+    else:
+        folder = Path(cache_dir).expanduser()
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise StorageError(f"cache_dir: {one_line(error)}: choose another folder") from error
+    if not folder.is_dir():
+        raise UserError(f"cache_dir: {printable(folder)} is not a folder")
+    indexed, done = [], 0
+    with delayed_progress("indexing (MB)", sum(file.size for file in files) // _MB) as advance:
+        for file in files:
+            each = _Index(file, folder, key)
+            indexed.append(each.get(make_scanner, partial(_advance, advance, done)))
+            done += file.size
+    return indexed
+
+
+def _advance(advance: Callable[[int], None], before: int, read: int) -> None:
+    advance((before + read) // _MB)
+
+
+class _Index:
+    """The cached files of a text file."""
+
+    def __init__(self, file: SourceFile, folder: Path, key: str) -> None:
+        where = file.path if is_url(file.path) else os.path.realpath(file.path)
+        digest = hashlib.sha256(f"{_VERSION} {where} {file.size} {file.version}".encode())
+        self._file = file
+        self._codec = _codec(file)
+        # All kinds of examples share the copy.
+        copy = folder / f"text-{digest.hexdigest()}"
+        self._text = Path(file.path) if self._codec is None else copy
+        digest.update(key.encode())
+        self._offsets = folder / f"offsets-{digest.hexdigest()}"
+        # The time of modification that a copy is given. It differs if anything else writes to it.
+        self._copied = file.version // _SECONDS * _SECONDS
+
+    def get(
+        self, make_scanner: Callable[[], Scanner], advance: Callable[[int], None]
+    ) -> IndexedText:
+        """Returns the index. Of several processes on this machine one computes it."""
+        try:
+            if (found := self._load()) is not None:
+                return found
+            with locked(self._offsets, f"indexing {self._file}"):
+                if (found := self._load()) is None:
+                    self._scan(make_scanner(), advance)
+                    found = self._load()
+        except (StorageError, UserError):
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"{self._file}: its index cannot be written to {printable(self._offsets.parent)}: "
+                f"{one_line(error)}: free some space, or choose another folder, cache_dir=..."
+            ) from error
+        if found is None:
+            raise StorageError(f"{self._file}: its index has been removed from {self._offsets}")
+        return found
+
+    def _load(self) -> IndexedText | None:
+        """Returns the index; None if there is none, or it or the copy of the text is corrupted."""
+        try:
+            (offsets,) = find_files(self._offsets, (), "")
+            size = self._checked_size()
+            text = self._file
+            if self._codec is not None:
+                (text,) = find_files(self._text, (), "")
+                if text.version != self._copied:
+                    return None
+        except (UserError, OSError):
+            return None
+        return IndexedText(self._file, text, offsets) if size == text.size else None
+
+    def _checked_size(self) -> int | None:
+        """Returns the size of the text according to the index; None if its CRC-32 is wrong."""
+        crc, last = self._initial_crc(), b""
+        with open(self._offsets, "rb") as content:
+            left = os.fstat(content.fileno()).st_size - 8
+            while left > 0 and (piece := content.read(min(_PIECE, left))):
+                crc, last, left = zlib.crc32(piece, crc), piece, left - len(piece)
+            intact = int.from_bytes(content.read(9), "little") == crc
+        return int.from_bytes(last[-8:], "little") if intact else None
+
+    def _initial_crc(self) -> int:
+        return zlib.crc32(self._offsets.name.encode())
+
+    def _copy_is_intact(self) -> bool:
+        """Returns whether there is a copy to which nothing else has written."""
+        try:
+            (copy,) = find_files(self._text, (), "")
+        except (UserError, OSError):
+            return False
+        return copy.version == self._copied
+
+    def _scan(self, scanner: Scanner, advance: Callable[[int], None]) -> None:
+        """Reads the file once, and writes the positions of its examples and, if needed, a copy."""
+        # Another kind of examples may have made the copy, with which other runs may be training.
+        copied = self._codec is not None and not self._copy_is_intact()
+        crc, total, sums = self._initial_crc(), 0, list[int]()
+        with (
+            contextlib.closing(self._file.open(whole=True)) as content,
+            replaced(self._offsets) as offsets,
+            replaced(self._text, self._copied) if copied else contextlib.nullcontext() as text,
+        ):
+            for piece in self._pieces(content):
+                if text is not None:
+                    text.write(piece)
+                if self._codec is not None:
+                    _add_to_sums(sums, total, piece)
+                found = scanner.feed(piece).astype("<i8").tobytes()
+                offsets.write(found)
+                crc, total = zlib.crc32(found, crc), total + len(piece)
+                advance(content.tell())
+            found = np.array([*scanner.finish(), total, *sums, total], "<i8").tobytes()
+            offsets.write(found + zlib.crc32(found, crc).to_bytes(8, "little"))
+            self._file.check_unchanged()
+
+    def _pieces(self, content: IO[bytes]) -> Iterator[bytes]:
+        """Yields the decompressed content of the file."""
+        try:
+            yield from _CODECS[self._codec](content)
+        except (EOFError, zlib.error, gzip.BadGzipFile, _Corrupted) as error:
+            raise UserError(
+                f"{self._file}: cannot be decompressed: {one_line(error)}. The file is truncated "
+                "or corrupted: write it again, or leave it out"
+            ) from error
+        except failures(self._file.path) as error:
+            if isinstance(error, UserError):
+                raise
+            self._file.fail(error)
+
+
+def _add_to_sums(sums: list[int], position: int, piece: bytes) -> None:
+    """Adds the bytes of a copy from a position on to the CRC-32 of its parts."""
+    for start in range(position - position % SUMMED, position + len(piece), SUMMED):
+        if start >= position:
+            sums.append(0)
+        part = memoryview(piece)[max(start - position, 0) : start - position + SUMMED]
+        sums[-1] = zlib.crc32(part, sums[-1])
+
+
+# -- compression -----------------------------------------------------------------------------------
+
+
+class _Corrupted(Exception):
+    """Content that cannot be decompressed."""
+
+
+def _codec(file: SourceFile) -> str | None:
+    """Returns the compression of a file, "copy" for a plain remote one, None for a plain local one.
+
+    It is detected by content: neither gzip nor zstd begins like UTF-8.
+    """
+    with contextlib.closing(file.open()) as content:
+        try:
+            magic = content.read(4)
+        except failures(file.path) as error:
+            file.fail(error)
+    for codec, suffix, begins in (
+        ("gzip", ".gz", b"\x1f\x8b"),
+        ("zstd", ".zst", b"\x28\xb5\x2f\xfd"),
+    ):
+        if magic.startswith(begins) or file.path.lower().endswith(suffix):
+            return codec
+    return "copy" if is_url(file.path) else None
+
+
+def _plain(content: IO[bytes]) -> Iterator[bytes]:
+    while piece := content.read(_PIECE):
+        yield piece
+
+
+def _gunzipped(content: IO[bytes]) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=content) as file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
+    zstandard = import_extra("zstandard", "zstd", "files compressed by zstd")
+    # The stream readers of this library end silently within a truncated frame.
+    frame: Any = None
+    try:
+        while fed := file.read(_FED):
+            while fed:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                content = memoryview(frame.decompress(fed))
+                for start in range(0, len(content), _PIECE):
+                    yield bytes(content[start : start + _PIECE])
+                fed = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame = None
+    except zstandard.ZstdError as error:
+        raise _Corrupted(error) from error
+    if frame is not None:
+        raise _Corrupted("the last frame is not complete")
+
+
+_CODECS: dict[str | None, Callable[[IO[bytes]], Iterator[bytes]]] = {
+    None: _plain,
+    "copy": _plain,
+    "gzip": _gunzipped,
+    "zstd": _unzstd,
+}

@@ -9,10 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.data.progress import delayed_progress
-from spmdtrain.data.scans import cached_scan
-from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
-from spmdtrain.data.sources.local_reader import LocalReader
+from spmdtrain.data.sources.files import (
+    Files,
+    LocalReader,
+    SourceFile,
+    cached_scan,
+    delayed_progress,
+    find_files,
+    listed,
+)
 from spmdtrain.errors import BadRecordError, UserError, printable
 from spmdtrain.record.storage import is_url, one_line
 from spmdtrain.record.validation import read_npy_header

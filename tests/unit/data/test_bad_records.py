@@ -28,10 +28,9 @@ from spmdtrain import (
     Tokenized,
     UserError,
 )
-from spmdtrain.data import scans
-from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import as_dataset, blocks_of, fingerprint, skipped_of
-from spmdtrain.data.training_data import training_data
+from spmdtrain.data.sources import files
+from spmdtrain.data.training_data import run_dataset, training_data
 from spmdtrain.record import user_folders
 
 
@@ -201,7 +200,7 @@ class Files(Numbers):
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, in which the result of every scan is kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(scans, "CACHE_DELAY", 0.0)
+    monkeypatch.setattr(files, "CACHE_DELAY", 0.0)
     return tmp_path / "spmdtrain" / "data"
 
 
@@ -238,7 +237,7 @@ def test_one_process_of_a_machine_scans(cache: Path, monkeypatch: pytest.MonkeyP
         return np.array([3, 1], np.int32)
 
     def result() -> list[int]:
-        found: list[int] = scans.cached_scan("lengths", b"key", scan, "counting tokens").tolist()
+        found: list[int] = files.cached_scan("lengths", b"key", scan, "counting tokens").tolist()
         return found
 
     with ThreadPoolExecutor(3) as pool:

@@ -13,8 +13,7 @@ import pytest
 from spmdtrain import Packed, RunConfig, SkipBadRecords, Stream, Subset, UserError
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.sampling import TrainBatches
-from spmdtrain.data.shard_reader import ShardReader
-from spmdtrain.data.streams import as_stream
+from spmdtrain.data.streams import ShardReader, as_stream
 from spmdtrain.data.training_data import training_data
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported

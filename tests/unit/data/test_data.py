@@ -22,7 +22,7 @@ from spmdtrain.data.datasets import (
     fingerprint,
 )
 from spmdtrain.data.loader import ordered_batches, train_batches
-from spmdtrain.data.permutation import permuted
+from spmdtrain.data.order import permuted
 from spmdtrain.data.sampling import (
     Augment,
     OrderedBatches,

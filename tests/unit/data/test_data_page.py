@@ -22,7 +22,7 @@ from PIL import Image
 
 import spmdtrain
 from spmdtrain.data.datasets import as_dataset
-from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.images import ImageFolder
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")

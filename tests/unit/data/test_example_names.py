@@ -7,10 +7,9 @@ import numpy as np
 from spmdtrain import ArrayDataset, MappedDataset, Subset
 from spmdtrain.data.example_names import describe_values, place_of_example
 from spmdtrain.data.mixture import Mixture
-from spmdtrain.data.packing import Packed
 from spmdtrain.data.sources.text_files import TextSource
 from spmdtrain.data.sources.token_files import TokenFile
-from spmdtrain.data.text import Tokenized
+from spmdtrain.data.text import Packed, Tokenized
 
 
 def test_an_example_is_traced_to_its_file_and_record(tmp_path: Path) -> None:

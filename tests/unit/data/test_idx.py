@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 from helpers import REPOSITORY
 
-from spmdtrain.data.idx import find_idx, read_idx
+from spmdtrain.data.images import find_idx, read_idx
 from spmdtrain.errors import UserError
 from spmdtrain.train.experiment import load_experiment
 
@@ -222,7 +222,7 @@ def test_a_file_that_grows_a_thousandfold_is_refused_in_little_memory(
     code = """
 import sys
 from pathlib import Path
-from spmdtrain.data.idx import read_idx
+from spmdtrain.data.images import read_idx
 try:
     read_idx(sys.argv[1])
 except ValueError as error:

@@ -33,12 +33,12 @@ from PIL import Image, ImageFile
 from spmdtrain import Trainer
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
 from spmdtrain.cluster import command
-from spmdtrain.data import image_decoding, image_folder
-from spmdtrain.data import progress as progress_bar
+from spmdtrain.data import images
 from spmdtrain.data.datasets import Dataset, MappedDataset, Subset, fingerprint
-from spmdtrain.data.image_files import SPLITS, split_of
-from spmdtrain.data.image_folder import BrokenImageError, ImageFolder
-from spmdtrain.data.permutation import permuted
+from spmdtrain.data.images import SPLITS, BrokenImageError, ImageFolder, split_of
+from spmdtrain.data.images import decode as decode_image
+from spmdtrain.data.order import permuted
+from spmdtrain.data.sources import files as progress_bar
 from spmdtrain.distributed import progress
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError
@@ -98,9 +98,9 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
     def count(content: bytes, size: tuple[int, int]) -> np.ndarray:
         seen.append(content)
-        return image_decoding.decode(content, size)
+        return decode_image(content, size)
 
-    monkeypatch.setattr(image_folder, "decode", count)
+    monkeypatch.setattr(images, "decode", count)
     return seen
 
 
@@ -382,7 +382,7 @@ def test_pictures_of_kinds_that_are_not_read_are_counted_in_one_line(
 IN_A_BUCKET = """
 import numpy as np
 from etils import epath
-from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.images import ImageFolder
 
 kind = type(epath.Path("gs://bucket/data"))
 is_dir, asked = kind.is_dir, set()
@@ -488,7 +488,7 @@ def test_a_picture_for_which_there_is_no_memory_is_not_called_broken(
         raise MemoryError
 
     dataset = ImageFolder(numbered(tmp_path, 1), 2)
-    monkeypatch.setattr(image_folder, "decode", none)
+    monkeypatch.setattr(images, "decode", none)
     with pytest.raises(UserError, match=r"000\.png: .*memory") as error:
         everything(dataset)
     assert not isinstance(error.value, BrokenImageError)
@@ -728,7 +728,7 @@ def test_a_broken_file_ends_a_run_with_one_line(
     file.write_bytes(b"what")
     config = small_experiment(
         tmp_path,
-        ("from spmdtrain ", "from spmdtrain.data.image_folder import ImageFolder\nfrom spmdtrain "),
+        ("from spmdtrain ", "from spmdtrain.data.images import ImageFolder\nfrom spmdtrain "),
         ("    x, y = batch\n", '    x = batch["image"].mean((1, 2, 3))[:, None] / 255; y = x\n'),
         ("    data = (x, 3 * x + 2)\n", "    data = ImageFolder(config.data_dir, 2)\n"),
     )
@@ -768,9 +768,7 @@ CACHES: list[dict[str, Any]] = [
 def test_the_rows_are_the_same_however_they_are_read(tmp_path: Path) -> None:
     pictures = {f"{n % 3}/{n}.png": noise(20 + n, 30 - n, seed=n) for n in range(20)}
     folder = folder_of(tmp_path / "data", pictures)
-    expected = {
-        file: image_decoding.decode((folder / file).read_bytes(), (9, 7)) for file in pictures
-    }
+    expected = {file: decode_image((folder / file).read_bytes(), (9, 7)) for file in pictures}
     asked = [np.random.default_rng(n).integers(0, 20, 8) for n in range(12)]
     for options in CACHES:
         place: dict[str, Any] = (
@@ -811,10 +809,10 @@ def test_as_many_are_decoded_at_a_time_as_there_are_threads_or_cores(
         time.sleep(0.02)  # if there were more, they would come in now
         with lock:
             decoding -= 1
-        return image_decoding.decode(content, size)
+        return decode_image(content, size)
 
     dataset = ImageFolder(numbered(tmp_path, 2 * wanted), 2, threads=threads)
-    monkeypatch.setattr(image_folder, "decode", meet)
+    monkeypatch.setattr(images, "decode", meet)
     assert values(dataset) == list(range(2 * wanted))
     assert most == wanted
 
@@ -894,10 +892,10 @@ def test_where_one_picture_fails_the_others_are_not_decoded_first(
     def slow(content: bytes, size: tuple[int, int]) -> np.ndarray:
         begun.append(content)
         time.sleep(0.05)
-        return image_decoding.decode(content, size)
+        return decode_image(content, size)
 
     folder = folder_of(numbered(tmp_path, 40), {"a/000.png": b"?"})
-    monkeypatch.setattr(image_folder, "decode", slow)
+    monkeypatch.setattr(images, "decode", slow)
     for cache in ("none", "memory"):
         dataset = ImageFolder(folder, 2, threads=1, cache=cache)
         begun.clear()
@@ -922,11 +920,11 @@ def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
     def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
         if content == b"?":
             assert held.wait(20)
-        return image_decoding.decode(content, size)
+        return decode_image(content, size)
 
     folder = folder_of(numbered(tmp_path, 9), {"a/000.png": b"?"})
     dataset = ImageFolder(folder, 2, threads=1, cache="memory")
-    monkeypatch.setattr(image_folder, "decode", decode)
+    monkeypatch.setattr(images, "decode", decode)
     ask, found = dataset._decoded, list[Any]()
 
     def tell(file: str) -> Any:
@@ -957,7 +955,7 @@ def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
 LEAVING = """
 import sys, threading, time
 import numpy as np
-from spmdtrain.data import image_folder as images
+from spmdtrain.data import images
 
 def slow(content, size):
     print("decoding", flush=True)
@@ -1020,8 +1018,8 @@ def test_another_size_or_way_of_decoding_is_another_example(
         assert shape == size
     assert len(decodes) == 3
     changes = [
-        (image_decoding, "_VERSION", -1),
-        (image_decoding, "_libraries", lambda: "pillow=99"),
+        (images, "_VERSION", -1),
+        (images, "_libraries", lambda: "pillow=99"),
         (ImageFile, "LOAD_TRUNCATED_IMAGES", True),
     ]
     for number, change in enumerate(changes, 4):
@@ -1034,8 +1032,8 @@ def test_another_size_or_way_of_decoding_is_another_example(
 def test_the_libraries_that_decode_are_part_of_the_recipe() -> None:
     import PIL
 
-    assert f"pillow={PIL.__version__} jpeg=" in image_decoding.recipe()
-    assert "None" not in image_decoding.recipe()
+    assert f"pillow={PIL.__version__} jpeg=" in images.recipe()
+    assert "None" not in images.recipe()
 
 
 def flip(content: bytes) -> bytes:
@@ -1067,7 +1065,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.images import ImageFolder
 
 whole = Path.write_bytes
 
@@ -1112,7 +1110,7 @@ def test_two_that_fill_a_cache_at_once_do_not_meet(
         reader.join()
     assert not both.broken
     assert len(stored(tmp_path)) == 1
-    monkeypatch.setattr(image_folder, "decode", None)  # existing files are used
+    monkeypatch.setattr(images, "decode", None)  # existing files are used
     assert values(on_disk(tmp_path)) == [5]
 
 
@@ -1223,7 +1221,7 @@ def experiment_on(folder: Path, *changes: tuple[str, str]) -> Path:
     """The file of an experiment on the images in --data-dir."""
     return small_experiment(
         folder,
-        ("from spmdtrain ", "from spmdtrain.data.image_folder import ImageFolder\nfrom spmdtrain "),
+        ("from spmdtrain ", "from spmdtrain.data.images import ImageFolder\nfrom spmdtrain "),
         ("    x, y = batch\n", '    x = batch["image"].mean((1, 2, 3))[:, None] / 255; y = x\n'),
         ("    data = (x, 3 * x + 2)\n", "    data = ImageFolder(config.data_dir, 2)\n"),
         *changes,

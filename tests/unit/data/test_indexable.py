@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.data.datasets import as_dataset
-from spmdtrain.data.indexable import IndexableDataset
+from spmdtrain.data.examples import IndexableDataset
 from spmdtrain.errors import StorageError, UserError
 
 

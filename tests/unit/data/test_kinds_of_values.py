@@ -19,8 +19,7 @@ from stream_helpers import Counter, CounterIterator, as_text, batches
 
 from spmdtrain import JsonLinesSource, ParquetSource, Stream, UserError
 from spmdtrain.data.datasets import as_dataset
-from spmdtrain.data.sharded_stream import ShardedStream
-from spmdtrain.data.streams import as_stream
+from spmdtrain.data.streams import ShardedStream, as_stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the libraries
 

@@ -12,8 +12,14 @@ from step_helpers import on
 from spmdtrain import Mixture, UserError
 from spmdtrain.data.datasets import MappedDataset, Subset, fingerprint
 from spmdtrain.data.loader import train_batches
-from spmdtrain.data.mixture import components_of, epoch_size, mixture_of
-from spmdtrain.data.mixture_order import BLOCK, MixtureOrder, examples_per_period
+from spmdtrain.data.mixture import (
+    BLOCK,
+    MixtureOrder,
+    components_of,
+    epoch_size,
+    examples_per_period,
+    mixture_of,
+)
 from spmdtrain.data.sampling import TrainBatches, all_rows
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh
 

@@ -11,9 +11,8 @@ from spmdtrain.data.datasets import (
     blocks_of,
     fingerprint,
 )
-from spmdtrain.data.indexable import IndexableDataset
-from spmdtrain.data.order import BLOCKS_PER_GROUP, EpochOrder
-from spmdtrain.data.permutation import permuted
+from spmdtrain.data.examples import IndexableDataset
+from spmdtrain.data.order import BLOCKS_PER_GROUP, EpochOrder, permuted
 from spmdtrain.data.sampling import TrainBatches, all_rows, order_of
 from spmdtrain.errors import UserError
 

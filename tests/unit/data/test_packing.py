@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 
 from spmdtrain import UserError
-from spmdtrain.data import scans
 from spmdtrain.data.datasets import as_dataset, fingerprint
-from spmdtrain.data.documents import document_lengths
-from spmdtrain.data.packing import Packed, RecentDocuments, best_fit
 from spmdtrain.data.sampling import TrainBatches
-from spmdtrain.data.sources.block_cache import BlockCache
+from spmdtrain.data.sources import files
+from spmdtrain.data.sources.files import BlockCache
+from spmdtrain.data.text import Packed, RecentDocuments, best_fit, document_lengths
 
 
 class Documents:
@@ -210,7 +209,7 @@ def test_the_documents_read_least_recently_are_dropped_first() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, in which the result of every scan is kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(scans, "CACHE_DELAY", 0.0)
+    monkeypatch.setattr(files, "CACHE_DELAY", 0.0)
     return tmp_path / "spmdtrain" / "data"
 
 

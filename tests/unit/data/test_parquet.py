@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.data.datasets import as_dataset, blocks_of, fingerprint
-from spmdtrain.data.sources.block_cache import BlockCache
+from spmdtrain.data.sources.files import BlockCache
 from spmdtrain.data.sources.parquet import ParquetSource
 from spmdtrain.errors import StorageError, UserError
 
@@ -354,7 +354,7 @@ def test_a_file_that_changes_or_vanishes_is_named(tmp_path: Path, how: str) -> N
 IN_A_BUCKET = """
 import sys
 import numpy as np
-from spmdtrain.data.sources.block_cache import BlockCache
+from spmdtrain.data.sources.files import BlockCache
 from spmdtrain.data.sources.parquet import ParquetSource
 source = ParquetSource("gs://bucket/data")
 print([str(file) for file in source.files], source.blocks.tolist())

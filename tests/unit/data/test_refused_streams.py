@@ -19,9 +19,7 @@ from stream_helpers import (
 
 from spmdtrain import RunConfig, Stream, UserError
 from spmdtrain.data.datasets import as_dataset
-from spmdtrain.data.shard_reader import ShardReader
-from spmdtrain.data.sharded_stream import ShardedStream, shards_of
-from spmdtrain.data.streams import as_stream
+from spmdtrain.data.streams import ShardedStream, ShardReader, as_stream, shards_of
 from spmdtrain.data.training_data import examples_per_epoch, training_data
 from spmdtrain.errors import StorageError
 

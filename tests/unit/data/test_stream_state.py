@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spmdtrain.data.stream_state import UnsupportedStateError, as_text, from_text
+from spmdtrain.data.streams import UnsupportedStateError, as_text, from_text
 
 text = st.text(alphabet='aä\0"\\', max_size=5)
 scalars = (

@@ -24,9 +24,7 @@ from stream_helpers import (
 )
 
 from spmdtrain import Stream, UserError
-from spmdtrain.data.shard_reader import ShardReader
-from spmdtrain.data.sharded_stream import ShardedStream
-from spmdtrain.data.streams import as_stream
+from spmdtrain.data.streams import ShardedStream, ShardReader, as_stream
 
 # -- the order of the examples ---------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain import Packed, ParquetSource, Tokenized, UserError
-from spmdtrain.data.tokenizer import load_tokenizer
+from spmdtrain.data.text import load_tokenizer
 
 TEXTS = [f"{i} green bottles, hanging on the wall" for i in range(99, 0, -1)] + ["Grüße, 🐦"]
 SPECIAL = "<|end|>"

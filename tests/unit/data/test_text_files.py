@@ -21,8 +21,12 @@ from helpers import environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdtrain.data.sources.text_cuts import LineScanner, SeparatorScanner
-from spmdtrain.data.sources.text_files import JsonLinesSource, TextSource
+from spmdtrain.data.sources.text_files import (
+    JsonLinesSource,
+    LineScanner,
+    SeparatorScanner,
+    TextSource,
+)
 from spmdtrain.errors import StorageError, UserError
 
 END = "<|end|>"

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.data.datasets import as_dataset, fingerprint
-from spmdtrain.data.documents import document_lengths
-from spmdtrain.data.packing import Packed
 from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
+from spmdtrain.data.text import Packed, document_lengths
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.weights.source import open_weights
 

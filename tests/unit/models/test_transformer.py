@@ -16,7 +16,7 @@ from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.config.options import ShardingOptions
-from spmdtrain.data.packing import Packed
+from spmdtrain.data.text import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.rotary import rotary_speeds, rotation
 from spmdtrain.step.flops import count_flops, model_flops

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from spmdtrain import MeshSpec, UserError
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.dispatch_batches import CountedBatches, IndexedBatch, stack_batches
+from spmdtrain.data.sampling import CountedBatches, IndexedBatch, stack_batches
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.dispatch import (
     Dispatch,
