@@ -74,17 +74,17 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.sharding.rules import AxisRules as AxisRules
     from spmdtrain.sharding.rules import GatherPolicy as GatherPolicy
     from spmdtrain.sharding.rules import Rule as Rule
+    from spmdtrain.step.layer_loop import remat as remat
+    from spmdtrain.step.metrics import Combination as Combination
+    from spmdtrain.step.metrics import PredictionMetric as PredictionMetric
+    from spmdtrain.step.metrics import Scalar as Scalar
+    from spmdtrain.step.metrics import SumMetric as SumMetric
     from spmdtrain.step.metrics import WeightedValues as WeightedValues
+    from spmdtrain.step.metrics import batch_coupled as batch_coupled
     from spmdtrain.step.metrics import weighted_mean as weighted_mean
-    from spmdtrain.step.outputs import Combination as Combination
-    from spmdtrain.step.outputs import PredictionMetric as PredictionMetric
-    from spmdtrain.step.outputs import Scalar as Scalar
-    from spmdtrain.step.outputs import SumMetric as SumMetric
-    from spmdtrain.step.outputs import batch_coupled as batch_coupled
     from spmdtrain.step.per_replica import PerReplica as PerReplica
     from spmdtrain.step.per_replica import per_replica as per_replica
     from spmdtrain.step.per_replica import reduce as reduce
-    from spmdtrain.step.remat import remat as remat
     from spmdtrain.step.state import TrainState as TrainState
     from spmdtrain.trackers.base import RunInfo as RunInfo
     from spmdtrain.trackers.base import Tracker as Tracker

@@ -12,7 +12,7 @@ import optax
 
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.partition import TreePartition
-from spmdtrain.step.extra_arguments import ExtraArguments, evaluates_loss, update_with
+from spmdtrain.step.optimizer import ExtraArguments, evaluates_loss, update_with
 from spmdtrain.step.optimizer_record import name_of, parts_of
 
 PyTree = Any

@@ -17,7 +17,7 @@ from spmdtrain.parameter_server.worker_pool import (
     WorkerLost,
     WorkerPool,
 )
-from spmdtrain.step.outputs import Combination
+from spmdtrain.step.metrics import Combination
 
 _POLL = 0.5  # seconds between two checks for overdue batches
 _RECENT = 64  # batches whose median duration is the usual one

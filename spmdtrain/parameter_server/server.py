@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.parameter_server.id_set import IdSet
-from spmdtrain.step.extra_arguments import ExtraArguments
-from spmdtrain.step.finite import FLAGS, finite_flags
-from spmdtrain.step.model_state import with_difference
-from spmdtrain.step.optimizer import Update
+from spmdtrain.step.gradients import with_difference
+from spmdtrain.step.health import FLAGS, finite_flags
+from spmdtrain.step.optimizer import ExtraArguments, Update
 from spmdtrain.step.state import averaged_steps
 
 PyTree = Any

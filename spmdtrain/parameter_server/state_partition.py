@@ -23,8 +23,8 @@ from spmdtrain.parameter_server.partition import (
 )
 from spmdtrain.parameter_server.scheduler import BatchResult
 from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerState
+from spmdtrain.step.metrics import Combination
 from spmdtrain.step.optimizer import Update
-from spmdtrain.step.outputs import Combination
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 

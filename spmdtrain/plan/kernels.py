@@ -2,7 +2,7 @@
 
 XLA's text does not show what a Pallas kernel does, and its model gives no cycles for it. The
 operations of a Pallas kernel, and the blocks that it reads, come from the step's jaxpr
-(`spmdtrain.step.kernel_flops`); the operations of cuDNN's attention follow from its shapes. The
+(`spmdtrain.step.flops`); the operations of cuDNN's attention follow from its shapes. The
 time is an assumption.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmdtrain.plan.memory_traffic import array_bytes
-from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
+from spmdtrain.step.flops import CostBasis, KernelFlops
 from spmdtrain.xla.hlo import Instruction, Module, reading_program
 
 KERNEL_EFFICIENCY = 0.65

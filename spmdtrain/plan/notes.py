@@ -9,8 +9,7 @@ from spmdtrain.plan.kernels import PlannedKernel, TrafficBasis
 from spmdtrain.plan.memory import Memory
 from spmdtrain.plan.summary import CompiledSummary
 from spmdtrain.plan.topologies import Topology
-from spmdtrain.step.flops import Flops
-from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
+from spmdtrain.step.flops import CostBasis, Flops, KernelFlops
 from spmdtrain.train.trainer import Trainer
 
 # A device's products in excess of its share above which a note is written: padding of split dims

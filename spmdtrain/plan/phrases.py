@@ -13,7 +13,7 @@ from typing import Any
 from spmdtrain.document.terminal import byte_size, duration
 from spmdtrain.plan.kernels import CUDNN_EFFICIENCY, KERNEL_EFFICIENCY
 from spmdtrain.plan.time_model import Overlap
-from spmdtrain.step.kernel_flops import MATRIX_UNIT, CostBasis
+from spmdtrain.step.flops import MATRIX_UNIT, CostBasis
 
 _MOST_PARTS = 4  # parameters with excess traffic
 _LONGEST_NAME = 40

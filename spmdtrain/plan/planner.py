@@ -31,10 +31,9 @@ from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import MemoryUse, NotSplitError, Row
 from spmdtrain.sharding.placement import Placement, resolve_config
 from spmdtrain.sharding.rules import field_of
-from spmdtrain.step.flops import Flops, count_flops, model_flops
-from spmdtrain.step.kernel_flops import CostBasis
+from spmdtrain.step.flops import CostBasis, Flops, count_flops, model_flops
+from spmdtrain.step.functions import describe_preset
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.step_options import describe_preset
 from spmdtrain.strategies import strategy
 from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.trainer import Trainer

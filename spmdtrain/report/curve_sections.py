@@ -17,7 +17,7 @@ from spmdtrain.document.terminal import byte_size, number
 from spmdtrain.record.readers import Column, reduce_curve
 from spmdtrain.record.run_files import Split
 from spmdtrain.report.run_data import RunData
-from spmdtrain.step.metric_names import OF_EPOCH
+from spmdtrain.step.metrics import OF_EPOCH
 
 MOST_POINTS = 2000  # of a curve
 _FEWEST_POINTS = 100

@@ -1,7 +1,7 @@
 """Checks of a batch before its program is compiled: padding, precision."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,16 @@ import numpy as np
 
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.uneven_batch import why_not_in_training
 from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.attention import check_context_used
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.exact_checks import check_exact_batch
-from spmdtrain.step.forward import INPUTS, Forward
+from spmdtrain.step.exact import check_exact_batch
 from spmdtrain.step.gradients import ON_ONE_DEVICE
+from spmdtrain.step.metrics import Combination, Scalar, loss_terms, outputs_of_training
+from spmdtrain.step.objective import INPUTS, Forward
 from spmdtrain.step.optimizer import Update
-from spmdtrain.step.outputs import Combination, Scalar, loss_terms, outputs_of_training
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations
@@ -308,3 +307,39 @@ def _abstract_batch(rows: PyTree, size: int) -> PyTree:
         ),
         rows,
     )
+
+
+# -- Training batches that do not divide over the devices, padded with rows of weight 0 ------------
+
+
+def why_not_in_training(
+    outputs: Callable[[PyTree, PyTree, PyTree], PyTree],
+    params: PyTree,
+    frozen: PyTree,
+    batch: PyTree,
+    rows: int,
+) -> str | None:
+    """Returns why padding rows could change what a training step computes; None if they cannot.
+
+    The proof covers the values and their derivatives with respect to the parameters. Forward mode
+    computes these for each row, so it also covers custom derivatives (`custom_jvp`). A `custom_vjp`
+    has no forward mode, so it is returned as a reason.
+
+    Args:
+      outputs: Maps (params, frozen, batch) to the objective's values.
+      params: Trained parameters; here and below, abstract arrays suffice.
+      frozen: Parameters that are not trained.
+      rows: Number of rows that the objective gets at once.
+    """
+
+    def run(given: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> PyTree:
+        params, tangents, frozen = given
+        values, derivatives = jax.jvp(lambda p: outputs(p, frozen, batch), (params,), (tangents,))
+        inexact = [x for x in jax.tree.leaves(derivatives) if x.dtype != jax.dtypes.float0]
+        return values, inexact
+
+    part = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((max(rows, 2), *x.shape[1:]), x.dtype), batch
+    )
+    why = why_padding_matters(run, (params, params, frozen), part)
+    return why and why.replace("custom_lin", "custom_vjp")  # the primitive's name in forward mode

@@ -1,38 +1,299 @@
-"""Gradients of the weighted mean loss of a global batch.
+"""Gradients of the weighted mean loss of a global batch, and their reductions."""
 
-All variants (one pass or microbatches, reduced by XLA or under `shard_map`) add up weighted sums
-and divide once, by the weight of the whole batch. If the loss is a `Combination`, the weight of
-each of its terms over the whole batch is computed first, and divides the sum of that term.
-
-If weights depend on trained parameters, the sum and the weight of each term are differentiated. The
-derivatives of the loss by the two need the sums of the whole batch, which are computed before the
-first of several microbatches.
-"""
-
+import collections
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
+from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.sharding.placement import (
+    ParamGathers,
+    Placement,
+    SplitDims,
+    use_gathers,
+    use_placement,
+)
+from spmdtrain.sharding.rules import axes_of_spec, split_dims
 from spmdtrain.step import metrics
-from spmdtrain.step.model_state import of_replicas, parts_of_replica
-from spmdtrain.step.outputs import Combination, loss_terms
-from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, scale_arrays
-from spmdtrain.step.scattered_reduction import ScatteredReduction
+from spmdtrain.step.metrics import Combination, loss_terms
 from spmdtrain.strategies import DEFAULT
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import is_differentiated
 
+# -- Reductions of gradients under `shard_map`, as alternatives to XLA's own all-reduce ------------
+
 PyTree = Any
+Reduction = Callable[[PyTree, tuple[str, ...]], PyTree]
+"""(gradients, axes) -> gradients, called under `shard_map`. The argument is each device's share of
+the gradients (the sum over its examples, divided by the global batch size); the result is the sum
+over these mesh axes, the same on all devices. `jax.lax.psum` is one."""
+
+
+def all_reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the sums of the arrays over the axes, by one all-reduce for each."""
+    return jax.lax.psum(gradients, axes)
+
+
+def scatter(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    """Returns this device's part, along a dim, of the sum of an array over the axes.
+
+    `axes` are in the order in which they split the dim.
+    """
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the sums of `all_reduce`, with a fraction of the bytes over the axis `replica`.
+
+    Arrays are reduce-scattered within each group, which spans all axes but `replica`; then each
+    device all-reduces its part over the slow links between the groups; then the parts are gathered
+    within the group. This is tf.distribute's HierarchicalCopyAllReduce.
+    """
+    inner = tuple(axis for axis in axes if axis != "replica")
+    parts = jax.lax.axis_size(inner)
+
+    def reduce(x: jax.Array) -> jax.Array:
+        flat = jnp.pad(x.ravel(), (0, -x.size % parts))
+        part = jax.lax.psum_scatter(flat, inner, tiled=True)
+        part = jax.lax.psum(part, "replica") if "replica" in axes else part
+        return jax.lax.all_gather(part, inner, tiled=True)[: x.size].reshape(x.shape)
+
+    return jax.tree.map(reduce, gradients)
+
+
+def one_device(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the sums of `all_reduce`, reduced to the first device along a binary tree.
+
+    The first device broadcasts them back. This is tf.distribute's ReductionToOneDevice: 2 *
+    ceil(log2(devices)) collective permutes of each array instead of an all-reduce.
+    """
+    size, index = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    strides = [2**power for power in range((size - 1).bit_length())]
+    edges = {
+        stride: [(n, n - stride) for n in range(stride, size, 2 * stride)] for stride in strides
+    }
+
+    def reduce(x: jax.Array) -> jax.Array:
+        for stride in strides:  # a device that receives nothing adds zeros
+            x = x + jax.lax.ppermute(x, axes, edges[stride])
+        for stride in reversed(strides):
+            back = [(to, sender) for sender, to in edges[stride]]
+            received = jax.lax.ppermute(x, axes, back)
+            x = jnp.where(index % (2 * stride) == stride, received, x)
+        return x
+
+    return jax.tree.map(reduce, gradients)
+
+
+_WIDTH = 256  # elements of a row of `flattened`
+_MAX_COPIED = 2**19  # elements above which a separate collective is cheaper than a copy
+_MAX_GATHERED = 2**12  # elements up to which one collective is cheaper than two with fewer bytes
+
+
+def flattened(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the sums of `all_reduce`, with small arrays concatenated into one for each dtype.
+
+    Gloo makes a call for each array, which takes a millisecond even for a small one.
+    """
+    return _packed(lambda x: jax.lax.psum(x, axes), gradients)
+
+
+def pairwise(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the sums of `all_reduce`, with bits that do not depend on the number of devices.
+
+    The devices' shares are added up in the order of a binary tree. If each share is the sum of a
+    subtree, the result is the sum of the whole tree. Each device adds up its part of every array,
+    so as many bytes are sent as in a ring all-reduce. Small arrays, such as batch statistics, are
+    gathered and added up on each device instead, by one collective. The number of devices is a
+    power of two.
+    """
+    size = jax.lax.axis_size(axes)
+    if size == 1:
+        return gradients
+
+    def reduce(x: jax.Array) -> jax.Array:
+        if x.size <= _MAX_GATHERED:
+            return tree_sum(jax.lax.all_gather(x, axes))
+        flat = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
+        parts = jax.lax.all_to_all(flat, axes, 0, 0, tiled=True)
+        whole = jax.lax.all_gather(tree_sum(parts), axes, tiled=True)
+        return whole[: x.size].reshape(x.shape)
+
+    is_alone = len(jax.tree.leaves(gradients)) == 1
+    return jax.tree.map(reduce, gradients) if is_alone else _packed(reduce, gradients)
+
+
+def tree_sum(x: jax.Array) -> jax.Array:
+    """Returns the sum over the leading dim, a power of two, in the order of a binary tree."""
+    while len(x) > 1:
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
+def _packed(reduce: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    """Returns an elementwise reduction of large arrays, and of small ones concatenated by dtype.
+
+    The arrays are concatenated as rows with two dims, because XLA on CPU takes hundreds of times as
+    long with one.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    groups = collections.defaultdict(list)
+    for place, x in enumerate(leaves):
+        if x.size <= _MAX_COPIED:
+            groups[x.dtype].append(place)
+        else:
+            leaves[place] = reduce(x)
+    for places in groups.values():
+        rows = [_as_rows(leaves[place]) for place in places]
+        # The barriers keep XLA from fusing the concatenation with the code before and after it.
+        whole = jnp.concatenate(jax.lax.optimization_barrier(rows))
+        whole = jax.lax.optimization_barrier(reduce(whole))
+        ends = np.cumsum([len(part) for part in rows])
+        for place, part in zip(places, jnp.split(whole, ends[:-1]), strict=True):
+            like = leaves[place]
+            leaves[place] = part.ravel()[: like.size].reshape(like.shape)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _as_rows(x: jax.Array) -> jax.Array:
+    """Returns the elements as rows of `_WIDTH`, the last one padded with zeros."""
+    return jnp.pad(x.ravel(), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
+
+
+NAMED = {
+    "all_reduce": all_reduce,
+    "flattened": flattened,
+    "hierarchical": hierarchical,
+    "one_device": one_device,
+}
+
+
+def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
+    """Returns `reduction` with arrays cast to `dtype` for the transfer, and cast back.
+
+    The range of float16 ends at 65504, and its precision falls below 6e-5. So arrays are scaled for
+    float16 by the power of two that brings the largest value near the upper end.
+    """
+
+    def reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+        scale = _scale(gradients, axes) if dtype == "float16" else 1.0
+        sent = jax.tree.map(lambda x: (x * scale).astype(dtype), gradients)
+        return jax.tree.map(
+            lambda x, like: (x.astype(like.dtype) / scale).astype(like.dtype),
+            reduction(sent, axes),
+            gradients,
+        )
+
+    return reduce
+
+
+def _scale(gradients: PyTree, axes: tuple[str, ...]) -> jax.Array:
+    """Returns a power of two with which no sum over the devices exceeds 2**15."""
+    largest = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(gradients)]).max()
+    bound = jax.lax.pmax(largest, axes) * jax.lax.axis_size(axes)
+    usable = jnp.isfinite(bound) & (bound > 0)
+    exponent = 15 - jnp.ceil(jnp.log2(jnp.where(usable, bound, 1.0)))
+    return jnp.exp2(jnp.clip(exponent, -100, 100))
+
+
+def scale_arrays(gradients: PyTree, by: jax.Array | float) -> PyTree:
+    """Returns arrays times a number, in their dtypes; 16-bit arrays are multiplied in f32."""
+    return jax.tree.map(
+        lambda x: (x.astype(accumulation_dtype(x.dtype)) * by).astype(x.dtype), gradients
+    )
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which values of `dtype` are added up: at least float32."""
+    narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize < 4
+    return jnp.float32 if narrow else dtype
+
+
+# -- The reduction of gradients by which each device gets a part of the sums -----------------------
+
+
+@dataclass(frozen=True)
+class ScatteredReduction:
+    """A reduction of gradients by reduce-scatters, for strategies that split them.
+
+    Parameters that are split over batch axes are gathered explicitly, stacked layers one at a time
+    (`ParamGathers`), and their gradients are scattered where the backward pass has computed them.
+    Gradients of other parameters are scattered after it, if the optimizer's state is split. What no
+    axis splits is all-reduced.
+
+    `dtype` is the dtype of the transfer; None for the dtype of the gradients.
+    """
+
+    layout: Layout
+    dtype: str | None = None
+
+    def gathers(self, size: int) -> AbstractContextManager[Any]:
+        """Returns a context manager in which the layout gathers the devices' parts explicitly.
+
+        `size` is the batch size. The gradients are divided by it before they are added up, which
+        keeps the sums within the range of 16 bits.
+        """
+        return use_gathers(ParamGathers(partial(self._scatter_dims, 1 / size)))
+
+    def finish(self, gradients: PyTree, size: int) -> PyTree:
+        """Returns the sums over all batch axes divided by `size`, split as the optimizer's state.
+
+        `size` is the batch size, and `gradients` are each device's share. The gradients of split
+        parameters are already scattered and divided over the axes that split them.
+        """
+
+        def finish_leaf(x: jax.Array, has: PartitionSpec, wanted: PartitionSpec) -> jax.Array:
+            done = set(axes_of_spec(has))
+            x = x if done else scale_arrays(x, 1 / size)
+            for dim, axes in split_dims(wanted, x.ndim):
+                if missing := tuple(axis for axis in axes if axis not in done):
+                    x = self._scatter(x, missing, x.ndim + dim)
+            done |= set(axes_of_spec(wanted))
+            left = [axis for axis in BATCH_AXES if axis not in done]
+            return self._reduce(all_reduce, x, [a for a in left if jax.lax.axis_size(a) > 1])
+
+        specs = [self.layout.batch_specs(gradients, field) for field in ("params", "opt_state")]
+        return jax.tree.map(finish_leaf, gradients, *specs)
+
+    def _scatter_dims(self, factor: float, x: jax.Array, split: SplitDims) -> jax.Array:
+        """Returns this device's part of the sum of `factor` times an array."""
+        x = scale_arrays(x, factor)
+        for dim, axes in reversed(split):
+            x = self._scatter(x, axes, x.ndim + dim)
+        return x
+
+    def _scatter(self, x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+        return self._reduce(partial(scatter, dim=dim), x, axes)
+
+    def _reduce(self, reduction: Reduction, x: jax.Array, axes: Any) -> jax.Array:
+        if not axes:
+            return x
+        function = reduction if self.dtype is None else in_dtype(reduction, self.dtype)
+        reduced: jax.Array = function(x, tuple(axes))
+        return reduced
+
+
+# -- Gradients of the weighted mean loss of a global batch -----------------------------------------
+#
+# All variants (one pass or microbatches, reduced by XLA or under `shard_map`) add up weighted sums
+# and divide once, by the weight of the whole batch. If the loss is a `Combination`, the weight of
+# each of its terms over the whole batch is computed first, and divides the sum of that term.
+#
+# If weights depend on trained parameters, the sum and the weight of each term are differentiated.
+# The derivatives of the loss by the two need the sums of the whole batch, which are computed before
+# the first of several microbatches.
+
 Wanted = Callable[[metrics.BatchSums], dict[str, Any]]
 """Selects the sums of a part whose totals over the whole batch its gradients need."""
 ON_ONE_DEVICE = Placement(DEFAULT, None)
@@ -410,3 +671,79 @@ def to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) 
 
 def _zeros(like: Any) -> jax.Array:
     return jnp.zeros(like.shape, accumulation_dtype(like.dtype))
+
+
+# -- Changes of the model state, and their combination over workers or replicas --------------------
+
+
+def difference(after: PyTree, before: PyTree) -> PyTree:
+    """Returns the change of the model state by a batch, so that several changes can be combined.
+
+    The change of a batch statistic is `new - old`. Counters and random key data are subtracted
+    modulo their range. A flag is its new value.
+    """
+
+    def change(x: jax.Array, y: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return x
+        return jnp.where(x == y, jnp.zeros_like(x), x - y)  # a mask's infinities stay
+
+    return jax.tree.map(change, after, before)
+
+
+def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
+    """Returns the model state with a change applied, which `difference` has returned.
+
+    If n workers pulled the same state, each moves a statistic toward its batch's value, and
+    together they would move it n times as far: a variance could become negative. So the change of a
+    floating-point leaf is divided by 1 + `staleness`, the number of updates since the change was
+    computed.
+    """
+
+    def added(x: jax.Array, y: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return y
+        return x + (y / (1 + staleness) if _is_float(x) else y).astype(x.dtype)
+
+    return jax.tree.map(added, tree, more)
+
+
+def parts_of_replica(after: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns what a replica contributes to the model state after its rows of the batch.
+
+    Returns:
+      Two trees with the structure of the state. The first has (2, *shape) for a floating-point leaf
+      of `shape`: its value, and 1 where it changed. Its arrays are added up over the replicas. The
+      second has the changes of counters and flags, and the largest of the replicas' values counts.
+      Each has None in place of the leaves of the other tree.
+    """
+
+    def floats(x: jax.Array, y: jax.Array) -> jax.Array | None:
+        dtype = accumulation_dtype(x.dtype)
+        return jnp.stack([x.astype(dtype), (x != y).astype(dtype)]) if _is_float(x) else None
+
+    def counts(x: jax.Array, y: jax.Array) -> jax.Array | None:
+        return None if _is_float(x) else difference(x, y)
+
+    return jax.tree.map(floats, after, before), jax.tree.map(counts, after, before)
+
+
+def of_replicas(before: PyTree, sums: PyTree, counts: PyTree, replicas: int) -> PyTree:
+    """Returns the model state after a step of all replicas: the mean of what changed.
+
+    What no replica changed keeps its bits. The values are averaged, because the mean of their
+    changes would lose the digits of values that are much smaller than before. `sums` and `counts`
+    are the sums and the maxima over the replicas of what `parts_of_replica` returns.
+    """
+
+    def leaf(x: jax.Array, found: jax.Array | None, change: jax.Array | None) -> jax.Array:
+        if found is None:
+            return with_difference(x, change, jnp.zeros((), jnp.float32))
+        value, changed = found
+        return jnp.where(changed != 0, value / replicas, x.astype(value.dtype)).astype(x.dtype)
+
+    return jax.tree.map(leaf, before, sums, counts, is_leaf=lambda x: x is None)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

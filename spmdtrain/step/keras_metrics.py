@@ -22,7 +22,7 @@ from spmdtrain.adapters.keras_internals import (
 from spmdtrain.adapters.keras_losses import kind_of_labels
 from spmdtrain.errors import UserError
 from spmdtrain.record.storage import one_line
-from spmdtrain.step.outputs import AddedState, PredictionMetric
+from spmdtrain.step.metrics import AddedState, PredictionMetric
 from spmdtrain.xla.jaxpr import equations
 from spmdtrain.xla.padding import why_not_sums
 from spmdtrain.xla.padding_rules import adds_to_first

@@ -1,14 +1,17 @@
-"""Loops over the layers of a model: one compiled body, or every layer compiled separately."""
+"""Loops over the layers of a model, and rematerialization of their activations."""
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import jax
 
+from spmdtrain.kernels.attention import keep_attention
 from spmdtrain.sharding.placement import as_shards, gather_shards, has_shards
-from spmdtrain.step.remat import remat, remat_gathers
 from spmdtrain.xla.jaxpr import equations
+
+# -- Loops over the layers of a model: one compiled body, or every layer compiled separately -------
 
 PyTree = Any
 
@@ -62,3 +65,82 @@ def describe_layers(jaxpr: Any) -> str:
     }
     texts = (f"{n} layers {'unrolled' if flat else 'in a loop'}" for n, flat in sorted(found))
     return ", ".join(texts)
+
+
+# -- Rematerialization: activations that the backward pass recomputes instead of keeping them ------
+
+# Attention consists of products, too, but a policy does not see those in its kernel.
+_and_attention = partial(jax.checkpoint_policies.save_from_both_policies, keep_attention)
+_POLICIES: dict[str, Any] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": _and_attention(jax.checkpoint_policies.dots_saveable),
+    "dots_no_batch": _and_attention(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "attention": keep_attention,
+}
+# A context of JAX, so that a trace cached under one policy is not reused under another.
+_policy = jax.make_user_context(default_value="none")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def remat(function: F) -> F:
+    """Marks a part of a model, a block for example, for rematerialization.
+
+    The run's option decides (`--remat full`): the backward pass then keeps the inputs of the part
+    and recomputes its activations. With `none` the function is called unchanged.
+
+    Args:
+      function: A function of arrays. Arrays that it closes over count as inputs. It must neither
+        draw from a module's random streams nor change its variables: pass keys as arguments, and
+        return new values.
+
+    Returns:
+      A function of the same arguments.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        policy = _policy.value
+        chosen = function if policy == "none" else _remat(function, policy)
+        return chosen(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def remat_gathers(function: F) -> F:
+    """Marks a layer like `remat`, and never keeps the weights that it gathers.
+
+    The backward pass gathers them again, with the option `none` too.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        policy = _policy.value
+        if policy == "none":
+            return jax.checkpoint(function, policy=_keep_all_but_gathers)(*args, **kwargs)
+        return _remat(function, policy)(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def _keep_all_but_gathers(primitive: Any, *args: Any, **params: Any) -> bool:
+    return primitive.name != "all_gather"
+
+
+def with_policy(objective: Callable[..., Any], policy: str, *args: Any) -> Any:
+    """Calls `objective(*args)` with rematerialization.
+
+    `policy` is the option `remat`. It applies to the parts marked by `remat`, or to the whole
+    objective if it has none.
+    """
+    if policy == "none":
+        return objective(*args)
+    with _policy(policy):
+        traced = jax.make_jaxpr(objective)(*args)
+        if any(x.params.get("policy") is _POLICIES[policy] for x in equations(traced.jaxpr)):
+            return objective(*args)
+    return _remat(objective, policy)(*args)
+
+
+def _remat(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    return jax.checkpoint(function, policy=_POLICIES[policy])

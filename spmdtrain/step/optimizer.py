@@ -1,8 +1,10 @@
-"""Optimizer updates of all parameters, or of a parameter server's part."""
+"""Optimizer updates of parameters, their extra arguments, and frozen base models."""
 
+import dataclasses
+import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,14 +13,208 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdtrain.adapters.base import Adapter, ExtendsBase, Variables
 from spmdtrain.errors import UserError
-from spmdtrain.step.extra_arguments import ExtraArguments, update_with
-from spmdtrain.step.optimizer_checks import check_optimizer
-from spmdtrain.step.schedule_free import average_in, is_schedule_free
-from spmdtrain.step.state import first_average
-from spmdtrain.tree import named_leaves, path_name, promoted
+from spmdtrain.step.state import TrainState, first_average
+from spmdtrain.tree import named_leaves, path_name, promoted, with_own_containers
+
+# -- Checks that a run can use an optimizer --------------------------------------------------------
 
 PyTree = Any
+
+
+def check_optimizer(
+    optimizer: optax.GradientTransformation, opt_state: PyTree, *, averages: bool
+) -> None:
+    """Raises `UserError` if a step cannot run an optimizer, or its result is not what it promises.
+
+    Shapes of the state suffice. `averages` tells whether the run keeps a moving average of
+    parameters.
+    """
+    extra_names(optimizer)  # raises an error if the step does not have an argument
+    if averages and is_schedule_free(opt_state):
+        raise UserError(
+            "ema_decay is set, and the optimizer is schedule-free: it averages the parameters "
+            "itself, and evaluation uses that average. Leave ema_decay out"
+        )
+
+    def refused(node: Any) -> bool:
+        kinds = optax.contrib.SAMState, optax.contrib.DifferentiallyPrivateAggregateState
+        return isinstance(node, kinds)
+
+    for node in jax.tree.leaves(opt_state, is_leaf=refused):
+        if isinstance(node, optax.contrib.SAMState) and node.cache is not None:
+            raise UserError(
+                "optax.contrib.sam has opaque_mode=False: between its updates the parameters are "
+                "displaced, and an evaluation or a checkpoint would use them. Set opaque_mode=True"
+            )
+        if isinstance(node, optax.contrib.DifferentiallyPrivateAggregateState):
+            raise UserError(
+                "optax.contrib.differentially_private_aggregate (dpsgd) needs the gradient of each "
+                "example, and a step has that of the mean loss. Compute them in a step of a Loop"
+            )
+
+
+# -- The extra arguments of optax optimizers: which ones an optimizer takes, and their values ------
+
+_OFFERED = ("value", "grad", "value_fn", "obj_fn", "grad_fn")
+_OF_LOSS = frozenset({"value_fn", "obj_fn", "grad_fn"})
+
+
+@dataclass(frozen=True)
+class ExtraArguments:
+    """The values of the extra arguments in a step.
+
+    Attributes:
+      value: The weighted mean loss of the global batch, a scalar; `value`.
+      grad: Its gradients with respect to the trained parameters; `grad`.
+      value_fn: A function from trained parameters to the loss of the same batch with the same
+        random key; `value_fn`, and `obj_fn` (`optax.contrib.sophia`). None if it is not known.
+      grad_fn: A function from trained parameters and a number, which is ignored, to the gradients;
+        `grad_fn` (`optax.contrib.sam`). None if it is not known.
+    """
+
+    value: jax.Array
+    grad: PyTree
+    value_fn: Callable[[PyTree], jax.Array] | None = None
+    grad_fn: Callable[[PyTree, Any], PyTree] | None = None
+
+    def of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the arguments of these names."""
+        found = {
+            "value": self.value,
+            "grad": self.grad,
+            "value_fn": self.value_fn,
+            "obj_fn": self.value_fn,
+            "grad_fn": self.grad_fn,
+        }
+        return {name: found[name] for name in names}
+
+
+def update_with(
+    optimizer: optax.GradientTransformation,
+    gradients: PyTree,
+    opt_state: PyTree,
+    trained: PyTree,
+    extra: ExtraArguments,
+) -> tuple[PyTree, PyTree]:
+    """Returns an optimizer's updates and new state; it gets the extra arguments it declares."""
+    update: Any = optimizer.update
+    given = extra.of(extra_names(optimizer))
+    own = with_own_containers((gradients, opt_state, trained))
+    updates, after = update(*own, **given)
+    return updates, after
+
+
+def extra_names(optimizer: optax.GradientTransformation) -> list[str]:
+    """Returns the names of the extra arguments that an optimizer and its parts declare.
+
+    The transformations that a chain or another wrapper calls are in the closures of its functions.
+
+    Raises:
+      UserError: If it requires an argument that a step does not have.
+    """
+    own = _parameters(optimizer.update) or []
+    names: set[str] = set()
+    functions = (optimizer.init, optimizer.update)
+    for function in reachable_functions(functions, follows=lambda function: True):
+        parameters = _parameters(function) or []
+        # optax calls updates with `params=`, so an update function has a parameter of this name.
+        if [p.name for p in parameters[2:3]] != ["params"]:
+            continue
+        for parameter in parameters[3:]:
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            if parameter.name in _OFFERED:
+                names.add(parameter.name)
+            elif parameter.default is parameter.empty:
+                raise UserError(
+                    f"the optimizer's {_name(function)} requires the extra argument "
+                    f"{parameter.name!r}, which a step does not have: it passes "
+                    f"{', '.join(_OFFERED)}. Rename the argument or give it a default"
+                )
+    if not any(p.kind is p.VAR_KEYWORD for p in own):
+        names &= {p.name for p in own}
+    return [name for name in _OFFERED if name in names]
+
+
+def evaluates_loss(optimizer: optax.GradientTransformation) -> bool:
+    """Returns whether an optimizer evaluates the loss or its gradients at other parameters."""
+    return not _OF_LOSS.isdisjoint(extra_names(optimizer))
+
+
+def reachable_functions(
+    functions: Any, *, follows: Callable[[Callable[..., Any]], bool]
+) -> Iterator[Callable[..., Any]]:
+    """Yields a function, or a tuple of several, and recursively the functions in their closures.
+
+    The closure of a function is searched if `follows` returns True for it.
+    """
+    seen: set[int] = set()
+    pending = [functions]
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, tuple | list):
+            pending += item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif callable(item):
+            yield item
+            if follows(item):
+                pending += _held_by(item)
+
+
+def closure_of(function: Any) -> dict[str, Any]:
+    """Returns the values of the outer variables of a function by name."""
+    cells = getattr(function, "__closure__", None)
+    if not cells:
+        return {}
+    try:
+        return {
+            name: cell.cell_contents
+            for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
+        }
+    except ValueError:  # a variable without a value yet
+        return {}
+
+
+def _held_by(function: Any) -> list[Any]:
+    """Returns the objects that a function refers to and that may call other functions."""
+    if isinstance(function, partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    if inspect.ismethod(function):  # of `optax.MultiSteps`, for example
+        held = getattr(function.__self__, "__dict__", {})
+        return [function.__func__, *held.values()]
+    found = closure_of(function)
+    held = [*found.values(), getattr(function, "__wrapped__", None)]
+    if inspect.isfunction(function):
+        names = inspect.getclosurevars(function).globals.values()
+        held += [x.update for x in names if hasattr(x, "init") and hasattr(x, "update")]
+    held += [x.update for x in found.values() if hasattr(x, "init") and hasattr(x, "update")]
+    if {"inner_factory", "other_hps", "numeric_hps", "sched_hps"} <= found.keys():
+        # `optax.inject_hyperparams` creates its inner optimizer in each update.
+        scheduled = {name: f(f.init()) for name, f in found["sched_hps"].items()}
+        given = found["other_hps"] | found["numeric_hps"] | scheduled
+        held.append(found["inner_factory"](**given).update)
+    return held
+
+
+def _parameters(function: Any) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__)).split(".")[0]
+
+
+# -- Optimizer updates of all parameters, or of a parameter server's part --------------------------
+
 _LARGEST_SUM = 1e6
 """Gradients of sums over a batch can exceed smaller limits, such as those of float16 and float8."""
 
@@ -271,3 +467,98 @@ def clipped(
     extra = ExtraArguments(jnp.asarray(loss), gradients)
     state = transformation.init(trained)
     return update_with(transformation, gradients, state, trained, extra)[0]
+
+
+# -- The parameters with which a schedule-free optimizer's model is evaluated ----------------------
+#
+# Such an optimizer (Defazio et al., "The Road Less Scheduled", 2024) computes gradients at one
+# point and averages others. The model is evaluated with the average.
+
+
+def is_schedule_free(opt_state: PyTree) -> bool:
+    """Returns whether the state of an optimizer contains the state of a schedule-free one."""
+    return bool(_nodes(opt_state))
+
+
+def average_in(opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns the average of the parameters, in at least float32.
+
+    Parameters that the schedule-free optimizer does not update are returned as they are.
+    """
+    wide = jax.tree.map(lambda x: jnp.asarray(x, promoted(x.dtype, jnp.float32)), params)
+    averages: dict[str, jax.Array] = {}
+    named = named_leaves(wide)
+    for node in _nodes(opt_state):
+        z = named_leaves(node.z)
+        of_node = {name: named[name] for name in z}
+        state = node._replace(z={name: x.astype(named[name].dtype) for name, x in z.items()})
+        averages |= optax.contrib.schedule_free_eval_params(state, of_node)
+    return jax.tree_util.tree_map_with_path(lambda at, x: averages.get(path_name(at), x), wide)
+
+
+def _nodes(opt_state: PyTree) -> list[Any]:
+    def is_node(x: Any) -> bool:
+        return isinstance(x, optax.contrib.ScheduleFreeState)
+
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_node) if is_node(x)]
+
+
+# -- The frozen base model of a run that trains low-rank factors -----------------------------------
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The variables of the state that belong to a frozen base model.
+
+    Checkpoints leave them out if `init_from` gives their values, because a resume reads them there.
+
+    Attributes:
+      patterns: Regular expressions of their paths in the model.
+      alpha: The scale of the low-rank factors.
+      added: Paths in the model of the parameters that a file of the base model does not have.
+      is_saved: Whether checkpoints contain the base model.
+    """
+
+    patterns: Sequence[str]
+    alpha: float
+    added: frozenset[str]
+    is_saved: bool
+
+    @classmethod
+    def of(cls, adapter: Adapter, *, is_saved: bool) -> "BaseModel | None":
+        """Returns the base model of an adapter whose `init` was traced; None if it has none."""
+        if not isinstance(adapter, ExtendsBase):
+            return None
+        added = frozenset(name.partition("/")[2] for name in adapter.derived)
+        return cls(tuple(adapter.frozen), adapter.alpha, added, is_saved)
+
+    def saved_part(self, state: TrainState) -> TrainState:
+        """Returns a state with None in place of the leaves that checkpoints leave out."""
+        return state if self.is_saved else self.without_base(state)
+
+    def without_base(self, state: TrainState) -> TrainState:
+        """Returns a state, or its shapes or shardings, with None in place of the base model."""
+        return dataclasses.replace(
+            state,
+            params=self._part(state.params, base=False),
+            averaged=self._part(state.averaged, base=False),
+            model_state=self._part(state.model_state, base=False),
+        )
+
+    def values(self, variables: Variables) -> Variables:
+        """Returns variables with None in place of all that are not of the base model."""
+        return Variables(*(self._part(tree, base=True) for tree in variables))
+
+    def _part(self, tree: PyTree, *, base: bool) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x if matches_any(self.patterns, path_name(path)) == base else None, tree
+        )
+
+
+def with_base(variables: Variables, base: Variables) -> Variables:
+    """Joins the variables of a checkpoint without base model with those of the base model."""
+
+    def joined(own: PyTree, of_base: PyTree) -> PyTree:
+        return merge(own, of_base) if jax.tree.leaves(own) else of_base
+
+    return Variables(*map(joined, variables, base))

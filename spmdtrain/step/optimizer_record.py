@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdtrain.step.extra_arguments import (
+from spmdtrain.step.optimizer import (
     ExtraArguments,
     closure_of,
     reachable_functions,

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, current_strategy, use_placement
-from spmdtrain.step.metrics import Sums, mean
-from spmdtrain.step.outputs import counted
+from spmdtrain.step.metrics import Sums, counted, mean
 from spmdtrain.strategies import AXES, DEFAULT
 from spmdtrain.tree import named_leaves, path_name
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.errors import UserError
-from spmdtrain.step.reductions import accumulation_dtype
+from spmdtrain.step.gradients import accumulation_dtype
 from spmdtrain.tree import named_leaves
 
 PyTree = Any

@@ -11,9 +11,8 @@ import numpy as np
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.record.run_files import Split
 from spmdtrain.step import hyperparameters
-from spmdtrain.step.metrics import Means
-from spmdtrain.step.outputs import Combination
-from spmdtrain.step.schedules import scales_updates
+from spmdtrain.step.hyperparameters import scales_updates
+from spmdtrain.step.metrics import Combination, Means
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 PyTree = Any

@@ -11,9 +11,15 @@ import numpy as np
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
-from spmdtrain.step.library_metrics import as_function
-from spmdtrain.step.metrics import BatchSums, EvaluationSums, Means, loss_first
-from spmdtrain.step.outputs import ArraySum, PredictedRows
+from spmdtrain.step.metrics import (
+    ArraySum,
+    BatchSums,
+    EvaluationSums,
+    Means,
+    PredictedRows,
+    as_function,
+    loss_first,
+)
 from spmdtrain.trackers.media import Media
 from spmdtrain.trackers.run_trackers import check_items
 

@@ -25,7 +25,7 @@ from spmdtrain.errors import (
     printable,
 )
 from spmdtrain.sharding.rules import AxisRules, Rule
-from spmdtrain.step.reductions import Reduction
+from spmdtrain.step.gradients import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks
 from spmdtrain.weights.weight_map import WeightMap

@@ -23,8 +23,8 @@ from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.record.storage import absolute, folder_of
-from spmdtrain.step.base_model import with_base
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.optimizer import with_base
 from spmdtrain.step.state import TrainState, averaged_steps
 from spmdtrain.train.starting_state import InitialState
 from spmdtrain.tree import in_dtype_of, named_leaves, path_name

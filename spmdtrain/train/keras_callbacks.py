@@ -17,7 +17,7 @@ from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.record.validation import check
 from spmdtrain.step import hyperparameters
-from spmdtrain.step.metric_names import OF_EPOCH
+from spmdtrain.step.metrics import OF_EPOCH
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.tensorboard import EpochEvents
 from spmdtrain.train.callbacks import CallbackContext

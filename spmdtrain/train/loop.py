@@ -24,9 +24,9 @@ from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
 from spmdtrain.sharding.rules import Rule
+from spmdtrain.step.functions import step_options
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers

@@ -11,8 +11,7 @@ from jax.interpreters import partial_eval
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.gradients import NO_SLOPE
-from spmdtrain.step.metric_names import NORMS_OF_GRADIENTS, check_names
-from spmdtrain.step.metrics import loss_first
+from spmdtrain.step.metrics import NORMS_OF_GRADIENTS, check_names, loss_first
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy

@@ -18,9 +18,8 @@ from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.rules import check_placed
 from spmdtrain.step.batch_checks import check_program
 from spmdtrain.step.compile import describe_choices
-from spmdtrain.step.finite import finite_flags
+from spmdtrain.step.health import finite_flags, step_norms
 from spmdtrain.step.hyperparameters import learning_rate
-from spmdtrain.step.norms import step_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.input_wait import is_pending

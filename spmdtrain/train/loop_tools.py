@@ -18,7 +18,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.batch_checks import check_partitioned
-from spmdtrain.step.declared_arguments import eval_key
+from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState

@@ -17,10 +17,8 @@ from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.record.lines import StateHash
-from spmdtrain.step.finite import FLAGS, first_non_finite
-from spmdtrain.step.metric_names import LEARNING_RATE, NORMS
-from spmdtrain.step.metrics import component_metric, loss_first
-from spmdtrain.step.norms import has_norms
+from spmdtrain.step.health import FLAGS, first_non_finite, has_norms
+from spmdtrain.step.metrics import LEARNING_RATE, NORMS, component_metric, loss_first
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.session import RunSession

@@ -26,9 +26,9 @@ from spmdtrain.sharding.layout import ShardingTable
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.sharding.rules import AxisRules, Rule, checked_rules
 from spmdtrain.step.compile import check_traced
-from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.reductions import Reduction
+from spmdtrain.step.gradients import Reduction
+from spmdtrain.step.objective import model_output
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.train import overrides

@@ -22,8 +22,8 @@ from spmdtrain.distributed.code_digest import CodeRecord, code_record, source_di
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.record.storage import is_url
 from spmdtrain.sharding.placement import current_batch_shards
-from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.metrics import component_metric
+from spmdtrain.step.optimizer import BaseModel
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.state import TrainState
 

@@ -16,7 +16,7 @@ from spmdtrain.errors import StorageError
 from spmdtrain.record.lines import HASHES_FILE, LinesFile, ResumedAt, StateHash
 from spmdtrain.record.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.step.metric_names import LEARNING_RATE, NORMS
+from spmdtrain.step.metrics import LEARNING_RATE, NORMS
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.input_wait import InputWait
 from spmdtrain.train.performance import PerformanceLog

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
-from spmdtrain.step.dispatch import Dispatch
+from spmdtrain.step.train_step import Dispatch
 
 _LOOK_AHEAD = 20_000  # steps whose cadences are compared
 _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by several processes

@@ -12,7 +12,7 @@ from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserE
 from spmdtrain.record.run_files import FoundFault
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.step.exact_checks import check_exact_shards
+from spmdtrain.step.exact import check_exact_shards
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.sentinel_program import GradientSums

@@ -34,7 +34,7 @@ from spmdtrain.errors import (
 )
 from spmdtrain.record.run_files import RunFiles, Split, Status
 from spmdtrain.sharding.rules import check_placed
-from spmdtrain.step.base_model import BaseModel
+from spmdtrain.step.optimizer import BaseModel
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers

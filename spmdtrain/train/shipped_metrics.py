@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.errors import UserError
-from spmdtrain.step.outputs import SumMetric
+from spmdtrain.step.metrics import SumMetric
 from spmdtrain.trackers.media import Histogram, Table
 
 Array = jax.typing.ArrayLike

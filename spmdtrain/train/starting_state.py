@@ -30,9 +30,7 @@ from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import UserError, option
 from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
-from spmdtrain.step.base_model import with_base
-from spmdtrain.step.optimizer import merge
-from spmdtrain.step.schedule_free import average_in, is_schedule_free
+from spmdtrain.step.optimizer import average_in, is_schedule_free, merge, with_base
 from spmdtrain.step.state import TrainState, first_average
 from spmdtrain.train.run_inputs import Trainable
 from spmdtrain.train.session import RunSession

@@ -23,7 +23,7 @@ from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step.compile import Programs
-from spmdtrain.step.reductions import Reduction
+from spmdtrain.step.gradients import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train import evaluator, later_fit, overrides, roles

@@ -30,7 +30,7 @@ from helpers import (
 from spmdtrain import load_params
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.run import main
-from spmdtrain.step.metric_names import NORMS
+from spmdtrain.step.metrics import NORMS
 from spmdtrain.tree import named_leaves
 
 TRAIN, TEST, BATCH = 1297, 300, 64  # of digits_mlp: its splits, its default batch

@@ -53,8 +53,8 @@ from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.objective import model_output
 from spmdtrain.tree import named_leaves
 
 P = PartitionSpec

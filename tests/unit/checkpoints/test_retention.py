@@ -29,8 +29,8 @@ from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import make_placement
-from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.objective import model_output
 from spmdtrain.step.state import TrainState
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)

@@ -11,8 +11,7 @@ from step_helpers import on
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.kernels.reference import moments
 from spmdtrain.sharding.placement import make_placement, use_placement
-from spmdtrain.step.exact import ON_VIRTUAL_SHARD
-from spmdtrain.step.shard_loops import VIRTUAL_SHARD
+from spmdtrain.step.exact import ON_VIRTUAL_SHARD, VIRTUAL_SHARD
 
 
 @pytest.mark.slow

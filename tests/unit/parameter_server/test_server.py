@@ -15,9 +15,8 @@ from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.optimizer_split import split_optimizer
 from spmdtrain.parameter_server.partition import FixedShards, TreePartition, partition_tree
 from spmdtrain.parameter_server.server import Counts, Push, PushResult, Server, ServerState
-from spmdtrain.step.extra_arguments import ExtraArguments
-from spmdtrain.step.model_state import difference, with_difference
-from spmdtrain.step.optimizer import Update
+from spmdtrain.step.gradients import difference, with_difference
+from spmdtrain.step.optimizer import ExtraArguments, Update
 from spmdtrain.step.optimizer_record import name_of, parts_of
 
 PARAMS = {

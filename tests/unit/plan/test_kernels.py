@@ -29,8 +29,7 @@ from spmdtrain.plan.time_model import (
     overlapped_seconds,
     permute_direction,
 )
-from spmdtrain.step.flops import Flops
-from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
+from spmdtrain.step.flops import CostBasis, Flops, KernelFlops
 from spmdtrain.xla.chips import CHIPS
 from spmdtrain.xla.hlo import Module, UnreadableProgramError
 

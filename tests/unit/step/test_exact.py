@@ -38,7 +38,7 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP, Llama, LlamaConfig, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
-from spmdtrain.step.shard_loops import tree_loop
+from spmdtrain.step.exact import tree_loop
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.step.finite import finite_flags, stays_finite
+from spmdtrain.step.health import finite_flags, stays_finite
 
 SHAPES = ((), (3,), (4, 5), (2, 3, 4), (70_000,), (300, 200), (0, 4))
 KINDS = (jnp.float32, jnp.bfloat16, jnp.int32)

@@ -10,8 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from spmdtrain.kernels.reference import uses_reference
-from spmdtrain.step.flops import count_flops, model_flops
-from spmdtrain.step.kernel_flops import CostBasis
+from spmdtrain.step.flops import CostBasis, count_flops, model_flops
 
 BLOCK, BLOCKS, WIDTH = 128, 4, 64
 ONE = 2 * BLOCK * BLOCK * WIDTH  # operations of one block of scores

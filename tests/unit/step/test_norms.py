@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, Rule, Trainer
 from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.step.norms import global_norm
+from spmdtrain.step.health import global_norm
 from spmdtrain.testing.compiled_step import compiled_step
 
 GENERATOR = np.random.default_rng(3)

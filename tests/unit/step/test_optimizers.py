@@ -25,8 +25,7 @@ from spmdtrain import (
 from spmdtrain.config.options import ShardingOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.step.extra_arguments import extra_names
-from spmdtrain.step.optimizer import Update
+from spmdtrain.step.optimizer import Update, extra_names
 
 PyTree = Any
 GENERATOR = np.random.default_rng(5)

@@ -22,7 +22,7 @@ from spmdtrain import (
     weighted_mean,
 )
 from spmdtrain.sharding.placement import Placement, make_placement, use_placement
-from spmdtrain.step.reductions import all_reduce
+from spmdtrain.step.gradients import all_reduce
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(16, 3)).astype(np.float32), RNG.normal(size=16).astype(np.float32)

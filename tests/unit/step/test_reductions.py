@@ -32,7 +32,7 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.sharding.mesh import build_mesh
 from spmdtrain.sharding.placement import constrain_sharding, current_strategy
-from spmdtrain.step.reductions import Reduction, all_reduce, flattened, hierarchical, one_device
+from spmdtrain.step.gradients import Reduction, all_reduce, flattened, hierarchical, one_device
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
 BATCH = tokens_batch(np.random.default_rng(5))

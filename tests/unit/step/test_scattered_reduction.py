@@ -36,9 +36,8 @@ from spmdtrain.models import (
 )
 from spmdtrain.models.annotated import normal_param
 from spmdtrain.sharding.placement import current_strategy, use_placement
-from spmdtrain.step.reduction_choice import default_reduction
-from spmdtrain.step.reductions import flattened
-from spmdtrain.step.scattered_reduction import ScatteredReduction
+from spmdtrain.step.functions import default_reduction
+from spmdtrain.step.gradients import ScatteredReduction, flattened
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 

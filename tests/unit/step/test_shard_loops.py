@@ -18,7 +18,7 @@ from step_helpers import on
 from spmdtrain import LinenModel, ShardingOptions, Trainer, UserError
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MobileNetV2, mobilenet
-from spmdtrain.step.shard_loops import VIRTUAL_SHARD, synchronized_loops
+from spmdtrain.step.exact import VIRTUAL_SHARD, synchronized_loops
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.padding import why_parts_differ
 

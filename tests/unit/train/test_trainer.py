@@ -36,9 +36,9 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.metric_names import RESERVED
+from spmdtrain.step.metrics import RESERVED
+from spmdtrain.step.objective import model_output
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)

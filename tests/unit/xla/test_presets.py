@@ -6,8 +6,8 @@ from jax.sharding import SingleDeviceSharding
 
 from spmdtrain import RunConfig, UserError
 from spmdtrain.sharding.placement import Placement, make_placement
-from spmdtrain.step import step_options as module
-from spmdtrain.step.step_options import describe_preset, step_options
+from spmdtrain.step import functions as module
+from spmdtrain.step.functions import describe_preset, step_options
 from spmdtrain.xla.chips import CHIPS
 from spmdtrain.xla.compiler import PRESETS, Flag, Parameters, merge_compiler_options, preset_flags
 

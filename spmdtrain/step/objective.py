@@ -1,6 +1,8 @@
 """Evaluation of the objective and of the predict function on a batch."""
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,11 +24,10 @@ from spmdtrain.data.sampling import as_marked
 from spmdtrain.errors import UserError, locate_errors
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import current_gathers
-from spmdtrain.step import metrics, output_checks
-from spmdtrain.step.declared_arguments import Declared, eval_key
+from spmdtrain.step import metrics
+from spmdtrain.step.layer_loop import with_policy
+from spmdtrain.step.metrics import check_no_pairs, check_precise, is_of_tokens, outputs_of_training
 from spmdtrain.step.optimizer import merge
-from spmdtrain.step.outputs import outputs_of_training
-from spmdtrain.step.remat import with_policy
 from spmdtrain.tree import (
     in_dtype_of,
     is_key,
@@ -36,7 +37,77 @@ from spmdtrain.tree import (
     with_own_containers,
 )
 
+# -- Arguments that an objective or predict function receives because it declares them -------------
+
 PyTree = Any
+
+# Separates the objective's key from the keys that models derive from the same key.
+_OF_OBJECTIVES = 0x6F626A65
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A function of (model, batch) that may also declare `key` and `mask`.
+
+    Attributes:
+      key: Whether the function has a parameter `key` without a default, or with the default None: a
+        typed JAX key for random numbers of the function.
+      mask: The same for a parameter `mask`: f32 (B,), 0 for padding rows.
+      batch_coupled: Whether the function is declared to combine the examples of its batch.
+      by_example: Whether the function is declared not to combine them.
+    """
+
+    function: Callable[..., PyTree]
+    key: bool
+    mask: bool
+    batch_coupled: bool = False
+    by_example: bool = False
+
+    @classmethod
+    def of(cls, function: Callable[..., PyTree]) -> "Declared":
+        """Returns an objective or predict function with the arguments that it declares."""
+        try:
+            parameters = list(inspect.signature(function).parameters.values())[2:]
+        except (TypeError, ValueError):  # a callable without a signature
+            parameters = []
+        open_ = {
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and (p.default is p.empty or p.default is None)
+        }
+        coupled = getattr(function, "is_batch_coupled", None)
+        declared = "key" in open_, "mask" in open_
+        return cls(function, *declared, batch_coupled=coupled is True, by_example=coupled is False)
+
+    def given(
+        self, key: jax.Array, batch: PyTree, mask: jax.Array | None = None
+    ) -> Callable[[Any, PyTree], PyTree]:
+        """Returns the function of (model, batch), with the declared arguments bound.
+
+        Args:
+          key: The key of the model's random numbers; the function's key derives from it.
+          batch: Only its number of rows is read.
+          mask: f32 (B,), 0 for padding rows. By default no row is padding.
+        """
+        declared: dict[str, jax.Array] = {}
+        if self.key:
+            declared["key"] = jax.random.fold_in(key, _OF_OBJECTIVES)
+        if self.mask:
+            rows = jax.tree.leaves(batch)[0].shape[0]
+            declared["mask"] = jnp.ones(rows, jnp.float32) if mask is None else mask
+        return partial(self.function, **declared) if declared else self.function
+
+
+def eval_key(draw: jax.Array) -> jax.Array:
+    """Returns the random key of one batch of an evaluation.
+
+    `draw` is uint32 (2,): the seed of evaluations and the index of the batch.
+    """
+    return jax.random.fold_in(jax.random.key(draw[0]), draw[1])
+
+
+# -- Evaluation of the objective and of the predict function on a batch ----------------------------
 
 INPUTS = ("image", "inputs", "x", "tokens")
 """Names under which a batch may hold the model's input.
@@ -118,8 +189,8 @@ class Forward:
         outputs = outputs_of_training(outputs)
         sums = metrics.training_sums(outputs, jax.tree.leaves(rows)[0].shape[0], mask)
         self._check_precise(outputs)
-        output_checks.check_no_pairs(outputs, rows)
-        self.loss_is_of_tokens = output_checks.is_of_tokens(outputs["loss"], rows)
+        check_no_pairs(outputs, rows)
+        self.loss_is_of_tokens = is_of_tokens(outputs["loss"], rows)
         if marked.component is not None:
             sums |= metrics.component_losses(outputs, marked.component, marked.names, mask)
         return sums, after
@@ -184,7 +255,7 @@ class Forward:
         sums = metrics.weighted_sums(outputs, jax.tree.leaves(batch)[0].shape[0], mask)
         self._check_precise(outputs)
         try:
-            output_checks.check_no_pairs(outputs, batch)
+            check_no_pairs(outputs, batch)
         except UserError:
             # The last batch may have as many rows as there are classes, for example. With twice
             # the rows, only a value for each pair of examples still has shape (B, B).
@@ -193,7 +264,7 @@ class Forward:
                 (batch, mask),
             )
             shapes = jax.eval_shape(partial(self.in_eval, self.objective), variables, *twice, draw)
-            output_checks.check_no_pairs(shapes, twice[0])
+            check_no_pairs(shapes, twice[0])
         return sums
 
     def predictions(
@@ -290,4 +361,4 @@ class Forward:
 
     def _check_precise(self, outputs: PyTree) -> None:
         if self.compute_dtype != jnp.float32:
-            output_checks.check_precise(outputs)
+            check_precise(outputs)
