@@ -44,7 +44,7 @@ REFERENCE = {
     "sharding": ("Strategies and sharding", ["sharding"]),
     "step": ("The train step", ["step"]),
     "configuration": ("Configuration", ["config"]),
-    "checkpoints": ("Checkpoints", ["checkpoints", "weights", "record"]),
+    "checkpoints": ("Checkpoints", ["checkpoints", "record"]),
     "logs": ("Trackers, pages and sweeps", ["trackers", "document", "report", "plan", "sweep"]),
     "distributed": ("Several processes", ["distributed", "parameter_server"]),
     "errors": ("Errors", ["errors"]),

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain import initialize
 from spmdtrain.checkpoints.checksums import distinct_shards
-from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.listing import Retention
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.distributed import process_group

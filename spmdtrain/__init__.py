@@ -20,12 +20,13 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.adapters.linen import LinenModel as LinenModel
     from spmdtrain.adapters.lora import LoraModel as LoraModel
     from spmdtrain.adapters.lora import LoraRule as LoraRule
-    from spmdtrain.checkpoints.export import export_params as export_params
-    from spmdtrain.checkpoints.load_model import load_model as load_model
     from spmdtrain.checkpoints.manifest import Manifest as Manifest
+    from spmdtrain.checkpoints.restore import export_params as export_params
+    from spmdtrain.checkpoints.restore import load_model as load_model
     from spmdtrain.checkpoints.restore import load_params as load_params
     from spmdtrain.checkpoints.restore import load_variables as load_variables
     from spmdtrain.checkpoints.restore import read_manifest as read_manifest
+    from spmdtrain.checkpoints.weights.weight_map import WeightRule as WeightRule
     from spmdtrain.config.options import CollectiveOptions as CollectiveOptions
     from spmdtrain.config.options import MeshSpec as MeshSpec
     from spmdtrain.config.options import ParameterServerOptions as ParameterServerOptions
@@ -111,7 +112,6 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.train.stopping import StopAtThreshold as StopAtThreshold
     from spmdtrain.train.trainer import Trainer as Trainer
     from spmdtrain.train.upload_checkpoints import UploadCheckpoints as UploadCheckpoints
-    from spmdtrain.weights.weight_map import WeightRule as WeightRule
 
 _HOMES = {
     name: module

@@ -13,13 +13,12 @@ import tyro
 from etils import epath
 from rich.table import Table
 
-from spmdtrain.checkpoints.export import export_params
-from spmdtrain.checkpoints.listing import LATEST, Listing
+from spmdtrain.checkpoints.listing import LATEST, Listing, Source, find
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.read_arrays import examine
-from spmdtrain.checkpoints.restore import read_manifest
+from spmdtrain.checkpoints.restore import export_params, read_manifest
 from spmdtrain.checkpoints.save import is_unfinished
-from spmdtrain.checkpoints.source import Source, find
+from spmdtrain.checkpoints.weights.weight_map import read_weight_map
 from spmdtrain.document.terminal import Terminal, byte_size, number
 from spmdtrain.errors import (
     ExitCode,
@@ -29,7 +28,6 @@ from spmdtrain.errors import (
     foreign,
     printable,
 )
-from spmdtrain.weights.weight_map import read_weight_map
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its description, and the checksums that verify it."""
+"""The manifest of a checkpoint, and its items: what is stored and how."""
 
 import dataclasses
 import datetime
@@ -16,13 +16,14 @@ from typing import IO, Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
-from etils import epath
+from etils import epath, epy
 
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.record import no_follow
 from spmdtrain.record.storage import is_url, size_and_time
 from spmdtrain.record.validation import (
+    LARGEST,
     Malformed,
     OtherFields,
     build,
@@ -30,6 +31,14 @@ from spmdtrain.record.validation import (
     parse_object,
     read_bytes,
 )
+from spmdtrain.step.state import TrainState
+from spmdtrain.tree import is_key, path_name
+
+with epy.lazy_imports():  # because importing it takes long
+    import orbax.checkpoint as ocp
+
+
+# -- The manifest of a checkpoint: its description, and the checksums that verify it ---------------
 
 NAME = "manifest.json"
 # Files without a recorded size: Orbax writes the time to its own after the manifest is written.
@@ -282,3 +291,144 @@ def _encodes(name: str) -> bool:
 def digest(content: Mapping[str, Any]) -> str:
     """Returns the SHA-256 digest of a manifest without its entry `sha256`, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# -- The items of a checkpoint, and what can be stored in them -------------------------------------
+
+PyTree = Any
+
+ITEMS: Mapping[str, tuple[str, ...]] = {
+    "params": ("params",),
+    "averaged": ("averaged",),  # only with an average of the parameters
+    "averaging": ("averaged_before",),  # only with a moving average
+    "model_state": ("model_state",),  # only if the model has one
+    "training": ("step", "opt_state", "key"),  # what else a resumed run needs
+}
+"""The fields of the state in each item of a checkpoint; items are read independently."""
+
+_NOT_STORED = (
+    *("int1", "uint1", "uint2", "uint4"),
+    *("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"),
+)
+"""Dtypes that TensorStore, which writes the arrays, does not have."""
+
+
+def steps_in(folder: epath.Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, ascending.
+
+    A folder that does not exist has none, because in a bucket an empty folder does not exist.
+    """
+
+    def is_step(path: epath.Path) -> bool:
+        is_number = re.fullmatch("0|[1-9][0-9]*", path.name) is not None
+        return is_number and path.is_dir() and bool(ocp.utils.is_checkpoint_finalized(path))
+
+    paths = folder.iterdir() if folder.exists() else ()
+    return sorted(int(path.name) for path in paths if is_step(path))
+
+
+def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
+    """Returns the fields of a state by item, without items that have no arrays."""
+    items = {
+        item: {field: getattr(state, field) for field in fields} for item, fields in ITEMS.items()
+    }
+    return {item: fields for item, fields in items.items() if jax.tree.leaves(fields)}
+
+
+def raw_keys(tree: PyTree) -> PyTree:
+    """Replaces keys, or their `jax.ShapeDtypeStruct`, by their data: Orbax cannot store keys."""
+
+    def raw(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return leaf
+        if isinstance(leaf, jax.Array):
+            return jax.random.key_data(leaf)
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(raw, tree)
+
+
+def check_can_be_saved(state: PyTree) -> None:
+    """Checks that Orbax can store a state of arrays or `jax.ShapeDtypeStruct`.
+
+    Raises:
+      UserError: If an array is empty, if its dtype cannot be stored, or if Orbax would write two
+        arrays to the same place, such as a/b and a.b.
+    """
+    seen: dict[str, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = path_name(path)
+        if 0 in leaf.shape:
+            raise UserError(f"{name} has shape {leaf.shape}: an empty array cannot be saved")
+        if str(leaf.dtype) in _NOT_STORED:
+            raise UserError(
+                f"{name} is {leaf.dtype}, which checkpoints cannot store: use another dtype, such "
+                "as uint8, or leave workdir out"
+            )
+        if (stored_name := name.replace("/", ".")) in seen:
+            raise UserError(
+                f"{seen[stored_name]} and {name} would both be saved as {stored_name}: rename one"
+            )
+        seen[stored_name] = name
+
+
+# -- The file of a checkpoint with the positions of a stream's shards ------------------------------
+
+POSITIONS_FILE = "stream.json"
+
+
+def write_positions(folder: epath.Path, positions: Mapping[str, str]) -> str:
+    """Writes the positions of all shards to a checkpoint that is not published yet.
+
+    Returns the SHA-256 digest of the file, in hex. Without positions it writes nothing and returns
+    "".
+
+    Args:
+      positions: Positions as text, by the index of the shard.
+
+    Raises:
+      UserError: If the positions are larger than `read_positions` accepts.
+    """
+    if not positions:
+        return ""
+    content = json.dumps({i: positions[i] for i in sorted(positions, key=int)}, indent=1).encode()
+    if len(content) > LARGEST:
+        shard = max(positions, key=lambda i: len(positions[i]))
+        raise UserError(
+            f"the states of the stream's iterators are {len(content):,} bytes, and the limit is "
+            f"{LARGEST:,}; the largest is that of shard {shard} with {len(positions[shard]):,}: "
+            "a state is a position in the data, not the data"
+        )
+    with no_follow.create(folder.parent, f"{folder.name}/{POSITIONS_FILE}") as file:
+        file.write(content)
+        if not is_url(folder):  # before the folder is renamed
+            file.flush()
+            os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_positions(folder: epath.Path, digest: str) -> dict[str, str]:
+    """Returns the positions of all shards; empty if the checkpoint has none.
+
+    `digest` is the result of `write_positions`.
+
+    Raises:
+      CheckpointCorruptedError: If the file is missing, malformed, or does not match the digest.
+      OSError: If it cannot be read.
+    """
+    if not digest:
+        return {}
+    try:
+        content = read_bytes(folder / POSITIONS_FILE)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise CheckpointCorruptedError(
+                f"{POSITIONS_FILE} does not match its digest in the manifest"
+            )
+        positions = parse_object(content)
+        check(positions, dict[str, str], POSITIONS_FILE)
+    except FileNotFoundError:
+        raise CheckpointCorruptedError(f"{POSITIONS_FILE} is missing") from None
+    except Malformed as error:
+        raise CheckpointCorruptedError(f"{POSITIONS_FILE} is malformed: {error}") from error
+    return positions

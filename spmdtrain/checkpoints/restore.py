@@ -1,24 +1,59 @@
-"""Loading of states, models and parameters from checkpoints."""
+"""Loading of states, models and parameters from checkpoints, and their export."""
 
+import copy
+import functools
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Variables
-from spmdtrain.checkpoints.base_weights import merged_variables
-from spmdtrain.checkpoints.items import items_of
-from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.checkpoints.read_arrays import holds, read_arrays, read_host_arrays
-from spmdtrain.checkpoints.run_identity import check_same_model, describe_leaves
-from spmdtrain.checkpoints.source import find, load_latest_valid
-from spmdtrain.errors import UserError
+from spmdtrain.adapters.lora import FACTORS, merge_factors
+from spmdtrain.checkpoints.checksums import format_sums, read_parts, start_sums, sums
+from spmdtrain.checkpoints.listing import LATEST, find, load_latest_valid
+from spmdtrain.checkpoints.manifest import Manifest, items_of, raw_keys
+from spmdtrain.checkpoints.read_arrays import (
+    check_saved_items,
+    holds,
+    read_arrays,
+    read_host_array,
+    read_host_arrays,
+    restore_key,
+)
+from spmdtrain.checkpoints.run_identity import LoraRecord, check_same_model, describe_leaves
+from spmdtrain.checkpoints.weights.assignment import assign_weights, read_whole
+from spmdtrain.checkpoints.weights.source import (
+    SAFETENSORS_DTYPES,
+    ArrayHeader,
+    WeightSource,
+    is_weights_file,
+    open_weights,
+)
+from spmdtrain.checkpoints.weights.weight_map import (
+    Box,
+    WeightMap,
+    checked_weight_map,
+    plain_name,
+    slices,
+    unmapped,
+)
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import StorageError, UserError, foreign, option
+from spmdtrain.record import no_follow
+from spmdtrain.record.storage import failures, folder_of, in_short, is_url, storage_reason
+from spmdtrain.record.validation import write_npz
 from spmdtrain.step.state import TrainState, average_of
+from spmdtrain.tree import as_numpy, named_leaves, path_name
+
+# -- Loading of states, models and parameters from checkpoints -------------------------------------
 
 PyTree = Any
 
@@ -184,3 +219,305 @@ def read_manifest(
       StorageError: If it cannot be read.
     """
     return load_latest_valid(find(path, which), lambda _, manifest: manifest, log).value
+
+
+# -- Models with the values of a checkpoint, for use outside a run ---------------------------------
+
+
+def load_model(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    which: str | int = "latest",
+    averaged: bool | None = None,
+) -> Any:
+    """Returns a model with the parameters and batch statistics of a checkpoint.
+
+    Args:
+      model: What a `Trainer` takes: an nnx module or a function of `rngs` that makes one, a
+        `LinenModel`, a `KerasModel` or a `FunctionModel`. It is not changed.
+      path: A workdir, or one of its `checkpoints/STEP`.
+      which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
+      averaged: Whether to load averaged parameters; by default, if the run kept an average.
+
+    Returns:
+      The model in evaluation mode, an nnx module for an nnx module, as `Trainer.model`.
+
+    Raises:
+      UserError: If the checkpoint is of another model, or there is none that is valid.
+      StorageError: If it cannot be read.
+    """
+    adapter = as_adapter(model)
+    expected = jax.eval_shape(adapter.init, adapter.given, jax.random.key(0))
+    saved, _ = read_variables(path, which=which, averaged=averaged)
+    return adapter.merge(
+        Variables(
+            _match(expected.params, saved.params, f"{os.fspath(path)}: parameter"),
+            _match(expected.model_state, saved.model_state, f"{os.fspath(path)}: model state"),
+        )
+    )
+
+
+def _match(expected: PyTree, saved: PyTree, label: str) -> PyTree:
+    """Returns the saved arrays in the structure of the expected ones, matched by path."""
+    arrays, leaves = named_leaves(saved), named_leaves(raw_keys(expected))
+    for name in sorted(arrays.keys() | leaves.keys()):
+        saved_shape, own_shape = _shape(arrays.get(name)), _shape(leaves.get(name))
+        if saved_shape != own_shape:
+            raise UserError(
+                f"{label} {name}: {saved_shape} in the checkpoint, {own_shape} in the model. Build "
+                "the model that was trained"
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: restore_key(leaf, jnp.asarray(arrays[path_name(path)])), expected
+    )
+
+
+def _shape(leaf: Any) -> str:
+    return "absent" if leaf is None else f"shape {tuple(leaf.shape)}"
+
+
+# -- Export of parameters to files of other programs: `.npz` and `.safetensors` --------------------
+
+_SUFFIXES = (".npz", ".safetensors")
+
+
+def export_params(
+    path: str,
+    to: str,
+    *,
+    which: str | int = "latest",
+    averaged: bool | None = None,
+    weight_map: WeightMap = (),
+    log: Callable[[str], None] = warn,
+) -> dict[str, np.ndarray]:
+    """Writes the parameters and the model state of a checkpoint to one file.
+
+    Args:
+      path: A workdir, or one of its `checkpoints/STEP`.
+      to: The file: NAME.npz or NAME.safetensors. A `.npz` has float32 for dtypes that NumPy lacks,
+        such as bfloat16. A `.safetensors` keeps bfloat16; a dtype that its format lacks, such as
+        int4, is an error.
+      which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
+      averaged: Whether to export averaged parameters; by default, if the run kept an average.
+      weight_map: Rules that give the arrays the names and shapes of another program's file, the
+        same as for `init_from`.
+      log: Receives a line for each corrupted checkpoint that is skipped; by default warns.
+
+    Returns:
+      The arrays by their names in the file: by default paths in the model with dots,
+      `layers.0.kernel`.
+
+    Raises:
+      UserError: If there is no such checkpoint, or none that is valid, `to` has another suffix, or
+        the map does not fit the model.
+      StorageError: If the checkpoint cannot be read, or the file cannot be written.
+    """
+    weight_map, target = checked_weight_map(weight_map), folder_of(to)
+    if target.suffix not in _SUFFIXES:
+        raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
+    save = _save_npz if target.suffix == ".npz" else _safetensors()
+    variables, manifest = read_variables(path, which=which, averaged=averaged, log=log)
+    arrays: dict[str, np.ndarray] = {}
+    for tree in variables:
+        for name, leaf in named_leaves(tree).items():
+            name = name if weight_map else plain_name(name)
+            if name in arrays:
+                raise UserError(f"{path}: two arrays of the model have the name {name}")
+            arrays[name] = np.asarray(leaf)
+    metadata = {"step": str(manifest.step), "saved_at": manifest.saved_at}
+    if weight_map:
+        arrays = unmapped(weight_map, arrays)
+        metadata["format"] = "pt"  # which transformers requires; the arrays are the same
+    try:
+        if not is_url(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        no_follow.write(target.parent, target.name, lambda file: save(file, arrays, metadata))
+    except failures(target) as error:
+        raise StorageError(
+            f"{to} cannot be written: {storage_reason(error) or in_short(error)}"
+        ) from error
+    return arrays
+
+
+def _save_npz(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    write_npz(file, {name: as_numpy(x) for name, x in arrays.items()})
+
+
+def _safetensors() -> Any:
+    try:
+        library = importlib.import_module("safetensors.numpy")
+    except ImportError as error:
+        raise UserError(
+            "export to .safetensors requires a library: pip install 'spmdtrain[safetensors]'"
+        ) from error
+
+    def save(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+        for name, x in arrays.items():
+            if x.dtype.name not in SAFETENSORS_DTYPES:
+                raise UserError(
+                    f"{name} is {x.dtype.name}, which .safetensors files lack: export a .npz file"
+                )
+        contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+        file.write(library.save(contiguous, metadata))
+
+    return save
+
+
+# -- The base weights of a run that trains low-rank factors, and their merging outside a run -------
+
+
+def merged_variables(variables: Variables, manifest: Manifest, folder: epath.Path) -> Variables:
+    """Returns a checkpoint's variables, with low-rank factors added to the base model's kernels.
+
+    Args:
+      variables: NumPy arrays.
+      folder: The folder of the checkpoint, for messages.
+
+    Raises:
+      UserError: If base weights that the checkpoint leaves out are missing or have changed.
+      CheckpointCorruptedError: If these weights are in a checkpoint that is corrupted.
+    """
+    lora = manifest.identity.lora
+    if not lora.alpha:
+        return variables
+    if lora.source:
+        base = _read_base(manifest, folder)
+        variables = Variables(
+            *(_filled(tree, base, f) for tree, f in zip(variables, _FIELDS, strict=True))
+        )
+    return variables._replace(params=merge_factors(variables.params, lora.alpha, np.einsum))
+
+
+_FIELDS = ("params", "model_state")
+
+
+def _filled(tree: PyTree, values: Mapping[str, np.ndarray], field: str) -> PyTree:
+    """Returns a copy of a tree of dictionaries and lists, with a field's arrays added by path."""
+    tree = copy.deepcopy(tree)
+    for name, value in values.items():
+        first, *parts, last = name.split("/")
+        if first != field:
+            continue
+        place: Any = tree
+        for part in parts:
+            if isinstance(place, list):
+                place = place[int(part)]
+            else:
+                place[part] = place.get(part) or {}
+                place = place[part]
+        place[int(last) if isinstance(place, list) else last] = value
+    return tree
+
+
+def _read_base(manifest: Manifest, folder: epath.Path) -> dict[str, np.ndarray]:
+    """Returns the base weights that a checkpoint leaves out, by path in the state."""
+    lora = manifest.identity.lora
+    try:
+        source = open_source(lora.source)
+        described = {**lora.leaves, **manifest.identity.leaves}
+        targets = {
+            name.partition("/")[2]: _target(text)
+            for name, text in described.items()
+            if name.split("/")[0] in _FIELDS
+            and not name.startswith(f"params/{FACTORS}/")
+            and not text.startswith("key<")
+        }
+        found = assign_weights(source.path, source.headers, targets, lora.weight_map)
+        arrays = {}
+        for name in lora.leaves:
+            own = name.partition("/")[2]
+            if own not in found.pieces:
+                raise UserError(f"{lora.source} has no array for {own}")
+            arrays[name] = read_whole(source, found, own, targets[own])
+    except UserError as error:
+        raise UserError(describe_missing(folder, lora, error)) from error
+    check_unchanged(sums(arrays), lora, folder)
+    return arrays
+
+
+def open_source(path: str) -> WeightSource:
+    """Opens a file of weights or a checkpoint's folder; raises `UserError` if there is neither."""
+    if is_weights_file(path):
+        return open_weights(path)
+    source = find(path)
+    folder = source.path(source.steps[-1])
+    return RunWeights(folder, Manifest.read(folder))
+
+
+def describe_missing(folder: epath.Path, lora: LoraRecord, error: Exception) -> str:
+    """Returns the message that the base weights of the checkpoint in `folder` cannot be read."""
+    return (
+        f"{folder} holds LoRA factors alone, and its base weights cannot be read from "
+        f"{foreign(lora.source)}: {error}. Put them back; a run finds them elsewhere by "
+        f"{option('init_from')}"
+    )
+
+
+def base_sums(base: Variables) -> dict[str, str]:
+    """Returns the checksums of base weights on devices, by path in the state.
+
+    All processes of a job call it. `base` has None in place of variables that are not base weights.
+    """
+    started = start_sums(dict(zip(_FIELDS, base, strict=True)))
+    return format_sums(process_group.summed(read_parts(started)))
+
+
+def check_unchanged(actual: Mapping[str, str], lora: LoraRecord, folder: epath.Path) -> None:
+    """Checks that base weights are those that the factors of a checkpoint were trained for.
+
+    `actual` has the weights' checksums by path in the state. Raises `UserError` if one differs from
+    the record.
+    """
+    for name, expected in lora.sums.items():
+        if actual.get(name) != expected:
+            raise UserError(
+                f"{folder} holds LoRA factors for other base weights: {foreign(name, 200)} has the "
+                f"checksum {actual.get(name, 'of no array')}, and had {expected} when they were "
+                f"read from {foreign(lora.source)}. Give "
+                f"{option('init_from')} with the weights of that time"
+            )
+
+
+def _target(text: str) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array described as `float32[784,128]`."""
+    dtype, _, dims = text.rstrip("]").partition("[")
+    return jax.ShapeDtypeStruct(tuple(int(n) for n in dims.split(",") if n), jnp.dtype(dtype))
+
+
+# -- The arrays of a run's checkpoint as weights for another model ---------------------------------
+
+
+class RunWeights:
+    """The parameters and the model state of a checkpoint, by their paths in the model.
+
+    The parameters are the averaged ones if the run kept an average. An array is read as a whole,
+    its checksum is verified, and the last one is kept in memory. Raises `CheckpointCorruptedError`
+    or `StorageError`.
+    """
+
+    def __init__(self, folder: epath.Path, manifest: Manifest) -> None:
+        self.path = str(folder)
+        self._folder, self._manifest = folder, manifest
+        fields = ["averaged" if holds(manifest, "averaged") else "params"]
+        fields += ["model_state"] if holds(manifest, "model_state") else []
+        check_saved_items(folder, manifest, fields)
+        headers: dict[str, ArrayHeader] = {}
+        self._where: dict[str, tuple[str, str]] = {}
+        for saved_name, text in manifest.identity.leaves.items():
+            field, _, name = saved_name.partition("/")
+            if field in fields and not text.startswith("key<"):
+                dtype, _, dims = text.rstrip("]").partition("[")
+                shape = tuple(int(dim) for dim in dims.split(",") if dim)
+                headers[name] = ArrayHeader(shape, np.dtype(jnp.dtype(dtype)))
+                self._where[name] = field, saved_name
+        self.headers: Mapping[str, ArrayHeader] = headers
+        self._read_whole = functools.lru_cache(maxsize=1)(self._read_array)
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        part: np.ndarray = self._read_whole(name)[slices(box)]
+        return part
+
+    def _read_array(self, name: str) -> np.ndarray:
+        field, saved_name = self._where[name]
+        return read_host_array(self._folder, self._manifest, field, saved_name)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast
 import absl.logging
 from etils import epath, epy
 
-from spmdtrain.checkpoints import manifest, replica_check, stream_positions
+from spmdtrain.checkpoints import checksums, manifest
 from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
 from spmdtrain.checkpoints.host_copy import (
     as_jax_arrays,
@@ -28,11 +29,17 @@ from spmdtrain.checkpoints.host_copy import (
     is_on_cpu,
     sum_copies,
 )
-from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
-from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
+from spmdtrain.checkpoints.listing import CheckpointRecord, Retention
+from spmdtrain.checkpoints.manifest import (
+    ITEMS,
+    CheckpointCorruptedError,
+    Manifest,
+    items_of,
+    raw_keys,
+    steps_in,
+    write_positions,
+)
 from spmdtrain.checkpoints.run_identity import Identity
-from spmdtrain.checkpoints.shared_folder import check_shared
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.record import no_follow
@@ -48,6 +55,7 @@ from spmdtrain.step.state import TrainState
 
 with epy.lazy_imports():  # the import takes long and is not needed before the first save
     import orbax.checkpoint as ocp
+
 
 PyTree = Any
 T = TypeVar("T")
@@ -239,7 +247,7 @@ class Checkpoints:
         """Passes arrays, or their copies, to Orbax, which has read them when this returns."""
         if sums is None:
             sums = sum_copies(_by_field(items))
-        replica_check.check_equal(sums, save.step, self._sequence)
+        checksums.check_equal(sums, save.step, self._sequence)
         for parts, positions in self._sequence.collect((read_parts(sums), save.positions)):
             save.positions |= positions
             for name, part in parts.items():
@@ -450,7 +458,7 @@ class Checkpoints:
         )
         if (folder := next(folders, None)) is None:
             raise FileNotFoundError(f"the unfinished checkpoint of step {save.step} is missing")
-        stream = stream_positions.write(folder, save.positions)
+        stream = write_positions(folder, save.positions)
         Manifest(
             step=save.step,
             saved_at=save.saved_at.isoformat(timespec="seconds"),
@@ -612,3 +620,40 @@ class _Save:
     """In process 0, the steps of the checkpoints to remove after this one is published."""
     is_read: threading.Event = field(default_factory=threading.Event)
     """Set once the arrays may be donated, or the save has failed."""
+
+
+# -- The check that all processes of a job share a folder ------------------------------------------
+
+_MARKER = ".shared-"
+_VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file system
+
+
+def check_shared(folder: Path) -> None:
+    """Checks that all processes of the job share an existing local folder.
+
+    Otherwise each would write its part of a checkpoint to its own folder, and no checkpoint would
+    be complete. Raises `UserError` if a process has another folder at this path than process 0.
+    """
+    name = process_group.broadcast(f"{_MARKER}{secrets.token_hex(8)}")
+    marker = folder / name
+    if process_group.is_chief():
+        for left in sorted(folder.glob(f"{_MARKER}*")):  # by a start that was killed here
+            no_follow.remove(folder, left.name)
+        no_follow.create(folder, name).close()
+    process_group.barrier()
+
+    def check() -> None:
+        deadline = time.monotonic() + _VISIBLE_WITHIN
+        while not marker.exists():
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{folder} in {process_group.name()} is not the folder that "
+                    f"{process_group.names()[0]} has there: use a workdir that all processes share"
+                )
+            time.sleep(0.2)
+
+    try:
+        process_group.run_on_all(check, UserError)
+    finally:
+        if process_group.is_chief():
+            marker.unlink()

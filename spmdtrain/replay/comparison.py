@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.checkpoints.items import ITEMS
+from spmdtrain.checkpoints.manifest import ITEMS
 from spmdtrain.checkpoints.read_arrays import check_saved_items, holds, read_host_array
 from spmdtrain.replay.recorded_run import RecordedRun, RecordedStep, manifest_at
 

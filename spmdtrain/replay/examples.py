@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from spmdtrain.checkpoints import stream_positions
+from spmdtrain.checkpoints.manifest import read_positions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.example_names import describe_values, place_of_example
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows, rows_of
@@ -79,7 +79,7 @@ def _of_stream(
     if first:
         if (manifest := manifest_at(run.checkpoints, first)) is None:
             raise UserError(f"checkpoint {run.checkpoints.path(first)} is corrupted")
-        positions = dict(stream_positions.read(run.checkpoints.path(first), manifest.stream))
+        positions = dict(read_positions(run.checkpoints.path(first), manifest.stream))
     skipped, size = config.skipped_batches, config.resolved_batch_size
     last = skipped.batch_of(step - 1)
     batches = data.batches(

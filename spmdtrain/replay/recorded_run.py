@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmdtrain.checkpoints.listing import Source, list_checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import storage_errors
-from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.record.lines import RunEvent, hash_of_sums, last_step, read_events, read_hashes
 from spmdtrain.record.run_files import FIELDS, Split, Writer, status_of, written_metrics

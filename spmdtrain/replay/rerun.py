@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
+from spmdtrain.checkpoints.weights.source import is_weights_file
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
@@ -14,7 +15,6 @@ from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.starting_state import names_step, parse_fork
 from spmdtrain.train.trainer import Trainer
-from spmdtrain.weights.source import is_weights_file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdtrain.checkpoints.listing import Listing
-from spmdtrain.checkpoints.source import list_checkpoints
+from spmdtrain.checkpoints.listing import Listing, list_checkpoints
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.record.readers import (
     MOST_COLUMNS,

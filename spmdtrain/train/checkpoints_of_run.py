@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.listing import Retention
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.record.run_files import evaluator_metrics

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from spmdtrain.checkpoints.restore import read_manifest
+from spmdtrain.checkpoints.weights.source import is_weights_file
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sources.files import hide_progress
@@ -27,7 +28,6 @@ from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.train.trainer import Trainer
-from spmdtrain.weights.source import is_weights_file
 
 
 def execute(command: Command) -> int:

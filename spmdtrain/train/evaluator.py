@@ -12,10 +12,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from spmdtrain.checkpoints.listing import Source, list_checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.run_identity import Identity
-from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.config.options import Which
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset

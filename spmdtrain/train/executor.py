@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from spmdtrain.checkpoints.source import list_for_all
+from spmdtrain.checkpoints.listing import list_for_all
 from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import optax
 
 from spmdtrain.adapters.base import Function
+from spmdtrain.checkpoints.weights.weight_map import WeightMap
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import (
@@ -28,7 +29,6 @@ from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step.gradients import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks
-from spmdtrain.weights.weight_map import WeightMap
 
 PyTree = Any
 

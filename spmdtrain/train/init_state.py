@@ -10,14 +10,25 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.checkpoints.base_weights import base_sums, check_unchanged, describe_missing
-from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.lora_record import LoraRecord, record_rules
+from spmdtrain.checkpoints.listing import LATEST, find, load_latest_valid
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.restore import load_initial_variables
-from spmdtrain.checkpoints.run_identity import Identity
-from spmdtrain.checkpoints.run_weights import RunWeights
-from spmdtrain.checkpoints.source import find, load_latest_valid
+from spmdtrain.checkpoints.restore import (
+    RunWeights,
+    base_sums,
+    check_unchanged,
+    describe_missing,
+    load_initial_variables,
+)
+from spmdtrain.checkpoints.run_identity import Identity, LoraRecord, record_rules
+from spmdtrain.checkpoints.weights.assignment import (
+    assign_weights,
+    check_taken,
+    place,
+    report,
+    rules_of_file,
+)
+from spmdtrain.checkpoints.weights.source import WeightSource, is_weights_file, open_weights
+from spmdtrain.checkpoints.weights.weight_map import WeightMap
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import Terminal
@@ -28,11 +39,6 @@ from spmdtrain.step.optimizer import with_base
 from spmdtrain.step.state import TrainState, averaged_steps
 from spmdtrain.train.starting_state import InitialState
 from spmdtrain.tree import in_dtype_of, named_leaves, path_name
-from spmdtrain.weights.assignment import assign_weights, check_taken, rules_of_file
-from spmdtrain.weights.placing import place
-from spmdtrain.weights.report import report
-from spmdtrain.weights.source import WeightSource, is_weights_file, open_weights
-from spmdtrain.weights.weight_map import WeightMap
 
 PyTree = Any
 

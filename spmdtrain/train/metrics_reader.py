@@ -8,10 +8,8 @@ from typing import Any, Never
 import jax
 import numpy as np
 
-from spmdtrain.checkpoints.checksums import format_sums, read_parts
-from spmdtrain.checkpoints.host_copy import is_on_cpu
-from spmdtrain.checkpoints.replica_check import check_equal
-from spmdtrain.checkpoints.state_sums import StateSums
+from spmdtrain.checkpoints.checksums import check_equal, format_sums, read_parts
+from spmdtrain.checkpoints.host_copy import StateSums, is_on_cpu
 from spmdtrain.data.mixture import components_of
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase

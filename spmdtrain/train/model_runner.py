@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Function, Variables
-from spmdtrain.checkpoints.listing import LATEST
+from spmdtrain.checkpoints.listing import LATEST, list_for_all
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
-from spmdtrain.checkpoints.source import list_for_all
+from spmdtrain.checkpoints.weights.weight_map import WeightMap, checked_weight_map
 from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.data.datasets import Dataset, classes_of
 from spmdtrain.data.sampling import IndexedBatch
@@ -39,7 +39,6 @@ from spmdtrain.train.media_log import checked_media
 from spmdtrain.train.run_logger import Metrics
 from spmdtrain.train.starting_state import parse_fork
 from spmdtrain.train.terminal_of_run import terminal_of
-from spmdtrain.weights.weight_map import WeightMap, checked_weight_map
 
 PyTree = Any
 

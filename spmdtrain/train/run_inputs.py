@@ -6,8 +6,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmdtrain.checkpoints.lora_record import LoraRecord
-from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
+from spmdtrain.checkpoints.run_identity import (
+    Identity,
+    LoraRecord,
+    describe_leaves,
+    describe_optimizer,
+)
 from spmdtrain.config.run_config import RunConfig, config_as_json, own_code
 from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of

@@ -4,7 +4,7 @@ import math
 import socket
 from typing import Any
 
-from spmdtrain.checkpoints.source import list_for_all
+from spmdtrain.checkpoints.listing import list_for_all
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, phase

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdtrain.checkpoints.items import check_can_be_saved
-from spmdtrain.checkpoints.program_changes import changed_functions
-from spmdtrain.checkpoints.run_identity import Identity, all_skipped
+from spmdtrain.checkpoints.manifest import check_can_be_saved
+from spmdtrain.checkpoints.run_identity import Identity, all_skipped, changed_functions
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset

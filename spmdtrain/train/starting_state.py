@@ -10,21 +10,18 @@ import jax.numpy as jnp
 from etils import epath
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.checkpoints import stream_positions
-from spmdtrain.checkpoints.base_weights import base_sums
-from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.lora_record import LoraRecord
-from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.read_arrays import holds
-from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.checkpoints.run_identity import changes, check_same_run, describe_leaves
-from spmdtrain.checkpoints.source import (
+from spmdtrain.checkpoints.listing import (
+    LATEST,
     LoadedCheckpoint,
     Source,
     find,
     list_for_all,
     load_latest_valid,
 )
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, read_positions
+from spmdtrain.checkpoints.read_arrays import holds
+from spmdtrain.checkpoints.restore import base_sums, load_state
+from spmdtrain.checkpoints.run_identity import LoraRecord, changes, check_same_run, describe_leaves
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import UserError, option
@@ -235,7 +232,7 @@ def _load(
         if lacks_count and trained.abstract_state.averaged_before != {}:
             zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=places.averaged_before)
             state = replace(state, averaged_before=zero())
-        return state, stream_positions.read(folder, manifest.stream)
+        return state, read_positions(folder, manifest.stream)
 
     return load_latest_valid(source, load, run.logger.terminal.warning, by_all=True)
 

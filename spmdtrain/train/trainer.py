@@ -10,6 +10,7 @@ import optax
 
 from spmdtrain.adapters.base import Function, describe_modes
 from spmdtrain.checkpoints.listing import LATEST
+from spmdtrain.checkpoints.weights.weight_map import WeightMap
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
@@ -47,7 +48,6 @@ from spmdtrain.train.profiler import profiled_steps
 from spmdtrain.train.run_logger import Metrics, no_metrics
 from spmdtrain.train.session import RunSession
 from spmdtrain.train.starting_state import first_state
-from spmdtrain.weights.weight_map import WeightMap
 
 PyTree = Any
 

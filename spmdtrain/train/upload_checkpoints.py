@@ -10,8 +10,8 @@ from typing import Any
 
 from etils import epath
 
-from spmdtrain.checkpoints.items import steps_in
 from spmdtrain.checkpoints.manifest import NAME as MANIFEST
+from spmdtrain.checkpoints.manifest import steps_in
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.errors import UserError

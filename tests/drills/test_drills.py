@@ -292,8 +292,8 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     python, *_, config, _, _ = command(drill(tmp_path), "--workdir", workdir)
     hurried = (
-        "import sys; from spmdtrain import run; from spmdtrain.checkpoints import shared_folder; "
-        "assert shared_folder._VISIBLE_WITHIN; shared_folder._VISIBLE_WITHIN = 3.0; "
+        "import sys; from spmdtrain import run; from spmdtrain.checkpoints import save; "
+        "assert save._VISIBLE_WITHIN; save._VISIBLE_WITHIN = 3.0; "
         "sys.exit(run.main(sys.argv[1:]))"
     )
     line = [python, "-uc", hurried, "--config", config, "--workdir", str(workdir)]

@@ -43,6 +43,7 @@ from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
+from spmdtrain.checkpoints.weights.source import open_weights
 from spmdtrain.cluster import job_token, rendezvous
 from spmdtrain.cluster.job_token import Line, Side
 from spmdtrain.cluster.spec import parse_tf_config
@@ -57,7 +58,6 @@ from spmdtrain.record.user_folders import private_folder
 from spmdtrain.report.command import RunReport
 from spmdtrain.report.command import main as report
 from spmdtrain.run import main as run
-from spmdtrain.weights.source import open_weights
 from spmdtrain.xla.collectives import collectives
 from spmdtrain.xla.hlo import Module
 

@@ -12,8 +12,9 @@ from helpers import saved_steps, status
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import BOUND, codes, drill, job, quiet, show
 
-from spmdtrain.checkpoints import checksums, replica_check
-from spmdtrain.checkpoints.state_sums import StateSums
+from spmdtrain.checkpoints import checksums
+from spmdtrain.checkpoints.checksums import find_odd
+from spmdtrain.checkpoints.host_copy import StateSums
 from spmdtrain.testing import run_processes
 
 P = PartitionSpec
@@ -174,15 +175,15 @@ def test_a_loop_finds_it_as_well(
     ],
 )
 def test_the_majority_is_right_if_there_is_one(digests: str, found: object) -> None:
-    assert replica_check.find_odd([{"g": digest} for digest in digests]) == found
+    assert find_odd([{"g": digest} for digest in digests]) == found
 
 
 def test_only_processes_that_hold_the_same_part_are_compared() -> None:
     """Four processes: the first two hold one half of an array, the others the other."""
     halves = [{"x": "a", "all": "z"}] * 2 + [{"y": "b", "all": "z"}] * 2
-    assert replica_check.find_odd(halves) is None
+    assert find_odd(halves) is None
     halves[3] = {"y": "c", "all": "z"}
-    assert replica_check.find_odd(halves) == ("y", 2, [3], False)
+    assert find_odd(halves) == ("y", 2, [3], False)
 
 
 # -- what is compared ------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ FOLDERS = (
         "launch",
         "data",
     ),
-    *("step", "weights", "checkpoints", "trackers", "train", "parameter_server", "plan"),
+    *("step", "checkpoints", "trackers", "train", "parameter_server", "plan"),
     *("replay", "report", "sweep", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
@@ -159,8 +159,7 @@ SHARED_BY_COMMANDS = {"Options", "execute", "main"}  # the parts of each command
 QUALIFIED = {
     "create": {"job_token", "no_follow"},
     "environment": {"aot", "measurement"},
-    "read": {"job_token", "progress", "stream_positions"},
-    "write": {"no_follow", "stream_positions"},
+    "read": {"job_token", "progress"},
 }
 
 
@@ -192,7 +191,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 87
+SINGLE_IMPORTERS = 78
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 19
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""

@@ -14,7 +14,7 @@ from etils import epath
 from flax import nnx
 
 from spmdtrain import Trainer, UserError, load_params
-from spmdtrain.checkpoints import array_headers
+from spmdtrain.checkpoints import read_arrays
 from spmdtrain.checkpoints.command import main
 from spmdtrain.checkpoints.manifest import Manifest, sizes
 from spmdtrain.document.terminal import Terminal
@@ -89,8 +89,8 @@ def test_arrays_that_are_read_together_must_fit_together(
     """The parameters have 128, 32, 32 and 4 bytes."""
     data = (np.zeros((16, 4), np.float32), np.zeros((16, 1), np.float32))
     trainer(tmp_path / "run").fit(data, steps=2)
-    monkeypatch.setattr(array_headers, "available_memory", lambda: 196)
+    monkeypatch.setattr(read_arrays, "available_memory", lambda: 196)
     load_params(tmp_path / "run")
-    monkeypatch.setattr(array_headers, "available_memory", lambda: 195)
+    monkeypatch.setattr(read_arrays, "available_memory", lambda: 195)
     with pytest.raises(UserError, match=r"196 B .*195 B"):
         load_params(tmp_path / "run")

@@ -14,12 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.checkpoints.checksums import host_sum, sums
 from spmdtrain.checkpoints.host_copy import HostCopy, as_jax_arrays, copy_to_host, is_on_cpu
+from spmdtrain.checkpoints.listing import Retention, list_checkpoints
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.checkpoints.source import list_checkpoints
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
@@ -152,7 +151,7 @@ def test_a_listing_that_missed_the_newest_checkpoint_is_repeated(
     for step in (2, 6):
         (folder / str(step)).mkdir(parents=True)
     listings = iter([[2], [2, 6]])
-    monkeypatch.setattr("spmdtrain.checkpoints.source.steps_in", lambda _: next(listings))
+    monkeypatch.setattr("spmdtrain.checkpoints.listing.steps_in", lambda _: next(listings))
     assert list(list_checkpoints(str(tmp_path)).steps) == [2, 6]
 
 

@@ -14,7 +14,7 @@ from helpers import contents, saved_steps
 
 from spmdtrain import StorageError, Trainer, UserError
 from spmdtrain.checkpoints.command import main as checkpoints
-from spmdtrain.checkpoints.export import export_params
+from spmdtrain.checkpoints.restore import export_params
 from spmdtrain.record.run_files import RunFiles, Split, Status, write_predictions
 
 

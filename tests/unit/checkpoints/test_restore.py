@@ -42,9 +42,9 @@ from spmdtrain import (
 )
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.checkpoints import command
+from spmdtrain.checkpoints.listing import Retention
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state, read_variables
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import config_as_json

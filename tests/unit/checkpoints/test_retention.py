@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from spmdtrain import Trainer, UserError
 from spmdtrain.adapters.as_adapter import as_adapter
+from spmdtrain.checkpoints.listing import CheckpointRecord, Retention
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.options import MeshSpec

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain import CallbackContext, FunctionModel, Trainer, UserError
 from spmdtrain.checkpoints.checksums import format_sums, read_parts
+from spmdtrain.checkpoints.host_copy import StateSums
+from spmdtrain.checkpoints.listing import list_checkpoints
 from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.checkpoints.source import list_checkpoints
-from spmdtrain.checkpoints.state_sums import StateSums
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.record.lines import hash_of_sums, read_hashes
 from spmdtrain.step.state import TrainState

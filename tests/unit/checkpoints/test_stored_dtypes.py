@@ -10,7 +10,7 @@ import pytest
 import tensorstore
 
 from spmdtrain import Loop, UserError
-from spmdtrain.checkpoints.items import check_can_be_saved
+from spmdtrain.checkpoints.manifest import check_can_be_saved
 from spmdtrain.document.terminal import Terminal
 
 OWN = [name for name in dir(ml_dtypes) if name.startswith(("int", "uint", "float", "bfloat"))]

@@ -23,11 +23,11 @@ from spmdtrain import UserError, load_params
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, sizes
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
+from spmdtrain.checkpoints.weights.source import OrbaxWeights
 from spmdtrain.record import run_files
 from spmdtrain.record.run_files import RunFiles, Split, evaluator_metrics, status_of
 from spmdtrain.record.validation import Malformed, check, parse_object
 from spmdtrain.run import main
-from spmdtrain.weights.orbax_folder import OrbaxWeights
 
 # A FIFO must not be waited for.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdtrain.checkpoints.weights.source import open_weights
 from spmdtrain.data.datasets import as_dataset, fingerprint
 from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
 from spmdtrain.data.text import Packed, document_lengths
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.weights.source import open_weights
 
 LLM_C = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
 

@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import REPOSITORY
 
 from spmdtrain import AxisRules, MeshSpec, Trainer, UserError
+from spmdtrain.checkpoints.weights.weight_map import unmapped
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
     GenerationOptions,
@@ -25,7 +26,6 @@ from spmdtrain.models import (
 )
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
-from spmdtrain.weights.weight_map import unmapped
 
 experiment: Any = load_experiment(str(REPOSITORY / "experiments" / "llama.py"), frozenset()).module
 SMALL = LlamaConfig(

@@ -14,10 +14,10 @@ from flax import nnx
 from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, Trainer, UserError
+from spmdtrain.checkpoints.weights.weight_map import unmapped
 from spmdtrain.models import VIT_AXIS_RULES, ViT, ViTConfig
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
-from spmdtrain.weights.weight_map import unmapped
 
 experiment: Any = load_experiment(str(REPOSITORY / "experiments" / "vit.py"), frozenset()).module
 SMALL = ViTConfig(classes=10, image_size=12, patch_size=4, layers=2, width=32, heads=2, hidden=64)

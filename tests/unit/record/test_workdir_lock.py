@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from etils import epath
 
-from spmdtrain.checkpoints.shared_folder import check_shared
+from spmdtrain.checkpoints.save import check_shared
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.record import run_files
 from spmdtrain.record.run_files import RunFiles, WorkdirLock

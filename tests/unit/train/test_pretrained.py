@@ -27,10 +27,10 @@ from spmdtrain import (
     WeightRule,
     export_params,
 )
+from spmdtrain.checkpoints.weights.assignment import assign_weights
+from spmdtrain.checkpoints.weights.source import ArrayHeader
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.tree import named_leaves
-from spmdtrain.weights.assignment import assign_weights
-from spmdtrain.weights.source import ArrayHeader
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype(np.float32)

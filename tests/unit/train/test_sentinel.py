@@ -32,7 +32,7 @@ from spmdtrain import (
     UserError,
     read_manifest,
 )
-from spmdtrain.checkpoints import checksums, replica_check
+from spmdtrain.checkpoints import checksums
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.record.lines import read_events
@@ -345,7 +345,7 @@ def test_the_error_of_a_pending_save_does_not_replace_the_fault(
         if step == 10:
             raise ReplicaError("copies differ")
 
-    monkeypatch.setattr(replica_check, "check_equal", check_equal)
+    monkeypatch.setattr(checksums, "check_equal", check_equal)
     workdir = tmp_path / "run"
     options = {"sentinel_every": 6, "checkpoint_every_steps": 2, "keep_latest": 9}
     failing = trainer(

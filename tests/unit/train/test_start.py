@@ -19,7 +19,7 @@ try:
 except SystemExit as end:
     assert end.code == 0
 late = ("train.command", "train.trainer", "train.evaluator", "train.loop", "step.train_step")
-late += ("step.compile", "checkpoints", "parameter_server", "plan", "models")
+late += ("step.compile", "checkpoints.manifest", "parameter_server", "plan", "models")
 loaded = [name for name in late if f"spmdtrain.{name}" in sys.modules]
 assert not loaded, loaded
 assert not {"flax", "orbax.checkpoint", "grain", "keras"} & sys.modules.keys()

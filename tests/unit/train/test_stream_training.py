@@ -15,8 +15,8 @@ import pytest
 from helpers import metrics, saved_steps
 
 from spmdtrain import FunctionModel, Loop, MeshSpec, Stream, Trainer, UserError
-from spmdtrain.checkpoints import stream_positions
 from spmdtrain.checkpoints.command import main as checkpoints
+from spmdtrain.checkpoints.manifest import POSITIONS_FILE
 from spmdtrain.document.terminal import Terminal
 
 HALVES = {"microbatches": 2, "mesh": MeshSpec(devices=(0, 1, 2, 3))}
@@ -88,7 +88,7 @@ def test_the_file_of_positions_is_covered_by_the_checkpoint_s_checksums(
     tmp_path: Path, whole: dict[int, tuple[float, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer(tmp_path, checkpoint_every_steps=4).fit(stream(), steps=8)
-    file = tmp_path / "checkpoints" / "8" / stream_positions.NAME
+    file = tmp_path / "checkpoints" / "8" / POSITIONS_FILE
     positions = json.loads(file.read_text())
     assert sorted(positions) == list("01234567")
     file.write_text(file.read_text().replace("next_index", "next_indeX", 1))
@@ -125,7 +125,7 @@ def test_evaluation_on_a_stream_is_refused() -> None:
 def test_a_dataset_has_no_file_of_positions(tmp_path: Path) -> None:
     data = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
     linear_model.trainer(workdir=str(tmp_path)).fit(data, steps=2)
-    assert not (tmp_path / "checkpoints" / "2" / stream_positions.NAME).exists()
+    assert not (tmp_path / "checkpoints" / "2" / POSITIONS_FILE).exists()
 
 
 def test_a_loop_continues_at_the_step_that_it_has_recorded(

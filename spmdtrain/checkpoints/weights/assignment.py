@@ -1,19 +1,35 @@
-"""The arrays of a file that a model takes, before any of them is read."""
+"""The arrays of a file that a model takes, and their placement on devices."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
+from rich.table import Table
 
+from spmdtrain.checkpoints.weights.source import ArrayHeader, WeightSource
+from spmdtrain.checkpoints.weights.weight_map import (
+    Box,
+    DimOrder,
+    MisfitError,
+    Region,
+    WeightMap,
+    WeightRule,
+    overlap,
+    plain_name,
+    region_of,
+    slices,
+)
+from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean, foreign, option
-from spmdtrain.weights.dim_order import DimOrder
-from spmdtrain.weights.region import Box, MisfitError, Region, overlap, region_of
-from spmdtrain.weights.source import ArrayHeader, WeightSource
-from spmdtrain.weights.weight_map import WeightMap, WeightRule, plain_name
+
+# -- The arrays of a file that a model takes, before any of them is read ---------------------------
 
 _SHOWN = 5  # names in a message
 _BRACES = set("{}")
@@ -291,3 +307,138 @@ def _check_dtype(path: str, name: str, header: ArrayHeader, target: str, leaf: A
 
 def _described(leaf: Any) -> str:
     return str(ArrayHeader(tuple(leaf.shape), np.dtype(leaf.dtype)))
+
+
+# -- Placement of a file's arrays: each process reads what its devices hold, one shard at a time
+# --
+
+
+def place(
+    source: WeightSource,
+    found: WeightAssignment,
+    targets: Mapping[str, Any],
+    expected: type[Exception] = UserError,
+) -> dict[str, jax.Array]:
+    """Returns the arrays of a model that a file has, in their shardings.
+
+    All processes of a job call it. The host holds one shard and the part of the file's array that
+    is read for it.
+
+    Args:
+      targets: `jax.ShapeDtypeStruct` with a sharding, by the path of the array.
+      expected: The errors that one process raises in all of them.
+
+    Raises:
+      UserError: If a value is NaN or infinite, or too large for the model's integers, or the file
+        is corrupted.
+    """
+
+    def read() -> dict[str, jax.Array]:
+        return {name: _array(source, found, name, targets[name]) for name in found.pieces}
+
+    return process_group.run_on_all(read, expected)
+
+
+def read_whole(source: WeightSource, found: WeightAssignment, name: str, target: Any) -> np.ndarray:
+    """Returns an array of a model that a file has, on the host; raises `UserError` like `place`.
+
+    `name` is the path of the array, `target` its shape and dtype.
+    """
+    return _shard(source, found, name, tuple((0, n) for n in target.shape), target.dtype)
+
+
+def _array(source: WeightSource, found: WeightAssignment, name: str, target: Any) -> jax.Array:
+    holders: dict[Box, list[jax.Device]] = {}
+    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
+        box = tuple(
+            part.indices(length)[:2] for part, length in zip(index, target.shape, strict=True)
+        )
+        holders.setdefault(box, []).append(device)
+    memory = target.sharding.memory_kind
+    shards = []
+    for box, devices in holders.items():
+        values = _shard(source, found, name, box, target.dtype)
+        for device in devices:
+            # Copied, because an array that shares memory with NumPy's cannot be donated.
+            where = SingleDeviceSharding(device, memory_kind=memory)
+            shards.append(jax.device_put(values, where, may_alias=False))
+        jax.block_until_ready(shards[-len(devices) :])  # the copies are made, so `values` is freed
+        del values
+    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
+
+
+def _shard(
+    source: WeightSource, found: WeightAssignment, name: str, box: Box, dtype: Any
+) -> np.ndarray:
+    values = np.full([end - first for first, end in box], found.fill.get(name, 0), dtype)
+    origin = [first for first, _ in box]
+    for piece in found.pieces[name]:
+        if (shared := overlap(box, piece.filled.box)) is None:
+            continue
+        read = piece.read(source, shared)
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found below
+            place: tuple[Any, ...] = (*slices(shared, origin), ...)  # a view, also of 0 dims
+            part = values[place]
+            part[...] = read
+        if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(part, read):
+            raise UserError(
+                f"{source.path}: {foreign(piece.source, 200)} is {read.dtype.name} and has a value "
+                f"that {np.dtype(dtype).name} cannot hold; nothing was loaded"
+            )
+        del read
+        if jnp.issubdtype(dtype, jnp.inexact) and not np.isfinite(part).all():
+            raise UserError(
+                f"{source.path}: {foreign(piece.source, 200)} has a value that is NaN or infinite "
+                f"(as {np.dtype(dtype).name}); nothing was loaded"
+            )
+    return values
+
+
+# -- The table of what a model takes from a file ---------------------------------------------------
+
+_NUMBER = re.compile(r"(?<![^./])[0-9]+(?![^./])", re.ASCII)  # a whole part of a name
+
+
+def report(
+    path: str,
+    found: WeightAssignment,
+    headers: Mapping[str, ArrayHeader],
+    targets: Mapping[str, Any],
+) -> Table:
+    """Returns a table of the arrays that are taken, that differ, and that are left.
+
+    Arrays whose names differ only in numbers share a row: `h.*.mlp.c_fc.weight`. `path` is the
+    file, `headers` describe its arrays and `targets` those of the model.
+    """
+    table = Table("", "in the model", "in the file", "arrays", title=foreign(f"init_from {path}"))
+    table.columns[3].justify = "right"
+    taken = [
+        ("taken", _text(name, _header(targets[name])), _text(piece.source, headers[piece.source]))
+        for name, pieces in found.pieces.items()
+        for piece in pieces
+    ]
+    differs = [
+        ("differs", _text(name, _header(targets[name])), why) for name, why in found.misfits.items()
+    ]
+    missing = [("initial", _text(name, _header(targets[name])), "") for name in found.missing]
+    left = [("left", "", _text(name, headers[name])) for name in found.left]
+    for rows in (taken, differs, missing, left):
+        for row, count in _counted(rows).items():
+            table.add_row(*map(foreign, row), str(count))
+    return table
+
+
+def _header(leaf: Any) -> ArrayHeader:
+    return ArrayHeader(tuple(leaf.shape), np.dtype(leaf.dtype))
+
+
+def _text(name: str, header: ArrayHeader) -> str:
+    return f"{_NUMBER.sub('*', name)} {header}"
+
+
+def _counted(rows: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
+    """Returns how often each row occurs, in the order of the rows."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        counts[row] = counts.get(row, 0) + 1
+    return counts

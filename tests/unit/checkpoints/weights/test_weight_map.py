@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 
 from spmdtrain import UserError, WeightRule
-from spmdtrain.weights.dim_order import DimOrder
-from spmdtrain.weights.region import MisfitError, region_of, slices
-from spmdtrain.weights.weight_map import read_weight_map, unmapped
+from spmdtrain.checkpoints.weights.weight_map import (
+    DimOrder,
+    MisfitError,
+    read_weight_map,
+    region_of,
+    slices,
+    unmapped,
+)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from spmdtrain import UserError
-from spmdtrain.weights.source import is_weights_file, open_weights
+from spmdtrain.checkpoints.weights.source import is_weights_file, open_weights
 
 ARRAYS: dict[str, np.ndarray] = {
     "wide": np.arange(24, dtype=np.float32).reshape(4, 6),

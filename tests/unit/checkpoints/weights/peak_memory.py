@@ -1,6 +1,6 @@
 """Prints how much memory the placement of a file takes beyond the arrays on 8 virtual devices.
 
-    python tests/unit/weights/peak_memory.py FILE
+    python tests/unit/checkpoints/weights/peak_memory.py FILE
 
 The file is written first: `ARRAYS` arrays of `MEGABYTES` MB.
 """
@@ -17,9 +17,8 @@ import numpy as np
 import safetensors.numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.weights.assignment import assign_weights
-from spmdtrain.weights.placing import place
-from spmdtrain.weights.source import open_weights
+from spmdtrain.checkpoints.weights.assignment import assign_weights, place
+from spmdtrain.checkpoints.weights.source import open_weights
 
 
 def peak() -> int:

@@ -1,0 +1,1 @@
+"""Weights of other programs: files, rules for names and dims, placement."""
