@@ -87,13 +87,13 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.step.per_replica import per_replica as per_replica
     from spmdtrain.step.per_replica import reduce as reduce
     from spmdtrain.step.state import TrainState as TrainState
+    from spmdtrain.trackers.base import Figure as Figure
+    from spmdtrain.trackers.base import Histogram as Histogram
+    from spmdtrain.trackers.base import Image as Image
     from spmdtrain.trackers.base import RunInfo as RunInfo
+    from spmdtrain.trackers.base import Table as Table
+    from spmdtrain.trackers.base import Text as Text
     from spmdtrain.trackers.base import Tracker as Tracker
-    from spmdtrain.trackers.media import Figure as Figure
-    from spmdtrain.trackers.media import Histogram as Histogram
-    from spmdtrain.trackers.media import Image as Image
-    from spmdtrain.trackers.media import Table as Table
-    from spmdtrain.trackers.media import Text as Text
     from spmdtrain.train.callbacks import CallbackContext as CallbackContext
     from spmdtrain.train.callbacks import CallbackEvent as CallbackEvent
     from spmdtrain.train.epochs import FitResult as FitResult

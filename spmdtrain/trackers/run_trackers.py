@@ -1,32 +1,219 @@
-"""The trackers of a run."""
+"""The trackers of a run, their threads, and the files of its media."""
 
 import contextlib
+import hashlib
 import importlib.util
+import json
+import math
 import os
+import queue
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
+
+from etils import epath
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
+from spmdtrain.record import no_follow
+from spmdtrain.record.run_files import MEDIA_LINES, RunFiles, Split, Status, Writer
 from spmdtrain.record.storage import failures, one_line
-from spmdtrain.record.validation import Malformed, check, parse_object, read_bytes
-from spmdtrain.trackers.base import RunInfo, Tracker
-from spmdtrain.trackers.media import Histogram, Image, Media
-from spmdtrain.trackers.media_files import MediaFiles
-from spmdtrain.trackers.mlflow import MlflowTracker
-from spmdtrain.trackers.pending_media import PendingMedia
-from spmdtrain.trackers.png import check_pillow
+from spmdtrain.record.validation import LARGEST_LOG, Malformed, check, parse_object, read_bytes
+from spmdtrain.trackers.base import (
+    Figure,
+    Histogram,
+    Image,
+    Media,
+    PendingMedia,
+    RunInfo,
+    Table,
+    Text,
+    Tracker,
+    check_pillow,
+    encode_png,
+)
+from spmdtrain.trackers.services import MlflowTracker, TrackioTracker, WandbTracker
 from spmdtrain.trackers.tensorboard import TensorBoardTracker, import_writer
-from spmdtrain.trackers.trackio import TrackioTracker
-from spmdtrain.trackers.wandb import WandbTracker
-from spmdtrain.trackers.worker import TrackerCall, TrackerWorker, wait_for_all
+
+# -- The thread of a tracker, with a bounded queue of calls ----------------------------------------
+
+MAX_PENDING = 10_000
+"""Sum of the sizes of pending calls."""
+PAUSE = 0.2
+"""Seconds for which the thread collects calls after it has made the pending ones. Waking it for
+each line of the log, and flushing a file for each, took a tenth of a small network's time."""
+
+
+@dataclass(frozen=True)
+class TrackerCall:
+    """A call of a tracker.
+
+    Attributes:
+      what: What it records, for messages: `metrics of step 20`.
+      size: 1 for a few numbers, more for larger content.
+    """
+
+    what: str
+    run: Callable[[Tracker], object]
+    size: int = 1
+
+
+_DONE = TrackerCall("", lambda tracker: None)
+
+
+class TrackerWorker:
+    """Calls a tracker in a thread of its own, so that training never waits for it.
+
+    The tracker's first exception is printed, and later calls are dropped. Calls that are added
+    while too many are pending are dropped, too.
+    """
+
+    def __init__(self, tracker: Tracker, log: Callable[[str], None]) -> None:
+        self.tracker = tracker
+        self._log = log
+        self._queue: queue.SimpleQueue[TrackerCall | Status] = queue.SimpleQueue()
+        self._pending = 0  # sum of sizes
+        self._dropped = 0
+        self._lock = threading.Lock()
+        self._current = ""  # what the thread is doing
+        self._begun = self._failed = self._over = False
+        self._hurry = threading.Event()  # ends the pause
+        self._thread = threading.Thread(
+            target=self._run, name=f"tracker {tracker.name}", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, call: TrackerCall) -> None:
+        """Queues a call, or drops it if the tracker has failed or too many calls are pending."""
+        if self._failed or self._over:
+            return
+        with self._lock:
+            is_full = self._pending + call.size > MAX_PENDING
+            if is_full:
+                self._dropped += 1
+            else:
+                self._pending += call.size
+        if not is_full:
+            self._queue.put(call)
+        elif self._dropped == 1:
+            self._log(
+                f"{self.tracker.name}: slower than the run, so calls are dropped, the first of "
+                f"them {call.what}"
+            )
+
+    def end(self, status: Status) -> None:
+        """Queues the end of the tracking; further calls are dropped."""
+        if not self._over:
+            self._over = True
+            self._queue.put(status)
+            self._hurry.set()
+
+    def flush(self) -> Callable[[float], None]:
+        """Queues a flush; returns a function that waits until all earlier calls are written.
+
+        The function takes the largest number of seconds to wait.
+        """
+        done = threading.Event()
+
+        def flush(tracker: Tracker) -> None:
+            tracker.flush()
+            if not self._over:
+                self._hurry.clear()
+            done.set()
+
+        def wait(seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while is_queued and not self._failed and time.monotonic() < until:
+                if done.wait(0.05):
+                    return
+
+        is_queued = not (self._failed or self._over)
+        if is_queued:
+            self._hurry.set()  # first, because the call clears it
+            self._queue.put(TrackerCall("a flush", flush, 0))
+        return wait
+
+    def wait(self, timeout: float, spent: float = 0.0) -> None:
+        """Waits until the tracker is closed, and prints what is lost if it takes too long.
+
+        `spent` seconds of `timeout` have passed already.
+        """
+        name = self.tracker.name
+        self._thread.join(max(0.0, timeout - spent))
+        if self._thread.is_alive() and not self._failed:
+            self._failed = True
+            left = max(0, self._queue.qsize() - 1)  # without the end
+            lost = f"{self._current} and {left} later calls are" if left else f"{self._current} is"
+            self._log(f"{name}: not done after {timeout:g} s: {lost} lost")
+        if self._dropped:
+            self._log(f"{name}: {self._dropped:,} calls were dropped")
+            self._dropped = 0
+
+    def _run(self) -> None:
+        while True:
+            call = self._queue.get()
+            if isinstance(call, Status):
+                self._close(call)
+                return
+            self._current, self._begun = call.what, True
+            is_last = False
+            try:
+                if not self._failed:
+                    call.run(self.tracker)
+                    if is_last := self._queue.empty():
+                        self.tracker.flush()
+            except BaseException as error:  # also a SystemExit, which would end the thread
+                self._fail(error)
+            # Freed before the next call arrives, because it may hold arrays of the devices.
+            size, call = call.size, _DONE
+            with self._lock:
+                self._pending -= size
+            if is_last:
+                self._hurry.wait(PAUSE)
+
+    def _close(self, status: Status) -> None:
+        if not self._begun:  # the run failed before its start
+            return
+        self._current = "its end"
+        try:
+            self.tracker.close(status)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Prints the first failure."""
+        if self._failed:
+            return
+        self._failed = True
+        text = foreign(" ".join(str(error).split()), 300)
+        what = self._current
+        self._log(
+            f"{self.tracker.name}: {what}: {type(error).__name__}: {text}; the run continues "
+            "without it"
+        )
+
+
+def wait_for_all(workers: list[TrackerWorker], timeout: float | None) -> None:
+    """Waits until all trackers are closed, at most as long as the slowest of them may take.
+
+    Their workers have been ended. `timeout` is the largest number of seconds for each; None for no
+    limit besides `close_timeout`.
+    """
+    began = time.monotonic()
+    for worker in workers:
+        own = worker.tracker.close_timeout
+        limit = own if timeout is None else min(own, timeout)
+        worker.wait(limit, time.monotonic() - began)
+
+
+# -- The trackers of a run -------------------------------------------------------------------------
 
 _SHIPPED: Mapping[str, tuple[type[Tracker], str]] = {
     "wandb": (WandbTracker, "wandb"),
@@ -331,3 +518,105 @@ def _check_media(name: str, media: Any, what: str) -> None:
         media.check()
     except UserError as error:
         raise UserError(f"{what}: {name!r}: {error}") from None
+
+
+# -- The files `media.jsonl` and `media/` of a workdir ---------------------------------------------
+
+_FOLDER = "media"
+_FILE = re.compile(r"media/[A-Za-z0-9_-][A-Za-z0-9._-]*\.(png|svg)")
+
+
+class MediaFiles(Tracker):
+    """Writes a line of `media.jsonl` for each item, and a file for each image and figure."""
+
+    name = "media"
+    _folder: Path
+
+    def start(self, run: RunInfo) -> None:
+        """Removes the media of steps after the one from which the run resumes."""
+        assert run.folder is not None
+        self._folder = run.folder
+        self.rewind(run.step)
+
+    def rewind(self, step: int) -> None:
+        """Removes the media of steps after `step`, and lines that are not valid."""
+        try:
+            content = read_bytes(epath.Path(self._folder / MEDIA_LINES), LARGEST_LOG)
+        except FileNotFoundError:
+            return
+        kept: list[bytes] = []
+        files: set[str] = set()
+        stale: set[str] = set()
+        for text in content.split(b"\n"):
+            line = _parse(text)
+            if line is None:
+                continue
+            file = line.get("file")
+            of_line = {file} if isinstance(file, str) and _FILE.fullmatch(file) else set()
+            if line["step"] <= step:
+                kept.append(text + b"\n")
+                files |= of_line
+            else:
+                stale |= of_line
+        whole = b"".join(kept)
+        if whole == content:
+            return
+        no_follow.write(self._folder, MEDIA_LINES, lambda file: file.write(whole))
+        for name in sorted(stale - files):
+            if (self._folder / name).is_file():
+                no_follow.remove(self._folder, name)
+
+    def image(self, step: int, tag: str, image: Image) -> None:
+        """Writes the images as one PNG file."""
+        number, height, width, _ = image.array.shape
+        content = {"file": self._save(step, tag, encode_png(image.grid()), "png")}
+        sizes = {"count": number, "width": width, "height": height}
+        captions = {"captions": list(image.captions)} if image.captions else {}
+        self._append(step, tag, image.kind, content | sizes | captions)
+
+    def text(self, step: int, tag: str, text: Text) -> None:
+        self._append(step, tag, text.kind, {"text": text.joined()})
+
+    def histogram(self, step: int, tag: str, histogram: Histogram) -> None:
+        edges, counts = histogram.edges.tolist(), histogram.counts.tolist()
+        self._append(step, tag, histogram.kind, {"edges": edges, "counts": counts})
+
+    def table(self, step: int, tag: str, table: Table) -> None:
+        """Writes the rows; numbers that are not finite are null."""
+        rows = [[_json_cell(cell) for cell in row] for row in table.rows()]
+        self._append(step, tag, table.kind, {"columns": list(table.columns), "rows": rows})
+
+    def figure(self, step: int, tag: str, figure: Figure) -> None:
+        """Writes the figure as a file."""
+        file = self._save(step, tag, figure.content, figure.format)
+        self._append(step, tag, figure.kind, {"file": file})
+
+    def _save(self, step: int, tag: str, content: bytes, extension: str) -> str:
+        """Writes a file of an item; returns its path in the workdir."""
+        plain = re.sub(r"[^A-Za-z0-9_-]", "-", tag)
+        if plain != tag.replace("/", "-", 1):  # other names could become the same
+            plain += "-" + hashlib.blake2b(tag.encode(), digest_size=4).hexdigest()
+        name = f"{_FOLDER}/{plain}-{step:08}.{extension}"
+        no_follow.make_subfolder(self._folder, _FOLDER)
+        no_follow.write(self._folder, name, lambda file: file.write(content))
+        return name
+
+    def _append(self, step: int, tag: str, kind: str, content: dict[str, Any]) -> None:
+        split, _, name = tag.partition("/")
+        line = {"step": step, "split": split, "name": name, "kind": kind} | content
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(no_follow.open_file(self._folder, MEDIA_LINES, flags), "ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Parses a line with a step; None if it is not valid."""
+    try:
+        content = parse_object(line)
+    except Malformed:
+        return None
+    return content if type(content.get("step")) is int else None
+
+
+def _json_cell(cell: Any) -> Any:
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell

@@ -13,9 +13,17 @@ from etils import epath
 
 from spmdtrain.record import no_follow
 from spmdtrain.record.run_files import Status
-from spmdtrain.trackers.base import RunInfo, Tracker
-from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
-from spmdtrain.trackers.png import encode_png, png_size
+from spmdtrain.trackers.base import (
+    Figure,
+    Histogram,
+    Image,
+    RunInfo,
+    Table,
+    Text,
+    Tracker,
+    encode_png,
+    png_size,
+)
 
 _MAX_TABLE_ROWS = 100  # TensorBoard shows tables as text
 

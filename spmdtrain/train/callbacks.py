@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.record.run_files import Split
-from spmdtrain.trackers.media import Media
+from spmdtrain.trackers.base import Media
 from spmdtrain.train.callback_states import CallbackStates
 from spmdtrain.train.loop_checks import as_floats
 

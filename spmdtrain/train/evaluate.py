@@ -22,7 +22,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metrics import component_metric, loss_first
-from spmdtrain.trackers.media import Media
+from spmdtrain.trackers.base import Media
 from spmdtrain.train.evaluation_totals import EvaluationTotals
 from spmdtrain.train.executor import max_in_flight
 

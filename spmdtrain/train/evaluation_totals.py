@@ -20,7 +20,7 @@ from spmdtrain.step.metrics import (
     as_function,
     loss_first,
 )
-from spmdtrain.trackers.media import Media
+from spmdtrain.trackers.base import Media
 from spmdtrain.trackers.run_trackers import check_items
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from spmdtrain.data.datasets import Subset, as_dataset
 from spmdtrain.errors import UserError
-from spmdtrain.trackers.media import Text
+from spmdtrain.trackers.base import Text
 from spmdtrain.train.callbacks import CallbackContext
 
 PyTree = Any

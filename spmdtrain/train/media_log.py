@@ -9,7 +9,7 @@ from typing import Any
 from spmdtrain.adapters.base import Function
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.record.run_files import Split
-from spmdtrain.trackers.media import Figure, Media
+from spmdtrain.trackers.base import Figure, Media
 from spmdtrain.trackers.run_trackers import RunTrackers, check_items
 
 _SPLITS = (Split.TRAIN, Split.EVAL, Split.TEST)

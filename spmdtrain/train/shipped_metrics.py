@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdtrain.errors import UserError
 from spmdtrain.step.metrics import SumMetric
-from spmdtrain.trackers.media import Histogram, Table
+from spmdtrain.trackers.base import Histogram, Table
 
 Array = jax.typing.ArrayLike
 

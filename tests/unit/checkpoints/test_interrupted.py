@@ -22,7 +22,7 @@ from spmdtrain.errors import PreemptedExit
 from spmdtrain.launch.child import Signals
 from spmdtrain.record import no_follow
 from spmdtrain.record.run_files import RunFiles, Split
-from spmdtrain.trackers.media_files import MediaFiles
+from spmdtrain.trackers.run_trackers import MediaFiles
 from spmdtrain.train.session import RunSession
 
 

@@ -12,10 +12,8 @@ import pytest
 
 from spmdtrain import Figure, Histogram, Image, Table, Text, UserError
 from spmdtrain.record.run_files import Status
-from spmdtrain.trackers.base import RunInfo
-from spmdtrain.trackers.media import Media
-from spmdtrain.trackers.media_files import MediaFiles
-from spmdtrain.trackers.run_trackers import check_items
+from spmdtrain.trackers.base import Media, RunInfo
+from spmdtrain.trackers.run_trackers import MediaFiles, check_items
 
 SVG = "<svg xmlns='http://www.w3.org/2000/svg'></svg>"
 SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [

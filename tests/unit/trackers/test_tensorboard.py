@@ -16,7 +16,7 @@ from helpers import events, metrics, small_experiment
 from spmdtrain import Figure, Histogram, Image, Table, Text
 from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.run import main
-from spmdtrain.trackers.media import Media
+from spmdtrain.trackers.base import Media
 from spmdtrain.trackers.run_trackers import RunTrackers
 
 IMPORTS = """

@@ -19,11 +19,17 @@ from helpers import metrics
 from spmdtrain import RunConfig, RunInfo, Tracker, Trainer, UserError
 from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
 from spmdtrain.trackers import run_trackers
-from spmdtrain.trackers import worker as worker_module
-from spmdtrain.trackers.media import Text
-from spmdtrain.trackers.run_trackers import RunTrackers, choose_trackers, evaluator_trackers
-from spmdtrain.trackers.trackio import TrackioTracker
-from spmdtrain.trackers.worker import MAX_PENDING, TrackerCall, TrackerWorker
+from spmdtrain.trackers import run_trackers as worker_module
+from spmdtrain.trackers.base import Text
+from spmdtrain.trackers.run_trackers import (
+    MAX_PENDING,
+    RunTrackers,
+    TrackerCall,
+    TrackerWorker,
+    choose_trackers,
+    evaluator_trackers,
+)
+from spmdtrain.trackers.services import TrackioTracker
 
 X = np.arange(32, dtype=np.float32).reshape(32, 1) / 32
 Y = 3 * X
