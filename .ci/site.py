@@ -39,7 +39,7 @@ PAGES = {
 # left out.
 REFERENCE = {
     "training": ("Training", ["train"]),
-    "models": ("Models and objectives", ["adapters", "models", "kernels"]),
+    "models": ("Models and objectives", ["adapters", "keras", "models", "kernels"]),
     "data": ("Data", ["data"]),
     "sharding": ("Strategies and sharding", ["sharding"]),
     "step": ("The train step", ["step"]),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from mnist_mlp import load_mnist
 
 from spmdtrain import Experiment, Rule, RunConfig
-from spmdtrain.adapters.keras import KerasModel, import_keras
+from spmdtrain.keras.model import KerasModel, import_keras
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 

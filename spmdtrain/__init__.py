@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.adapters.base import Adapter as Adapter
     from spmdtrain.adapters.base import Mode as Mode
     from spmdtrain.adapters.base import Variables as Variables
-    from spmdtrain.adapters.keras import KerasModel as KerasModel
     from spmdtrain.adapters.linen import LinenModel as LinenModel
     from spmdtrain.adapters.lora import LoraModel as LoraModel
     from spmdtrain.adapters.lora import LoraRule as LoraRule
@@ -58,6 +57,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.errors import ReplicaError as ReplicaError
     from spmdtrain.errors import StorageError as StorageError
     from spmdtrain.errors import UserError as UserError
+    from spmdtrain.keras.model import KerasModel as KerasModel
     from spmdtrain.kernels.attention import attention as attention
     from spmdtrain.kernels.experts import ExpertOutput as ExpertOutput
     from spmdtrain.kernels.experts import experts as experts

@@ -54,7 +54,8 @@ _LEFT_OUT = {
     "spmdtrain.": ("given", "_names", "optimizer"),
 }
 _OF_PROCESS = ("logging", "os")  # loggers and `os.environ`, which count by their class
-_OF_RUN = "spmdtrain.train."  # loops and trainers, whose attributes differ at each start
+# Loops and trainers, whose attributes differ at each start.
+_OF_RUN = ("spmdtrain.train.", "spmdtrain.keras.callbacks")
 _JITTED = type(jax.jit(lambda: None))
 _CACHED = type(functools.cache(lambda: None))
 _CHANGEABLE = (dict, list, set, deque, bytearray, int, float, str, type(None), np.ndarray)

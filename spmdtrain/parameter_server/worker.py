@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.adapters.keras_internals import reduce_by_attributes
 from spmdtrain.config.options import ParameterServerOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
 from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.keras.internals import reduce_by_attributes
 from spmdtrain.parameter_server.scheduler import BatchResult
 from spmdtrain.parameter_server.server import PushResult
 from spmdtrain.parameter_server.state_partition import (

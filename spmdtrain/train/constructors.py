@@ -51,7 +51,7 @@ class TrainerConstructors:
           UserError: If a part of the model or a callback cannot be used, or an argument is wrong.
         """
         # Imported here, because Flax, which the adapter uses, is slow to import.
-        from spmdtrain.train.compiled_keras import parts_of_compiled
+        from spmdtrain.keras.compile import parts_of_compiled
 
         parts = parts_of_compiled(
             model,

@@ -102,7 +102,7 @@ class Experiment:
           UserError: If a part of the model or a callback cannot be used.
         """
         # Imported here, because Flax, which the adapter uses, is slow to import.
-        from spmdtrain.train.compiled_keras import parts_of_compiled
+        from spmdtrain.keras.compile import parts_of_compiled
 
         found = parts_of_compiled(
             model, optimizer=optimizer, callbacks=callbacks, steps_per_dispatch=None

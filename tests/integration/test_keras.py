@@ -31,8 +31,8 @@ from spmdtrain import (
     load_params,
 )
 from spmdtrain.adapters.as_adapter import as_adapter
-from spmdtrain.adapters.keras import KerasModel
 from spmdtrain.document.terminal import Terminal
+from spmdtrain.keras.model import KerasModel
 from spmdtrain.tree import named_leaves
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
@@ -609,7 +609,7 @@ import numpy as np
 import optax
 
 from spmdtrain import Experiment, RunConfig
-from spmdtrain.adapters.keras import KerasModel
+from spmdtrain.keras.model import KerasModel
 
 os.environ["KERAS_BACKEND"] = "jax"
 

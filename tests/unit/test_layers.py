@@ -33,10 +33,12 @@ FOLDERS = (
         "launch",
         "data",
     ),
-    *("step", "checkpoints", "trackers", "train", "parameter_server", "plan"),
+    *("step", "checkpoints", "trackers", "train", "keras", "parameter_server", "plan"),
     *("replay", "report", "sweep", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
+# Functions of these modules import `keras` when they are given a Keras object.
+OPENING_KERAS = {"spmdtrain.train.constructors", "spmdtrain.train.experiment"}
 EXPORTING = {"models", "testing"}  # for users' experiments and tests; others' `__init__` is empty
 INITS = [path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
 # All but the package's own `__init__`, which exports names lazily.
@@ -105,6 +107,8 @@ def test_folders_import_in_one_direction(module: str) -> None:
     if folder in STANDALONE:
         return
     above = {*FOLDERS[FOLDERS.index(folder) + 1 :], *STANDALONE}
+    if module in OPENING_KERAS:
+        above -= {"keras"}
     assert not imports(module) & above
 
 
@@ -191,7 +195,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 73
+SINGLE_IMPORTERS = 70
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 19
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""
@@ -269,8 +273,9 @@ def test_every_exported_name_is_there() -> None:
 def test_unit_tests_are_in_the_folders_of_the_package() -> None:
     tested = {path.parent.relative_to(TESTS / "unit") for path in TESTS.glob("unit/*/**/test_*.py")}
     folders = {path.parent.relative_to(PACKAGE) for path in INITS}
-    # Sources are tested together with the datasets that read them.
-    assert tested == folders - {Path("data/sources")}
+    # Sources are tested together with the datasets that read them, and Keras' parts with what they
+    # implement: mypy would take a folder `keras` of tests for the library.
+    assert tested == folders - {Path("data/sources"), Path("keras")}
 
 
 def test_the_readme_is_short() -> None:

@@ -17,7 +17,7 @@ from flax import linen, nnx
 
 from spmdtrain import Loop, RunConfig
 from spmdtrain.distributed.code_digest import code_record
-from spmdtrain.step.keras_compile import CompiledKeras
+from spmdtrain.keras.compile import CompiledKeras
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 

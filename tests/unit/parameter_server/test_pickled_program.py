@@ -13,9 +13,9 @@ from flax import linen, nnx
 
 from spmdtrain.adapters.as_adapter import FunctionModel, as_adapter
 from spmdtrain.adapters.base import Mode
-from spmdtrain.adapters.keras import KerasModel
 from spmdtrain.adapters.linen import LinenModel
 from spmdtrain.adapters.lora import LoraModel
+from spmdtrain.keras.model import KerasModel
 from spmdtrain.parameter_server.worker import PickledProgram
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported

@@ -56,7 +56,7 @@ class Linen(nn.Module):
 def keras_model() -> Any:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
-    from spmdtrain.adapters.keras import KerasModel
+    from spmdtrain.keras.model import KerasModel
 
     keras.utils.set_random_seed(0)
 

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from spmdtrain import MeshSpec, Trainer, UserError
-from spmdtrain.adapters import keras_internals
 from spmdtrain.adapters.base import Mode, Variables
-from spmdtrain.adapters.keras import BoundKeras, KerasModel
-from spmdtrain.adapters.keras_optimizer import KerasOptimizer
-from spmdtrain.step.keras_compile import CompiledKeras
+from spmdtrain.keras.compile import CompiledKeras
+from spmdtrain.keras.internals import mask_of
+from spmdtrain.keras.model import BoundKeras, KerasModel, KerasOptimizer
 from spmdtrain.step.metrics import weighted_sums
 from spmdtrain.train.evaluation_totals import EvaluationTotals
 
@@ -349,7 +348,7 @@ def test_an_output_without_a_target_is_named() -> None:
 def test_a_missing_internal_names_the_version_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("keras.src.backend.get_keras_mask")
     with pytest.raises(UserError, match=rf"Keras {keras.__version__} has no .*get_keras_mask"):
-        keras_internals.mask_of(X)
+        mask_of(X)
 
 
 class AddsLoss(Layer):  # type: ignore[misc]

@@ -184,7 +184,7 @@ def test_a_model_with_batch_statistics_has_one_hash_and_the_numbers_of_plain_ste
 def keras_model() -> Any:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
-    from spmdtrain.adapters.keras import KerasModel
+    from spmdtrain.keras.model import KerasModel
 
     keras.utils.set_random_seed(0)
     layers = keras.layers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmdtrain import UserError
-from spmdtrain.train.keras_callback_options import MAPPED_CALLBACKS, callback_kind
+from spmdtrain.keras.callbacks import MAPPED_CALLBACKS, callback_kind
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")

@@ -1,0 +1,1 @@
+"""Keras models on the JAX backend, imported when a Keras object is given."""
