@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.checkpoints.restore import load_variables as load_variables
     from spmdtrain.checkpoints.restore import read_manifest as read_manifest
     from spmdtrain.checkpoints.weights.weight_map import WeightRule as WeightRule
+    from spmdtrain.config.experiment import Experiment as Experiment
     from spmdtrain.config.options import CollectiveOptions as CollectiveOptions
     from spmdtrain.config.options import MeshSpec as MeshSpec
     from spmdtrain.config.options import ParameterServerOptions as ParameterServerOptions
@@ -96,11 +97,13 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.trackers.base import Tracker as Tracker
     from spmdtrain.train.callbacks import CallbackContext as CallbackContext
     from spmdtrain.train.callbacks import CallbackEvent as CallbackEvent
-    from spmdtrain.train.epochs import FitResult as FitResult
-    from spmdtrain.train.experiment import Experiment as Experiment
-    from spmdtrain.train.log_samples import LogSamples as LogSamples
     from spmdtrain.train.loop import Loop as Loop
-    from spmdtrain.train.reduce_on_plateau import ReduceOnPlateau as ReduceOnPlateau
+    from spmdtrain.train.schedule import FitResult as FitResult
+    from spmdtrain.train.shipped_callbacks import EarlyStopping as EarlyStopping
+    from spmdtrain.train.shipped_callbacks import LogSamples as LogSamples
+    from spmdtrain.train.shipped_callbacks import ReduceOnPlateau as ReduceOnPlateau
+    from spmdtrain.train.shipped_callbacks import StopAtThreshold as StopAtThreshold
+    from spmdtrain.train.shipped_callbacks import UploadCheckpoints as UploadCheckpoints
     from spmdtrain.train.shipped_metrics import balanced_accuracy as balanced_accuracy
     from spmdtrain.train.shipped_metrics import confusion_counts as confusion_counts
     from spmdtrain.train.shipped_metrics import confusion_table as confusion_table
@@ -108,10 +111,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.train.shipped_metrics import perplexity as perplexity
     from spmdtrain.train.shipped_metrics import roc_auc as roc_auc
     from spmdtrain.train.shipped_metrics import value_histogram as value_histogram
-    from spmdtrain.train.stopping import EarlyStopping as EarlyStopping
-    from spmdtrain.train.stopping import StopAtThreshold as StopAtThreshold
     from spmdtrain.train.trainer import Trainer as Trainer
-    from spmdtrain.train.upload_checkpoints import UploadCheckpoints as UploadCheckpoints
 
 _HOMES = {
     name: module

@@ -104,7 +104,7 @@ def write_completion(arguments: Sequence[str]) -> int:
     import spmdtrain.replay.command as replay
     import spmdtrain.report.command as report
     import spmdtrain.sweep.command as sweep
-    from spmdtrain.train import command_line
+    from spmdtrain.config import command_line
 
     parser = argparse.ArgumentParser(prog=f"spmdtrain {_COMPLETION}")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))

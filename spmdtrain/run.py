@@ -20,9 +20,9 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
+from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.distributed import failures, initialize, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, exit_code_of
-from spmdtrain.train.command_line import parse_command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

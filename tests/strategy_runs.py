@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from matrix import ROWS, Row
 
 from spmdtrain import CallbackContext, Trainer, TrainState
+from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import resolve_config
 from spmdtrain.strategies import STRATEGIES
-from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.tree import named_leaves
 
 STEPS, MIDDLE = 20, 10

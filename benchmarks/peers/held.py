@@ -36,9 +36,9 @@ import jax
 from nets import net_of
 
 from spmdtrain import ArrayDataset, Experiment, RunConfig, Trainer, resolve_config
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.train import executor
-from spmdtrain.train.experiment import load_experiment
 
 gate.mark("imported")
 FLOWERS = Path(__file__).parents[2] / "experiments" / "flowers_mobilenet.py"

@@ -55,7 +55,7 @@ _LEFT_OUT = {
 }
 _OF_PROCESS = ("logging", "os")  # loggers and `os.environ`, which count by their class
 # Loops and trainers, whose attributes differ at each start.
-_OF_RUN = ("spmdtrain.train.", "spmdtrain.keras.callbacks")
+_OF_RUN = ("spmdtrain.train.", "spmdtrain.keras.callbacks", "spmdtrain.config.experiment")
 _JITTED = type(jax.jit(lambda: None))
 _CACHED = type(functools.cache(lambda: None))
 _CHANGEABLE = (dict, list, set, deque, bytearray, int, float, str, type(None), np.ndarray)

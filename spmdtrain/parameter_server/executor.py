@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from spmdtrain.cluster.spec import ClusterSpec, from_environment
+from spmdtrain.config.command_line import JOB_OPTIONS, Command
 from spmdtrain.config.options import MeshSpec, ParameterServerOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
@@ -34,9 +35,8 @@ from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
-from spmdtrain.train.program_report import StepProgram
+from spmdtrain.train.run_logger import StepProgram
 from spmdtrain.train.session import RunSession
 
 PyTree = Any

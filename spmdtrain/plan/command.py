@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from spmdtrain.config.command_line import Command, parse_command_line
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.out_of_memory import keep_freed_memory
@@ -29,7 +30,6 @@ from spmdtrain.plan.json_report import plan_as_json
 from spmdtrain.plan.page import plan_page
 from spmdtrain.plan.page_file import open_page_file
 from spmdtrain.plan.topologies import Topology
-from spmdtrain.train.command_line import Command, parse_command_line
 
 # Environment variables of a child process: its topology, whether it measures instead of planning,
 # and the measurement of an earlier child as JSON.

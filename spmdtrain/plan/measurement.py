@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from spmdtrain.config.experiment import ExperimentFile
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
@@ -19,7 +20,6 @@ from spmdtrain.plan.element_operations import ElementKind
 from spmdtrain.plan.time_model import wire_bytes
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.placement import configure_backend, resolve_config
-from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.xla.chips import Chip
 from spmdtrain.xla.compiler import OFF

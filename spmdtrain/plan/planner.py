@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.config.experiment import Experiment, ExperimentFile
 from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
@@ -35,7 +36,6 @@ from spmdtrain.step.flops import CostBasis, Flops, count_flops, model_flops
 from spmdtrain.step.functions import describe_preset
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
-from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
 from spmdtrain.xla.chips import Chip

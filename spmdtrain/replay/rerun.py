@@ -5,13 +5,13 @@ from pathlib import Path
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.weights.source import is_weights_file
+from spmdtrain.config.experiment import ExperimentFile
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
 from spmdtrain.replay.restored_config import config_on_devices, restore_config
 from spmdtrain.strategies import strategy
-from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.starting_state import names_step, parse_fork
 from spmdtrain.train.trainer import Trainer

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdtrain.config.command_line import EXCLUSIVE, Command, parse_command_line
+from spmdtrain.config.experiment import ExperimentFile, load_experiment
 from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.terminal import Terminal
@@ -16,8 +18,6 @@ from spmdtrain.record.storage import is_url
 from spmdtrain.replay.recorded_run import RecordedRun
 from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
 from spmdtrain.strategies import strategy
-from spmdtrain.train.command_line import EXCLUSIVE, Command, parse_command_line
-from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 # Fields of the place of a run, which a replay sets itself, and those that are resolved already.
 _OWN = {

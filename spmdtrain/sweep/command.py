@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdtrain.cluster.spec import Role, from_environment
+from spmdtrain.config.command_line import Command, parse_command_line
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
@@ -24,7 +25,6 @@ from spmdtrain.sweep.runner import LOG, SweepRunner
 from spmdtrain.sweep.search import SearchTrials
 from spmdtrain.sweep.specification import Setting, SweepSpecification
 from spmdtrain.sweep.trials import GridTrials, TrialFactory, TrialSource, TrialState
-from spmdtrain.train.command_line import Command, parse_command_line
 
 PROGRAM = "python -m spmdtrain.sweep"
 PAGE = "report.html"

@@ -10,13 +10,13 @@ from typing import Literal, Protocol
 
 from etils import epath
 
+from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import StorageError
 from spmdtrain.record.readers import GrowingFile
 from spmdtrain.record.run_files import Split, Status, parse_metrics_line, status_of
 from spmdtrain.record.validation import Malformed, parse_object, read_bytes
 from spmdtrain.sweep.specification import option_words, readable_name
-from spmdtrain.train.command_line import parse_command_line
 
 _LONGEST_NAME = 100  # characters; file systems allow 255 bytes
 

@@ -9,6 +9,8 @@ import jax
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.weights.source import is_weights_file
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
+from spmdtrain.config.command_line import JOB_OPTIONS, Command
+from spmdtrain.config.experiment import Experiment, ExperimentFile
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sources.files import hide_progress
 from spmdtrain.distributed import failures, initialize, process_group
@@ -22,11 +24,9 @@ from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.strategies import strategy
 from spmdtrain.train import evaluator
-from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import backend_of
-from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.loop import Loop
-from spmdtrain.train.terminal_of_run import terminal_of
+from spmdtrain.train.session import terminal_of
 from spmdtrain.train.trainer import Trainer
 
 

@@ -1,4 +1,4 @@
-"""Executors of train steps, and the backends of strategies, which create them."""
+"""Executors of train steps, the backends of strategies, and the roles of processes."""
 
 import contextlib
 import pkgutil
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from spmdtrain.checkpoints.listing import list_for_all
-from spmdtrain.cluster.spec import ClusterSpec
+from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import on_devices, train_batches
@@ -17,20 +17,23 @@ from spmdtrain.distributed import initialize
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
+from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import show_sharding
-from spmdtrain.sharding.placement import Placement, make_placement
+from spmdtrain.sharding.placement import Placement, configure_backend, local_config, make_placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.strategies import Strategy
-from spmdtrain.train.input_wait import next_batch
-from spmdtrain.train.program_report import StepProgram
+from spmdtrain.strategies import Strategy, strategy
+from spmdtrain.train.run_logger import StepProgram, next_batch
 from spmdtrain.train.sentinel import Sentinel
-from spmdtrain.train.session import RunSession
+from spmdtrain.train.session import RunSession, terminal_of
 
-if TYPE_CHECKING:  # the command line imports tyro
-    from spmdtrain.train.command_line import Command
+if TYPE_CHECKING:
+    from spmdtrain.config.command_line import Command
+
+
+# -- Executors of train steps, and the backends of strategies, which create them -------------------
 
 PyTree = Any
 StepCall: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
@@ -338,3 +341,43 @@ class DeviceExamples:
             with self._terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
                 self._last = dataset, on_devices(dataset, self._placement)
         return self._last[1]
+
+
+# -- The role of a process in a job, as TF_CONFIG and the strategy decide it -----------------------
+
+
+def is_evaluator() -> bool:
+    """Returns whether TF_CONFIG makes this process the evaluator of a job."""
+    return from_environment().role is Role.EVALUATE
+
+
+def join_job(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
+    """Takes the role of this process in the job; returns the configuration for this process.
+
+    A process that trains joins the others. A worker or parameter server of strategy
+    parameter_server serves the chief and exits with the job. An evaluator has separate devices, and
+    so another configuration.
+
+    Args:
+      timeout: Seconds to wait for the chief of parameter servers.
+      terminal: Receives the reason if an evaluator uses another placement.
+
+    Raises:
+      UserError: If the strategy has no use for this task.
+      SystemExit: In a worker or parameter server, when the job has ended.
+    """
+    if is_evaluator():
+        return local_config(config, (terminal or terminal_of(config)).line)
+    backend_of(strategy(config.strategy)).join(timeout)
+    configure_backend(config)
+    return config
+
+
+def refuse_evaluator(what: str) -> None:
+    """Raises `UserError` in an evaluator task, for what only trains."""
+    if is_evaluator():
+        name = from_environment().name
+        raise UserError(
+            f"{what} in task {name} of TF_CONFIG: only Trainer.fit and python -m spmdtrain.run "
+            "evaluate checkpoints there; leave the evaluator out of the cluster"
+        )

@@ -1,36 +1,47 @@
-"""The `Loop`: data, placement, checkpoints and logs for a training loop that the user writes.
-
-It is for several optimizers, a GAN or reinforcement learning, which the `Trainer` does not cover.
-"""
+"""The `Loop`: data, placement, checkpoints and logs for a training loop that the user writes."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from spmdtrain.config.overrides import with_fixed_folder, with_options, with_trackers
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.loader import train_batches
-from spmdtrain.data.sampling import Augment, rows_of
-from spmdtrain.distributed import failures
+from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
+from spmdtrain.data.sampling import Augment, process_rows, rows_of
+from spmdtrain.data.training_data import run_dataset
+from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_record
-from spmdtrain.distributed.first_call import call_together
+from spmdtrain.distributed.first_call import Together, await_compiled, call_together
+from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
+from spmdtrain.errors import NonFiniteError, UserError, did_you_mean, locate_errors
 from spmdtrain.record.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import resolve
-from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
-from spmdtrain.sharding.rules import Rule
+from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
+from spmdtrain.sharding.rules import Rule, check_placed
+from spmdtrain.step.batch_checks import check_partitioned, check_program
+from spmdtrain.step.compile import describe_choices
 from spmdtrain.step.functions import step_options
-from spmdtrain.step.hyperparameters import initial_values
+from spmdtrain.step.health import finite_flags, step_norms
+from spmdtrain.step.hyperparameters import initial_values, learning_rate
+from spmdtrain.step.objective import eval_key
+from spmdtrain.step.optimizer_record import OptimizerRecord
+from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
-from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.callbacks import (
     AddableMetrics,
     CallbackEvent,
@@ -38,31 +49,297 @@ from spmdtrain.train.callbacks import (
     Callbacks,
     FrozenMetrics,
 )
-from spmdtrain.train.executor import max_in_flight
-from spmdtrain.train.input_wait import next_batch
+from spmdtrain.train.executor import max_in_flight, refuse_evaluator
 from spmdtrain.train.loop_checks import (
     TRAINER_ONLY,
     Init,
     Step,
     as_floats,
+    as_scalars,
+    check_batch,
     check_best,
     check_config,
     check_not_donated,
+    check_state,
+    check_trains,
     make_initial_state,
+    state_and_metrics,
 )
-from spmdtrain.train.loop_step import LoopStep, make_program
-from spmdtrain.train.loop_tools import LoopTools, PlacedState, StartedLoop
-from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.overrides import with_fixed_folder, with_options, with_trackers
-from spmdtrain.train.roles import refuse_evaluator
-from spmdtrain.train.run_logger import RunLogger
-from spmdtrain.train.session import RunSession
+from spmdtrain.train.run_logger import MediaLogger, RunLogger, StepProgram, is_pending, next_batch
+from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
-from spmdtrain.train.terminal_of_run import terminal_of
-from spmdtrain.xla.compiler import options_for_one_run
+from spmdtrain.tree import with_own_containers
+from spmdtrain.xla.collectives import describe_found, find_collectives
+from spmdtrain.xla.compiler import compile_step, options_for_one_run
+
+# -- The compiled train step of a `Loop` -----------------------------------------------------------
 
 PyTree = Any
+
+
+def make_program(
+    function: Step,
+    abstract: TrainState,
+    layout: Layout,
+    placement: Placement,
+    compiler_options: Mapping[str, Any],
+    log_every: int,
+) -> Any:
+    """Returns the jitted program of a user's step: (state, batch) -> (state, output).
+
+    Args:
+      abstract: Shapes and dtypes of the state.
+      layout: The shardings of the state, before and after the step.
+      placement: The shardings of the batch and of the output.
+      log_every: The cadence of the log, for `step_norms`.
+    """
+    function = locate_errors(function, "the step function", takes="(state, batch, key)")
+
+    def program(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+        state = layout.to_device(state, lambda shardings: shardings)  # from host memory
+        own = with_own_containers(state)
+        after, metrics = state_and_metrics(function(own, batch, state.step_key))
+        check_state(after, abstract)
+        if after.step is not state.step or after.key is not state.key:
+            raise UserError(
+                "the step function changed state.step or state.key, which only the loop updates"
+            )
+        after = dataclasses.replace(after, step=state.step + 1, key=state.key)
+        means = as_scalars(metrics)
+        finite = finite_flags(jnp.stack(list(means.values())), state, after, layout.shardings)
+        norms = step_norms(after.params, layout, after.step, log_every)
+        rate = learning_rate(after.opt_state)
+        return after, StepOutput(means, finite, after.step, rate=rate, norms=norms)
+
+    return jax.jit(
+        program,
+        in_shardings=(layout.shardings, placement.batch),
+        out_shardings=(layout.shardings, placement.replicated),
+        donate_argnums=0,
+        compiler_options=dict(compiler_options) or None,
+    )
+
+
+class LoopOfStep(Protocol):
+    """The part of a `Loop` that its step uses."""
+
+    step: int
+    first_step: int
+    terminal: Terminal
+    placement: Placement
+
+    @property
+    def logger(self) -> RunLogger: ...
+
+
+class LoopStep:
+    """A step of a loop, compiled once for each shape of batch.
+
+    The shardings of the state are checked after the first step.
+    """
+
+    def __init__(self, loop: LoopOfStep, program: Any, shardings: TrainState) -> None:
+        self._loop, self._program, self._shardings = loop, program, shardings
+        self._compiled: set[Any] = set()
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+        """Makes a step; the state is donated."""
+        loop = self._loop
+        check_not_donated(state, loop.step)
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
+        sizes = [leaf.shape[0] for leaf in leaves if leaf.shape]
+        loop.logger.batch_size = sizes[0] if sizes else None
+        key = (treedef, *leaves)
+        if key not in self._compiled:
+            self._compile(state, batch)
+            self._compiled.add(key)
+        end_interval(overlapped=is_pending(state))  # of the user's loop
+        with phase(Phase.STEP):
+            after, output = self._program(state, batch)  # compiled by `_compile`
+        if loop.step == loop.first_step:
+            check_placed(after, self._shardings, "after the first step")
+        return after, output
+
+    def _compile(self, state: TrainState, batch: PyTree) -> None:
+        began, loop = time.perf_counter(), self._loop
+        with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
+            traced = self._program.trace(state, batch)
+            check_program(traced.jaxpr.jaxpr, (state, batch), loop.placement)
+            check_trains(traced.jaxpr.jaxpr, (state, batch), traced.out_info)
+            lowered = traced.lower()
+            compiled, text = compile_step(lowered, began)
+            await_compiled(lowered)
+        if process_group.is_chief():
+            mesh = loop.placement.mesh
+            found = find_collectives(compiled.as_text(), mesh)
+            text += f": {describe_found(found, mesh)}"
+            text += describe_choices(traced.jaxpr.jaxpr, loop.placement)
+            loop.logger.log_header(loop.placement, state.params, text)
+            shapes = jax.tree.map(_abstract, (state, batch))
+            program = StepProgram(
+                traced.jaxpr, 1, found, lambda: self._program.trace(*shapes).jaxpr
+            )
+            params = jax.tree.map(jax.typeof, state.params)
+            loop.logger.performance.describe(
+                program, params, self._shardings.params, loop.placement
+            )
+        loop.logger.restart_timer(loop.step)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of an array or a number."""
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(x, "sharding", None))
+
+
+# -- Data and programs of a `Loop` that do not depend on its steps ---------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedState:
+    """The shapes and shardings of a loop's state, as a `Trainable`."""
+
+    abstract_state: TrainState
+    shardings: TrainState
+    initial_hyperparameters: Mapping[str, Any]
+    optimizer_record: OptimizerRecord = field(default_factory=OptimizerRecord)
+    metric_names: None = None
+    base: None = None
+
+
+@dataclass
+class StartedLoop:
+    """The parts of a loop that exist once `start` has returned.
+
+    Attributes:
+      augment: (example, NumPy generator) -> example.
+      state: The state after the last recorded step.
+    """
+
+    run: RunSession
+    layout: Layout
+    augment: Augment | None
+    state: TrainState
+    reader: MetricsReader
+
+
+class LoopTools:
+    """Batches of evaluations, placement of arrays and compiled functions. The base of `Loop`."""
+
+    config: RunConfig
+    placement: Placement
+    _parts: StartedLoop | None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
+
+    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
+        """Returns an iterator over the batches of a dataset, in order; each example occurs once.
+
+        Args:
+          data: A dataset, or arrays in a tuple or dictionary.
+
+        Returns:
+          Pairs (rows, mask), placed on the mesh. The mask, (B,), is 0 for rows that pad the last
+          batch: a weight for `weighted_mean`.
+        """
+        batches, _ = ordered_batches(
+            run_dataset(data, self.config),
+            self.config.eval_batch_size or self.config.resolved_batch_size,
+            self.placement.batch,
+            threads=self.config.data_threads,
+        )
+        return batches
+
+    def eval_key(self, number: int) -> jax.Array:
+        """Returns the random key of batch `number` of an evaluation, counted from 0.
+
+        It is the same in each evaluation.
+
+        Args:
+          number: Number of the batch.
+        """
+        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
+        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
+        return key
+
+    def shard_batch(self, batch: PyTree) -> PyTree:
+        """Returns a global batch as arrays that are split over the mesh.
+
+        Args:
+          batch: NumPy arrays of a leading dim of examples, the same in all processes.
+        """
+        check_batch(batch, self.placement.batch_shards)
+        sharding = self.placement.batch
+
+        def placed(leaf: Any) -> jax.Array:
+            array = np.asarray(leaf)
+            check_fits(array)
+            local = array[process_rows(sharding, len(array))]
+            return jax.make_array_from_process_local_data(sharding, local, array.shape)
+
+        return jax.tree.map(placed, batch)
+
+    def gather_params(self, params: PyTree) -> PyTree:
+        """Returns the parameters of the state, gathered if the strategy splits them.
+
+        Call it in a step. Without it XLA may move activations instead of parameters, which costs
+        less for small batches and more for large ones.
+
+        Args:
+          params: The parameters of the state that the step receives.
+
+        Raises:
+          UserError: Before `start`.
+        """
+        if self._parts is None:
+            raise UserError("the loop has not begun: call start(init) first")
+        return self._parts.layout.gather(params)
+
+    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Compiles any other function of arrays.
+
+        Args:
+          function: A function of arrays, such as the computation of an evaluation.
+
+        Returns:
+          The function, compiled; each process gets its whole result. It raises `NotReducedError` if
+          the result holds a `PerReplica`.
+        """
+
+        def reduced(*args: PyTree) -> PyTree:
+            found = function(*args)
+            if replicas_in(found):
+                raise NotReducedError(
+                    "the function of compile() returns a PerReplica, but each process must get the "
+                    "whole result: reduce the values in the function, or use jax.jit, which "
+                    "leaves them on their devices"
+                )
+            return found
+
+        check = partial(check_partitioned, placement=self.placement)
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated), check=check)
+
+        def call(*args: PyTree) -> PyTree:
+            with use_placement(self.placement):
+                return jitted(*jax.tree.map(_in_device_memory, args))
+
+        return call
+
+
+def _in_device_memory(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return x
+
+
+# -- The `Loop`: data, placement, checkpoints and logs for a training loop that the user writes ----
+#
+# It is for several optimizers, a GAN or reinforcement learning, which the `Trainer` does not cover.
+
 _PURPOSES = (Purpose.INIT, Purpose.STEP)
 
 

@@ -1,26 +1,50 @@
-"""The log of a run: lines on the terminal and files in the workdir."""
+"""The log of a run: lines on the terminal, files in the workdir, times and media."""
 
+import functools
 import math
+import os
 import time
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
+from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
-from spmdtrain.distributed import process_group
+from spmdtrain.distributed import process_group, progress
+from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.document.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
-from spmdtrain.errors import StorageError
-from spmdtrain.record.lines import HASHES_FILE, LinesFile, ResumedAt, StateHash
+from spmdtrain.errors import StorageError, UserError, did_you_mean
+from spmdtrain.record.lines import (
+    EVENTS_FILE,
+    HASHES_FILE,
+    LinesFile,
+    ResumedAt,
+    RunEvent,
+    RunTimes,
+    StateHash,
+    last_step,
+    read_events,
+    run_times,
+)
 from spmdtrain.record.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.rules import describe_sharding
+from spmdtrain.step.flops import CONVENTION, model_flops
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS
-from spmdtrain.trackers.run_trackers import RunTrackers
-from spmdtrain.train.input_wait import InputWait
-from spmdtrain.train.performance import PerformanceLog
-from spmdtrain.train.time_account import TimeAccount, goodput_line
+from spmdtrain.step.state import TrainState
+from spmdtrain.trackers.base import Figure, Media
+from spmdtrain.trackers.run_trackers import RunTrackers, check_items
+from spmdtrain.tree import named_leaves
+from spmdtrain.xla.chips import peak_flops
+from spmdtrain.xla.collectives import Collective
+
+# -- The log of a run: lines on the terminal and files in the workdir ------------------------------
 
 Metrics = dict[str, float]
 _NO_CURVES: Mapping[str, float] = {}
@@ -369,3 +393,507 @@ def _processes() -> str:
 
 def _size(arrays: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(arrays))
+
+
+# -- The report `program.json` of a run: its parameters, the operations and collectives of a step
+# --
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The program of one dispatch.
+
+    Attributes:
+      jaxpr: Its operations; None if they are not known.
+      steps: Number of steps of a dispatch.
+      collectives: Its collectives, or the reason why they are not known.
+      retrace: Traces it again and returns its jaxpr; None if that is not known.
+    """
+
+    jaxpr: Any
+    steps: int
+    collectives: Sequence[Collective] | str
+    retrace: Callable[[], Any] | None = None
+
+
+class ProgramReport:
+    """The content of `program.json`, computed in a thread, so that the steps do not wait.
+
+    Args:
+      params: The parameters, or their shapes.
+      places: Their shardings; None if they are on parameter servers.
+    """
+
+    def __init__(
+        self, program: StepProgram, params: PyTree, places: PyTree | None, placement: Placement
+    ) -> None:
+        self.peak = peak_flops(placement.devices[0].device_kind)
+        """Peak FLOP/s of a device; None if its chip is not known."""
+        self.devices = len(placement.devices)
+        self._program, self._params, self._places = program, params, places
+        self._placement = placement
+        executor = ThreadPoolExecutor(1, thread_name_prefix="program-report")
+        self._content: Future[dict[str, Any]] = executor.submit(self._compute)
+        executor.shutdown(wait=False)
+
+    def content(self, *, wait: bool = False) -> dict[str, Any] | None:
+        """Returns the content of the report; without `wait`, None while it is computed."""
+        return self._content.result() if wait or self._content.done() else None
+
+    def _compute(self) -> dict[str, Any]:
+        leaves, found = named_leaves(self._params), self._program.collectives
+        content: dict[str, Any] = {
+            "parameters": sum(math.prod(leaf.shape) for leaf in leaves.values()),
+            "flops_per_step": None,
+            "flops_convention": CONVENTION,
+            "peak_flops_per_device": self.peak,
+            "devices": self.devices,
+            "mesh": _axes(self._placement),
+            "collectives": [] if isinstance(found, str) else _totals(found),
+            "sharding": [] if self._places is None else _table(leaves, self._places),
+        }
+        if isinstance(found, str):
+            content["collectives_unknown"] = found
+        try:
+            content["flops_per_step"] = _flops(self._program)
+        except Exception as error:  # of an unusual program; a report must not end a run
+            content["flops_unknown"] = f"{type(error).__name__}: {error}"
+        return content
+
+
+def _flops(program: StepProgram) -> float | None:
+    """Returns the model's FLOPs of one step, as `CONVENTION` defines them."""
+    if program.jaxpr is None or program.retrace is None:
+        return None
+    return model_flops(program.jaxpr, program.retrace).once / program.steps
+
+
+def _axes(placement: Placement) -> dict[str, int]:
+    """Returns the mesh axes with more than one device and their sizes."""
+    if placement.mesh is None:
+        return {}
+    return {str(name): size for name, size in placement.mesh.shape.items() if size > 1}
+
+
+def _totals(found: Sequence[Collective]) -> list[dict[str, Any]]:
+    """Returns the number and the bytes of the collectives by kind and axes."""
+    totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for each in found:
+        total = totals.setdefault((each.kind, each.axes), [0, 0])
+        total[0] += 1
+        total[1] += each.bytes
+    return [
+        {"kind": kind, "axes": list(axes), "count": count, "bytes": size}
+        for (kind, axes), (count, size) in sorted(totals.items(), key=lambda x: -x[1][1])
+    ]
+
+
+def _table(leaves: dict[str, Any], places: PyTree) -> list[dict[str, Any]]:
+    """Returns the sharding of each parameter, and its bytes on a device."""
+    where = named_leaves(places)
+    return [
+        {
+            "path": name,
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+            "spec": describe_sharding(where[name]),
+            "bytes_per_device": math.prod(where[name].shard_shape(tuple(leaf.shape)))
+            * leaf.dtype.itemsize,
+        }
+        for name, leaf in leaves.items()
+    ]
+
+
+# -- The file `performance.jsonl`: speed, utilization, memory and goodput during a run -------------
+
+PERFORMANCE_FILE, PROGRAM_REPORT = "performance.jsonl", "program"
+_TAGS = {"goodput": "time", "device_memory_bytes": "memory"}  # groups of curves; others are "speed"
+
+
+class PerformanceLog:
+    """Writes a line of `performance.jsonl` for each logged step of training, and `program.json`.
+
+    Args:
+      files: The files of the workdir; None without one, and in all processes but process 0.
+    """
+
+    def __init__(self, files: RunFiles | None) -> None:
+        self._files = files
+        self._lines: LinesFile | None = None
+        self.loss_is_of_tokens = False
+        """Whether each weight of the loss belongs to a token, so that their sum counts tokens."""
+        self._weight, self._steps = 0.0, 0  # of the loss, since the last line
+        self._report: ProgramReport | None = None
+        self._flops: float | None = None  # of one step
+        self._is_written = False
+
+    def count_weights(self, weights: Sequence[float]) -> None:
+        """Counts the loss's weights, given as a sum for each of several steps."""
+        self._weight += sum(weights)
+        self._steps += len(weights)
+
+    def describe(
+        self, program: StepProgram, params: PyTree, places: PyTree | None, placement: Placement
+    ) -> None:
+        """Starts to compute the report of the program; arguments as for `ProgramReport`."""
+        if self._files is not None and self._report is None:
+            self._report = ProgramReport(program, params, places, placement)
+
+    def write_program(self, *, wait: bool = False) -> None:
+        """Writes `program.json` once it is computed; waits for that if `wait`."""
+        if self._is_written or self._report is None or self._files is None:
+            return
+        if (content := self._report.content(wait=wait)) is not None:
+            self._is_written, self._flops = True, content["flops_per_step"]
+            self._files.write_report(PROGRAM_REPORT, content)
+
+    def record(
+        self,
+        step: int,
+        examples_per_second: float | None,
+        steps_per_second: float | None,
+        input_wait: float | None,
+        goodput: float | None,
+        devices: Any,
+    ) -> dict[str, float]:
+        """Writes a line; returns the values for curves, by tag. None is a value that is not known.
+
+        Args:
+          steps_per_second: Speed since the last line.
+          input_wait: Share of the time in which the devices waited for batches, from 0 to 1.
+          goodput: Share of the time since the first start that was spent on steps, from 0 to 1.
+          devices: The devices of this process.
+        """
+        self.write_program()
+        known = {
+            "examples_per_second": examples_per_second,
+            "steps_per_second": steps_per_second,
+            "tokens_per_second": self._tokens(steps_per_second),
+            "model_flops_utilization": self._utilization(steps_per_second),
+            "input_wait": input_wait,
+            "device_memory_bytes": peak_memory(devices),
+            "goodput": goodput,
+        }
+        self._weight, self._steps = 0.0, 0
+        values = {name: value for name, value in known.items() if value is not None}
+        if self._files is not None:
+            if self._lines is None:
+                self._lines = self._files.lines_file(PERFORMANCE_FILE)
+            self._lines.append({"step": step, "time": time.time()} | values)
+        return {f"{_TAGS.get(name, 'speed')}/{name}": value for name, value in values.items()}
+
+    def _tokens(self, steps_per_second: float | None) -> float | None:
+        if steps_per_second is None or not self.loss_is_of_tokens or not self._steps:
+            return None
+        return steps_per_second * self._weight / self._steps
+
+    def _utilization(self, steps_per_second: float | None) -> float | None:
+        report = self._report
+        if steps_per_second is None or report is None or not report.peak or not self._flops:
+            return None
+        return self._flops * steps_per_second / (report.peak * report.devices)
+
+
+def peak_memory(devices: Any) -> int | None:
+    """Returns the most bytes in use so far on the fullest of this process's devices.
+
+    None if it is not known, as for CPUs.
+    """
+    found = [device.memory_stats() or {} for device in devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in found if "peak_bytes_in_use" in stats]
+    return max(peaks, default=None)
+
+
+# -- The time account of a run: `events.jsonl`, and the goodput over all of its starts -------------
+
+_INTERVAL = 30.0  # seconds between two lines of phases with lines of training
+_WIDTH = 80  # of the summary
+
+
+class TimeAccount:
+    """Writes the events of one start of a run, and computes the goodput of the run.
+
+    Args:
+      files: The files of the workdir; None without one, and in all processes but process 0.
+      clock: Returns seconds since the epoch.
+    """
+
+    def __init__(self, files: RunFiles | None, clock: Callable[[], float] = time.time) -> None:
+        self._files, self._clock = files, clock
+        self._phases = progress.take_clock()
+        self._lines: LinesFile | None = None
+        self._earlier = RunTimes(0.0, 0.0, {})  # of the earlier starts
+        self._began = self._phases.began  # when the first start began
+        self._done = 0  # the last step that an earlier start has reached
+        self._own: list[RunEvent] = []  # of this start, as far as `run_times` needs them
+        self._step, self._written_at, self._ended = 0, 0.0, False
+
+    @functools.cached_property
+    def earlier_events(self) -> list[RunEvent]:
+        """The events of earlier starts, until `begin`; none in a process without files."""
+        return [] if self._files is None else read_events(str(self._files.folder))
+
+    def begin(self, step: int, devices: int) -> None:
+        """Reads the events of earlier starts, and writes the start from `step`.
+
+        `devices` is the number of devices of all processes.
+        """
+        began = self._phases.began
+        if self._files is not None:
+            events = self.earlier_events
+            del self.earlier_events  # a long run has many
+            self._earlier, self._done = run_times(events), last_step(events)
+            starts = [event["time"] for event in events if event["event"] == "start"]
+            self._began = min([began, *starts[:1]])
+            lost = self._earlier.lost
+            gap = max(0.0, began - self._began - self._earlier.wall) if starts else 0.0
+            lost["down"] = lost.get("down", 0.0) + gap
+            self._lines = self._files.lines_file(EVENTS_FILE)
+        start: RunEvent = {"time": began, "event": "start", "step": step}
+        start |= {"processes": process_group.count(), "devices": devices}
+        self._own, self._step = [start], step
+        self._write(start)
+
+    def measure(self, step: int) -> RunTimes | None:
+        """Returns the seconds of the run so far by use; None before `begin`.
+
+        `step` is the last step that is known to be done.
+        """
+        if not self._own:
+            return None
+        self._step = max(self._step, step)
+        event = self._now()
+        # Points before the last step of an earlier start tell how long its steps took again.
+        if len(self._own) > 1 and self._own[-1].get("step", 0) > self._done:
+            self._own.pop()
+        self._own.append(event)
+        own, lost = run_times(self._own, done=self._done), dict(self._earlier.lost)
+        for kind, seconds in own.lost.items():
+            lost[kind] = lost.get(kind, 0.0) + seconds
+        productive = self._earlier.productive + own.productive
+        if event["time"] - self._written_at >= _INTERVAL:
+            self._write_phases(event)
+        return RunTimes(max(0.0, event["time"] - self._began), productive, lost)
+
+    def log(self, event: Literal["checkpoint", "evaluation"], step: int) -> None:
+        """Writes that a checkpoint is being saved or an evaluation is done, and the phases."""
+        if self._own:
+            self._step = max(self._step, step)
+            self._write({"time": self._clock(), "event": event, "step": step})
+            self._write_phases(self._now())
+
+    def log_fault(self, step: int, reason: str) -> None:
+        """Writes that in a step a device has computed other gradients than the other devices."""
+        if self._own:
+            self._write({"time": self._clock(), "event": "fault", "step": step, "reason": reason})
+
+    def end(self, status: str, reason: str | None, step: int | None = None) -> None:
+        """Writes how this start ended; further calls do nothing.
+
+        Args:
+          status: "finished", "failed" or "preempted".
+          reason: Why it ended early.
+          step: The step that failed; None if that is not known.
+        """
+        if not self._own or self._ended:
+            return
+        self._ended = True
+        self._write_phases(self._now())
+        end: RunEvent = {"time": self._clock(), "event": "end", "status": status}
+        end |= {"reason": reason or ""}
+        self._write(end if step is None else end | {"step": step})
+
+    def _now(self) -> RunEvent:
+        seconds = self._phases.read()
+        # Waiting for the compilation in other processes is compilation, too.
+        seconds[Phase.COMPILE] = seconds.get(Phase.COMPILE, 0.0) + seconds.pop(Phase.COMPILED, 0.0)
+        seconds[Phase.HOST] = seconds.get(Phase.HOST, 0.0) + seconds.pop(Phase.END, 0.0)
+        plain = {str(phase): round(seconds.get(phase, 0.0), 6) for phase in _PHASES}
+        return {"time": self._clock(), "event": "phases", "step": self._step, "seconds": plain}
+
+    def _write_phases(self, event: RunEvent) -> None:
+        self._written_at = event["time"]
+        self._write(event)
+
+    def _write(self, event: RunEvent) -> None:
+        if self._lines is not None:
+            self._lines.append(event)
+
+
+_PHASES = (
+    *(Phase.START, Phase.COMPILE, Phase.RESTORE, Phase.STEP),
+    *(Phase.LOAD, Phase.EVALUATE, Phase.SAVE, Phase.HOST),
+)
+
+
+def goodput_line(times: RunTimes) -> str:
+    """Returns a line of at most 80 characters: the goodput and the largest other uses of time."""
+    line = f"goodput {times.goodput:.0%} of {duration(times.wall)}".replace("%", " %")
+    shares = {kind: seconds / times.wall for kind, seconds in times.lost.items() if times.wall > 0}
+    separator = ": "
+    for kind, share in sorted(shares.items(), key=lambda item: -item[1]):
+        part = f"{separator}{kind} {share:.0%}".replace("%", " %")
+        if share < 0.005 or len(line) + len(part) > _WIDTH:
+            break
+        line, separator = line + part, ", "
+    return line
+
+
+# -- The time that the devices wait for batches ----------------------------------------------------
+
+
+class InputWait:
+    """The share of the training time in which the devices waited for a batch.
+
+    As for `Rate`, each reading covers the time since the last one.
+    """
+
+    def __init__(self) -> None:
+        self._waited: float | None = None  # seconds; None if they are not counted
+        self.restart(0, 0.0)
+
+    def restart(self, step: int, seconds: float) -> None:
+        """Starts a new measurement at `step`, when `seconds` were spent on training."""
+        self._step, self._seconds, self._before = step, seconds, self._waited or 0.0
+        self._share: float | None = None
+
+    def count(self, seconds: float) -> None:
+        self._waited = (self._waited or 0.0) + seconds
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds of all waits; None if they are not counted."""
+        return self._waited
+
+    def read(self, step: int, seconds: float) -> float | None:
+        """Returns the share since the last reading, from 0 to 1, and starts a new measurement.
+
+        The last reading is returned again if `step` has not changed, None if waits are not counted.
+
+        Args:
+          step: Number of steps so far.
+          seconds: Time spent on training so far.
+        """
+        if self._waited is not None and step > self._step and seconds > self._seconds:
+            share = min((self._waited - self._before) / (seconds - self._seconds), 1.0)
+            self.restart(step, seconds)
+            self._share = share
+        return self._share
+
+
+def next_batch(
+    batches: Iterator[PyTree],
+    state: TrainState,
+    count: Callable[[float], None],
+    step: int | None = None,
+) -> PyTree:
+    """Returns the next batch, and counts the time in which the devices waited for it.
+
+    If the devices have finished all dispatched steps when the batch is there, they have waited for
+    as long as the call took. If steps are still running, the batch was ready in time, and the wait
+    is 0. The check does not block.
+
+    Args:
+      batches: The batches, placed on the devices.
+      state: The state that the last dispatched step returns; it may be pending.
+      count: Receives the seconds.
+      step: The step that uses the batch.
+    """
+    began = time.perf_counter()
+    with phase(Phase.LOAD, step):
+        batch = next(batches)
+    pending = is_pending(state)
+    seconds = time.perf_counter() - began
+    end_interval(overlapped=pending)
+    count(0.0 if pending else seconds)
+    return batch
+
+
+def is_pending(state: TrainState) -> bool:
+    """Returns, without blocking, whether the devices still run the step that returns a state."""
+    step: Any = state.step
+    return not step.is_deleted() and not step.is_ready()
+
+
+# -- Media that a run logs: by the user's calls, and those declared for evaluations ----------------
+
+_SPLITS = (Split.TRAIN, Split.EVAL, Split.TEST)
+
+
+class MediaLogger:
+    """The methods of `Trainer` and `Loop` that log media."""
+
+    @property
+    @abstractmethod
+    def _trackers_and_step(self) -> tuple[RunTrackers, int]:
+        """The trackers of the run, and its step; raises `UserError` if there is no run."""
+
+    def log(
+        self, media: Mapping[str, Media], step: int | None = None, *, split: str = "train"
+    ) -> None:
+        """Logs images, texts, histograms, tables and figures, without waiting for the devices.
+
+        They are written to `media.jsonl` and `media/` of the workdir, and passed to the trackers,
+        by process 0. All processes may call it.
+
+        Args:
+          media: Name to `Image`, `Text`, `Histogram`, `Table` or `Figure`.
+          step: The step; by default the step of the callback, or the last one.
+          split: "train", "eval" or "test".
+
+        Raises:
+          UserError: If a name or an item is not valid, or no run is in progress.
+        """
+        if split not in _SPLITS:
+            raise UserError(f"there is no split {split!r}.{did_you_mean(split, _SPLITS)}")
+        trackers, current = self._trackers_and_step
+        if step is not None and (type(step) is not int or step < 0):
+            raise UserError(f"log(): step is {step!r}: it must be a whole number, 0 or more")
+        check_items(media, "log()")
+        trackers.media(current if step is None else step, Split(split), media)
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Passes a file to the trackers that keep files: W&B, MLflow and Trackio.
+
+        It is read later, so it must not change until the run has ended.
+
+        Args:
+          path: The path of the file.
+          name: The name of the artifact; by default the name of the file.
+
+        Raises:
+          UserError: If there is no such file, or no run is in progress.
+        """
+        trackers, _ = self._trackers_and_step
+        if not os.path.isfile(path):
+            raise UserError(f"log_artifact(): {os.fspath(path)} is not a file")
+        trackers.artifact(os.fspath(path), name or os.path.basename(path))
+
+
+def checked_media(function: Function | None) -> Function | None:
+    """Returns a function of (model, batch) that checks the media that it returns by name.
+
+    It is traced by JAX. Raises `UserError` if it is no function.
+    """
+    if function is None:
+        return None
+    if not callable(function):
+        raise UserError(
+            f"media is a {type(function).__name__}: it must be a function (model, batch) -> media "
+            "by name"
+        )
+
+    @functools.wraps(function)
+    def checked(*args: Any, **declared: Any) -> dict[str, Media]:
+        found = function(*args, **declared)
+        check_items(found, "media")
+        for name, item in found.items():
+            if isinstance(item, Figure):
+                raise UserError(
+                    f"media: {name!r} is a Figure, which has no arrays: log it in a callback"
+                )
+        return dict(found)
+
+    return checked

@@ -1,23 +1,150 @@
 """The sentinel: finds devices that compute wrong gradients without an error."""
 
+import collections
+import dataclasses
+import enum
 import math
 import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from spmdtrain.adapters.base import Variables
+from spmdtrain.checkpoints.checksums import traced_sum
 from spmdtrain.checkpoints.listing import list_for_all
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.sampling import IndexedBatch, examples_of
 from spmdtrain.distributed import process_group, progress
+from spmdtrain.distributed.first_call import Together
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserError
 from spmdtrain.record.run_files import FoundFault
-from spmdtrain.sharding.mesh import resolve
-from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.mesh import BATCH_AXES, resolve
+from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.exact import check_exact_shards
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.gradients import ON_ONE_DEVICE
 from spmdtrain.step.state import TrainState
-from spmdtrain.train.sentinel_program import GradientSums
-from spmdtrain.train.sentinel_verdict import FaultKind, Verdict
 from spmdtrain.train.session import RunSession
+from spmdtrain.tree import named_leaves
+from spmdtrain.xla.jaxpr import constrains_sharding
+
+# -- The verdict of the sentinel: the devices that computed other gradients than others ------------
+
+
+class FaultKind(enum.StrEnum):
+    """The frequency with which a device computed other gradients."""
+
+    TRANSIENT = "transient"
+    """In one run."""
+    LASTING = "lasting"
+    """In several runs."""
+    UNCLEAR = "unclear"
+    """No single device explains the differences: the program is not deterministic, several devices
+    are faulty, or one of two is faulty and may be wrong once or always."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Devices whose results differ, by three runs of the same shards.
+
+    Attributes:
+      devices: Their numbers, ascending. If there are only two devices and both repeat their
+        results, either may be faulty, and both are listed. If the kind is unclear, all devices
+        whose results differ.
+      runs: Number of runs, of three, in which each device differed; empty if that is not known. If
+        either of two devices may be faulty, each number is valid if its device is the faulty one.
+      parameter: Number of the first parameter whose gradients differ.
+    """
+
+    kind: FaultKind
+    devices: list[int]
+    runs: list[int]
+    parameter: int
+
+
+def differs(first: np.ndarray, second: np.ndarray) -> bool:
+    """Returns whether the checksums of a shard differ between the first two runs.
+
+    Checksums have shape (devices, parameters). Device i has computed shard i in the first run, and
+    device i + 1 in the second.
+    """
+    return bool((first != np.roll(second, -1, axis=0)).any())
+
+
+def third_roll(devices: int) -> int:
+    """Returns by how many devices the third run is rolled: a third device for each shard."""
+    return 2 % devices
+
+
+def find_faulty(runs: Sequence[np.ndarray]) -> Verdict:
+    """Finds the devices whose results two other devices do not reproduce.
+
+    With three devices or more, three of them have computed each shard, and the one with another
+    result than the two others is faulty. Two devices give only two results, so the third run
+    repeats the first: a device is accused if it does not repeat its result. If both repeat it,
+    either may be wrong.
+
+    Args:
+      runs: The checksums (devices, parameters) of three runs, by device, at least one of which
+        differs. In run r, device i has computed shard i - r; with two devices, in run 2 shard i.
+    """
+    count = len(runs[0])
+    rolls = (0, 1, third_roll(count))
+    by_shard = [np.roll(sums, -roll, axis=0) for sums, roll in zip(runs, rolls, strict=True)]
+    unequal = (by_shard[0] != by_shard[1]) | (by_shard[0] != by_shard[2])
+    parameter = int(np.flatnonzero(unequal.any(0))[0])
+    results = {
+        int(shard): [sums[shard].tobytes() for sums in by_shard]
+        for shard in np.flatnonzero(unequal.any(1))
+    }
+    if count == 2:
+        return _of_two(results, parameter)
+    accused: collections.Counter[int] = collections.Counter()
+    suspects: set[int] = set()
+    for shard, of_shard in results.items():
+        devices = [(shard + roll) % count for roll in rolls]
+        suspects |= set(devices)
+        odd = [run for run in range(3) if of_shard.count(of_shard[run]) == 1]
+        if len(odd) == 1:
+            accused[devices[odd[0]]] += 1
+    if not accused or 2 * len(accused) > count:
+        return Verdict(FaultKind.UNCLEAR, sorted(suspects), [], parameter)
+    found = sorted(accused)
+    lasting = max(accused.values()) > 1
+    kind = FaultKind.LASTING if lasting else FaultKind.TRANSIENT
+    return Verdict(kind, found, [accused[device] for device in found], parameter)
+
+
+def _of_two(results: Mapping[int, Sequence[bytes]], parameter: int) -> Verdict:
+    """Returns the verdict on two devices.
+
+    Args:
+      results: The three results of each shard with different results: device i has computed shard i
+        in the first and in the third run, and the other device in the second.
+      parameter: Number of the first parameter that differs.
+    """
+    unrepeated = [shard for shard, (first, _, again) in results.items() if first != again]
+    if len(unrepeated) == 2:
+        return Verdict(FaultKind.UNCLEAR, [0, 1], [], parameter)
+    if unrepeated:
+        (device,) = unrepeated
+        # A third result of its own shard is wrong twice; of the other's shard it has computed one.
+        times = len(set(results[device])) - 1 + len(results) - 1
+        kind = FaultKind.LASTING if times > 1 else FaultKind.TRANSIENT
+        return Verdict(kind, [device], [times], parameter)
+    if len(results) == 2:  # one of the devices was wrong in all runs
+        return Verdict(FaultKind.LASTING, [0, 1], [], parameter)
+    # Either the device of the shard was wrong twice, or the other one once.
+    return Verdict(FaultKind.UNCLEAR, [0, 1], [2, 1] if 0 in results else [1, 2], parameter)
+
+
+# -- The sentinel: finds devices that compute wrong gradients without an error ---------------------
 
 PyTree = Any
 _KEPT = 20  # faults in the status
@@ -215,3 +342,188 @@ def _where(fault: FoundFault) -> str:
     """Returns the devices, processes and hosts of a fault as text."""
     devices = " and ".join(fault["devices"])
     return f"{devices} of {' and '.join(fault['processes'])} on {', '.join(fault['hosts'])}"
+
+
+# -- The programs of the sentinel: checksums of each device's gradients, and moves of its examples
+# --
+
+
+class GradientSums:
+    """Checksums of the gradients that each device computes of one shard of a batch.
+
+    A shard is the part of the batch that one device computes in a step. Each device runs the same
+    program, which does not depend on the device: the random key of a shard derives from the number
+    of the shard, which moves with its examples. Sharded parameters are gathered first, and nothing
+    is reduced. So a shard has the same checksums on every device that computes correctly. The
+    computation is the same as in the step, but the gradients differ from the ones that update the
+    parameters: batch statistics are computed over the shard, and dropout masks are others.
+
+    A check uses half of the examples of each shard, alternately the first and the second half, so
+    its two runs cost as much as the gradients of one step. It uses all examples if they or their
+    microbatches cannot be halved.
+
+    Attributes:
+      count: Number of shards, and of devices.
+      names: Paths of the trained parameters.
+      devices: The devices in the order of the shards.
+
+    Raises:
+      UserError: If fewer than two devices split the batch, or a device does not compute whole
+        examples.
+    """
+
+    def __init__(self, functions: StepFunctions, placement: Placement) -> None:
+        mesh = placement.mesh
+        if mesh is None or placement.batch_shards < 2:
+            raise UserError(
+                f"sentinel_every: strategy {placement.name} on {len(placement.devices)} device(s) "
+                "has no second device that could compute the same examples: use 2 or more"
+            )
+        for axis in ("expert", "context", "tensor"):
+            if (parts := placement.size(axis)) > 1:
+                raise UserError(
+                    f"sentinel_every: mesh.{axis} is {parts}, so several devices compute an "
+                    "example together, which the sentinel does not support: leave one of the two "
+                    "out"
+                )
+        self.count: int = placement.batch_shards
+        trained, _ = functions.update.partition(functions.abstract_state.params)
+        self.names = list(named_leaves(trained))
+        self.devices: list[jax.Device] = list(mesh.devices.ravel())
+        self._functions, self._placement = functions, placement
+        self._sums: dict[bool, Together] = {}  # by whether batches are `IndexedBatch`
+        self._turn = 1  # the half of the examples of the last check
+        rows = PartitionSpec(BATCH_AXES)
+        move = jax.shard_map(self._move, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+        split = placement.batch
+        self._roll = Together(jax.jit(move, in_shardings=split, out_shardings=split))
+
+    def first(self) -> jax.Array:
+        """Returns the numbers of the shards, int32 (count,): device i has shard i."""
+        numbers = np.arange(self.count, dtype=np.int32)
+        place = self._placement.batch
+        return jax.make_array_from_callback(numbers.shape, place, lambda index: numbers[index])
+
+    def rolled(self, batch: PyTree, shards: jax.Array) -> tuple[PyTree, jax.Array]:
+        """Moves each shard of a batch, and its number, to the next device."""
+        if isinstance(batch, IndexedBatch):
+            indices, shards = self._roll((batch.indices, shards))
+            return IndexedBatch(indices, batch.arrays), shards
+        moved: tuple[PyTree, jax.Array] = self._roll((batch, shards))
+        return moved
+
+    def __call__(self, state: TrainState, batch: PyTree, shards: jax.Array) -> np.ndarray:
+        """Returns the checksums, uint32 (count, parameters), by device. Waits for them.
+
+        Args:
+          state: The state before the step.
+          batch: The batch of the step, or a rolled one.
+          shards: The numbers of the shards on the devices.
+        """
+        by_index = isinstance(batch, IndexedBatch)
+        if by_index not in self._sums:
+            with use_placement(self._placement):
+                self._check(state, batch)
+            self._sums[by_index] = Together(self._compile(by_index=by_index))
+        key = jax.random.key_data(state.step_key)
+        given = state.variables, batch, key, shards, np.int32(self._turn)
+        return np.asarray(self._sums[by_index](*given))
+
+    def compare(self, state: TrainState, batch: PyTree) -> Verdict | None:
+        """Computes each shard on two devices, and on a third one if their results differ.
+
+        Returns the devices that differ; None if all results are equal. All processes call it
+        together; process 0 decides. `state` is the state before the step of `batch`.
+        """
+        self._turn = 1 - self._turn
+        shards = self.first()
+        runs = [self(state, batch, shards)]
+        rolled, numbers = self.rolled(batch, shards)
+        runs.append(self(state, rolled, numbers))
+        # A faulty device may pass its process other numbers than the other processes have.
+        if not process_group.broadcast(differs(*runs)):
+            return None
+        if third_roll(self.count):
+            rolled, numbers = self.rolled(rolled, numbers)
+        else:
+            rolled, numbers = batch, shards
+        runs.append(self(state, rolled, numbers))
+        found = find_faulty(runs) if process_group.is_chief() else None
+        agreed = process_group.broadcast({} if found is None else dataclasses.asdict(found))
+        return Verdict(**agreed | {"kind": FaultKind(agreed["kind"])})
+
+    def _compile(self, *, by_index: bool) -> Any:
+        layout, split = self._functions.layout, self._placement.batch
+        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+
+        def sums(
+            variables: Variables,
+            batch: PyTree,
+            key: jax.Array,
+            shards: jax.Array,
+            turn: jax.Array,
+        ) -> jax.Array:
+            variables = layout.to_device(variables, lambda shardings: shardings.variables)
+            by_shard: jax.Array = jax.shard_map(
+                self._local,
+                mesh=self._placement.mesh,
+                in_specs=(whole, rows, whole, rows, whole),
+                out_specs=rows,
+                check_vma=False,  # each device computes alone
+            )(variables, examples_of(batch), key, shards, turn)
+            return by_shard
+
+        replicated = self._placement.replicated
+        of_batch: Any = IndexedBatch(split, replicated) if by_index else split
+        return jax.jit(
+            sums,
+            in_shardings=(layout.shardings.variables, of_batch, replicated, split, replicated),
+            out_shardings=replicated,
+            compiler_options=self._functions.compiler_options or None,
+        )
+
+    def _local(
+        self,
+        variables: Variables,
+        batch: PyTree,
+        key: jax.Array,
+        shards: jax.Array,
+        turn: jax.Array,
+    ) -> jax.Array:
+        """Returns the checksums of this device's gradients, (1, parameters)."""
+        functions, size = self._functions, jax.tree.leaves(batch)[0].shape[0]
+        parts = functions.gradients.microbatches
+        parts = parts if parts % 2 else parts // 2  # an even number keeps the size of a part
+        half = size if size % (2 * parts) else size // 2
+        batch = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, turn * (size - half), half), batch
+        )
+        alone = dataclasses.replace(
+            functions.gradients, microbatches=parts, reduction=None, placement=ON_ONE_DEVICE
+        )
+        trained, frozen = functions.update.partition(variables.params)
+        own_key = jax.random.fold_in(jax.random.wrap_key_data(key), shards[0])
+        with use_placement(ON_ONE_DEVICE):
+            output = alone.of_sum(trained, frozen, variables.model_state, batch, own_key)
+        return jnp.stack([traced_sum(x) for x in jax.tree.leaves(output.gradients)])[None]
+
+    def _move(self, part: PyTree) -> PyTree:
+        """Returns the part of the previous device; the first device gets the part of the last."""
+        pairs = [(i, (i + 1) % self.count) for i in range(self.count)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, BATCH_AXES, pairs), part)
+
+    def _check(self, state: TrainState, batch: PyTree) -> None:
+        """Raises `UserError` if the objective itself places arrays on the mesh."""
+
+        def shard(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0] // self.count, *x.shape[1:]), x.dtype)
+
+        rows = jax.tree.map(shard, jax.eval_shape(examples_of, batch))
+        shards, turn = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1,), ()))
+        shapes = jax.eval_shape(lambda state: (state.variables, state.key), state)
+        jaxpr = jax.make_jaxpr(self._local)(shapes[0], rows, shapes[1], shards, turn)
+        if constrains_sharding(jaxpr.jaxpr):
+            raise UserError(
+                "sentinel_every: the objective constrains the sharding of arrays itself, so a "
+                "device cannot compute its examples alone: leave sentinel_every out"
+            )

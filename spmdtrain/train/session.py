@@ -2,25 +2,40 @@
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
+from spmdtrain.checkpoints.listing import Retention
 from spmdtrain.checkpoints.manifest import check_can_be_saved
-from spmdtrain.checkpoints.run_identity import Identity, all_skipped, changed_functions
+from spmdtrain.checkpoints.run_identity import (
+    Identity,
+    LoraRecord,
+    all_skipped,
+    changed_functions,
+    describe_leaves,
+    describe_optimizer,
+)
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.datasets import Dataset
+from spmdtrain.config.run_config import RunConfig, config_as_json, own_code
+from spmdtrain.data.datasets import Dataset, skipped_of
+from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.streams import ShardedStream, StreamProgress
 from spmdtrain.data.training_data import (
+    SAME_DATA,
     TrainingData,
+    data_fingerprint,
     examples_per_epoch,
     run_dataset,
     training_data,
 )
-from spmdtrain.distributed import failures, process_group, progress
-from spmdtrain.distributed.code_digest import CodeRecord, code_record
+from spmdtrain.distributed import failures, numeric_settings, process_group, progress
+from spmdtrain.distributed.code_digest import CodeRecord, code_record, source_digests
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
@@ -30,27 +45,302 @@ from spmdtrain.errors import (
     StateError,
     StorageError,
     UserError,
+    did_you_mean,
+    option,
 )
-from spmdtrain.record.run_files import RunFiles, Split, Status
+from spmdtrain.record.run_files import RunFiles, Split, Status, evaluator_metrics
+from spmdtrain.record.storage import folder_of, is_url
+from spmdtrain.sharding.placement import current_batch_shards
 from spmdtrain.sharding.rules import check_placed
+from spmdtrain.step.metrics import component_metric
 from spmdtrain.step.optimizer import BaseModel
+from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
-from spmdtrain.train.boundary_actions import BoundaryActions
-from spmdtrain.train.callback_states import CallbackStates
-from spmdtrain.train.checkpoints_of_run import open_checkpoints
-from spmdtrain.train.epochs import Epochs, known_rate
-from spmdtrain.train.long_lived import LongLivedObjects
-from spmdtrain.train.run_inputs import (
-    Trainable,
-    check_inputs,
-    check_same_inputs,
-    count_skipped,
-    identity_of,
-)
+from spmdtrain.train.callbacks import CallbackStates
 from spmdtrain.train.run_logger import Metrics, RunLogger
-from spmdtrain.train.schedule import Due, Schedule
+from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
+
+# -- The actions of a trainer or loop between two steps --------------------------------------------
+
+
+@dataclass(frozen=True)
+class BoundaryActions:
+    """The actions of a trainer or loop that `RunSession.boundary` calls between two steps.
+
+    Attributes:
+      flush: Waits for pending steps and reads their outputs.
+      end_epoch: (step, whether an evaluation follows) -> None; calls the callbacks of the epoch
+        that ends with the step.
+      evaluate: (step, whether an evaluation is due) -> the metrics of the step's evaluation; None
+        if there is none, or a signal interrupted it.
+      save: Saves the state after a step, with the metrics of its evaluation.
+      hash_last: Logs the hash of the state after the last step, unless it is logged or not due.
+      report: Prints a summary after the last step.
+      stop_requested: Returns whether `stop()` was called, so that the run ends with this step.
+    """
+
+    flush: Callable[[], None]
+    end_epoch: Callable[[int, bool], None]
+    evaluate: Callable[[int, bool], Metrics | None]
+    save: Callable[[int, Metrics | None], None]
+    hash_last: Callable[[int], None]
+    report: Callable[[], None]
+    stop_requested: Callable[[], bool]
+
+
+# -- The checkpoints of a run, by its configuration ------------------------------------------------
+
+
+def open_checkpoints(
+    config: RunConfig, workdir: str, check_lock: Callable[[], None]
+) -> Checkpoints:
+    """Opens the checkpoints of a run's workdir."""
+    retention = Retention(
+        latest=config.keep_latest,
+        best=config.keep_best,
+        metric=config.best_metric,
+        direction=config.best_direction,
+        every_steps=config.keep_every_steps,
+        every_hours=config.keep_every_hours,
+    )
+    metrics = functools.partial(evaluator_metrics, workdir)
+    by_evaluator = config.evaluated_by == "evaluator"
+    folder = folder_of(workdir) / "checkpoints"
+    return Checkpoints(folder, retention, metrics if by_evaluator else None, check_lock)
+
+
+# -- The terminal of a run -------------------------------------------------------------------------
+
+
+def terminal_of(config: RunConfig) -> Terminal:
+    """Returns the terminal of process 0, by the option `quiet`; one without output elsewhere."""
+    return Terminal(quiet=not process_group.is_chief(), results_only=config.quiet, optional=True)
+
+
+# -- The inputs of a run: checks, and the identity by which a later start recognizes the run -------
+
+
+class Trainable(Protocol):
+    """The state that a run trains: its shapes, shardings and hyperparameters."""
+
+    @property
+    def abstract_state(self) -> TrainState: ...
+
+    @property
+    def shardings(self) -> TrainState: ...
+
+    @property
+    def initial_hyperparameters(self) -> Mapping[str, Any]:
+        """Injected hyperparameters that the optimizer starts with, by path."""
+        ...
+
+    @property
+    def optimizer_record(self) -> OptimizerRecord:
+        """The record of the optimizer's update; empty if the user's code calls it."""
+        ...
+
+    @property
+    def base(self) -> BaseModel | None:
+        """The frozen base model of low-rank factors; None without."""
+        ...
+
+    @property
+    def metric_names(self) -> Callable[[Any], Iterable[str]] | None:
+        """Rows -> the names of an evaluation's metrics; None if they are not known beforehand."""
+        ...
+
+
+def check_inputs(
+    config: RunConfig,
+    train: TrainingData | None,
+    data: Mapping[str, Dataset],
+    trained: Trainable,
+    *,
+    may_add_metrics: bool = False,
+) -> int:
+    """Checks that the data of a run fit its configuration; returns the number of steps.
+
+    Args:
+      data: Datasets of the other splits: "validation" and "test".
+      may_add_metrics: Whether callbacks may add metrics that only the first evaluation shows.
+
+    Raises:
+      UserError: If an option needs a workdir, a split or a metric that is missing, or a batch is
+        larger than the training data.
+    """
+    profiled = config.profile_range()
+    if config.fork_from and config.init_from and trained.base is None:
+        raise UserError(
+            f"fork_from is {config.fork_from} and init_from is {config.init_from}: a fork takes "
+            "all of a run's state, init_from parameters alone; leave one of the two out"
+        )
+    if train is None and config.skip_steps:
+        raise UserError(
+            f"skip_steps is {' '.join(config.skipped_batches.texts)}, and the loop's own data have "
+            "no batches that could be left out: give the loop a dataset, or leave skip_steps out"
+        )
+    if train is None and config.steps is None:
+        raise UserError("without a dataset there are no epochs: give steps")
+    if mixture_of(train) is not None and config.epochs is not None:
+        raise UserError(
+            f"epochs is {config.epochs}, and a Mixture has no epochs, because each of its "
+            "components repeats for itself: give steps"
+        )
+    size, batch = examples_per_epoch(train), config.resolved_batch_size
+    if 0 < size < batch:  # an epoch would have less than one step, and a step several epochs
+        raise UserError(
+            f"global_batch_size is {batch}, and the training data have {size} examples, of which a "
+            f"batch would hold some several times: {_largest_batch(config, size)}repeat them: "
+            f"Subset(data, np.arange({batch}) % {size})"
+        )
+    total = config.total_steps(size)
+    if profiled and (config.workdir is None or profiled[1] > total):
+        raise UserError(
+            f"profile_steps is {config.profile_steps}: it needs a workdir ({config.workdir}), and "
+            f"no more than the run's {total} steps"
+        )
+    if config.eval_at_checkpoints and (config.workdir is None or "validation" not in data):
+        raise UserError(
+            "eval_at_checkpoints needs a workdir for the checkpoints, and a validation split"
+        )
+    if profiled and is_url(str(config.workdir)):
+        raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
+    if config.evaluated_by == "evaluator":
+        if config.workdir is None:
+            raise UserError("evaluated_by is 'evaluator': the evaluator needs a workdir to read")
+    elif config.best_metric != "loss" and trained.metric_names is not None:
+        if "validation" not in data:
+            raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
+        names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
+        components = components_of(data["validation"])
+        names += [component_metric(name, part) for name in names for part in components]
+        if config.best_metric not in names and not may_add_metrics:
+            raise UserError(
+                f"best_metric is {config.best_metric!r}, which no evaluation gives."
+                + did_you_mean(config.best_metric, names)
+            )
+    return total
+
+
+def _largest_batch(config: RunConfig, size: int) -> str:
+    """Returns the advice to give the largest valid batch of at most `size` examples.
+
+    It ends in ", or ", and is empty if no such batch is valid.
+    """
+    # The virtual shards of `exact` are a multiple of the devices.
+    parts = (config.exact or current_batch_shards()) * config.microbatches
+    largest = size if config.uneven_batch == "pad" else size // parts * parts
+    return f"give {option('global_batch_size', largest)}, or " if largest else ""
+
+
+def identity_of(
+    config: RunConfig,
+    train: TrainingData | None,
+    trained: Trainable,
+    functions: Mapping[str, CodeRecord],
+) -> Identity:
+    """Returns the record of what a run computes: configuration, data, shapes, program."""
+    base, state = trained.base, trained.abstract_state
+    is_compared = config.workdir is not None or config.fork_from is not None
+    options = own_code(config) if is_compared else {}
+    functions = {**functions, **{f"option {name}": code_record(x) for name, x in options.items()}}
+    return Identity(
+        config=config_as_json(config),
+        dataset={} if train is None else data_fingerprint(train),
+        leaves=describe_leaves(state if base is None else base.saved_part(state)),
+        optimizer=describe_optimizer(trained.abstract_state.opt_state),
+        hyperparameters=trained.initial_hyperparameters,
+        lora=LoraRecord() if base is None else LoraRecord(alpha=base.alpha),
+        update=trained.optimizer_record if is_compared else OptimizerRecord(),
+        functions={use: record.digest for use, record in functions.items()},
+        parts={use: record.parts for use, record in functions.items()},
+        settings=numeric_settings.of_run(),
+        versions=numeric_settings.versions_of_run(),
+    )
+
+
+def count_skipped(data: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of bad records that are left out of each dataset, by split."""
+    return {split: len(skipped_of(x)) for split, x in data.items() if isinstance(x, Dataset)}
+
+
+def check_same_inputs(
+    identity: Identity, train: TrainingData | None, data: Mapping[str, Dataset]
+) -> None:
+    """Raises `UserError` if the processes of a job have different inputs."""
+    if process_group.count() == 1:
+        return
+    inputs = source_digests() | dataclasses.asdict(identity)
+    inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
+    # Compared as source files, and at the rendezvous; Keras may be imported in one process alone.
+    del inputs["functions"], inputs["parts"], inputs["versions"]
+    inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
+    by_split = {split: data_fingerprint(dataset) for split, dataset in data.items()}
+    by_split |= {} if train is None else {"train": data_fingerprint(train)}
+    dataset = inputs.pop("dataset")
+    process_group.check_same(inputs)  # first, because data may depend on options
+    process_group.check_same({"dataset": dataset, "data": by_split}, SAME_DATA)
+
+
+# -- Garbage collections that do not visit the long-lived objects of a run again -------------------
+
+_OF_PYTHON = 1_000  # CPython 3.12 itself excludes 375 objects
+
+
+class LongLivedObjects:
+    """Excludes from later garbage collections what survives the first full one among the steps.
+
+    A step creates a Python object for each array of the state. With thousands of arrays, that
+    starts a full collection every few dozen steps. Each visits all modules, programs and
+    experiments of the process, which takes a tenth of the time of a step of 2,000 arrays.
+
+    This is a context manager. Once all open ones have ended, collections visit all objects again.
+    """
+
+    _open: ClassVar[set["LongLivedObjects"]] = set()  # after their first steps
+    _excluded_before: ClassVar[bool] = False  # by the run command or the user: these stay excluded
+
+    def __init__(self) -> None:
+        self._waits = False
+
+    def begin(self) -> None:
+        """Waits for a full collection; call it when the first step has been dispatched.
+
+        Objects that `gc.freeze` excludes are not freed if they are in a reference cycle. Therefore
+        it is called after the step has been traced, which leaves cycles, and directly after a
+        collection.
+        """
+        if not self._open:
+            LongLivedObjects._excluded_before = gc.get_freeze_count() > _OF_PYTHON
+        self._open.add(self)
+        self._waits = True
+        gc.callbacks.append(self._collected)
+
+    def _collected(self, phase: str, info: Mapping[str, Any]) -> None:
+        """Receives the beginning and the end of each collection."""
+        if self._waits and phase == "stop" and info["generation"] == 2:
+            self._waits = False
+            gc.freeze()
+            if self not in self._open:  # it has ended while another thread collected
+                self._include_again()
+
+    def _include_again(self) -> None:
+        if not (self._open or self._excluded_before):
+            gc.unfreeze()
+
+    def __enter__(self) -> "LongLivedObjects":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self in self._open:
+            gc.callbacks.remove(self._collected)
+            self._open.remove(self)
+            self._include_again()
+
+
+# -- The session of a run: its inputs, logs and checkpoints, and the boundary between steps --------
 
 
 @dataclass

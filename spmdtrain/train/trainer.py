@@ -1,34 +1,50 @@
-"""The `Trainer` and its training loop."""
+"""The `Trainer`: its model on devices, and its training loop."""
 
 import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never
+from pathlib import Path
+from typing import Any, Never, Self
 
+import jax
 import optax
+from jax.sharding import Mesh
 
-from spmdtrain.adapters.base import Function, describe_modes
-from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.weights.weight_map import WeightMap
-from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.sampling import Augment
+from spmdtrain.adapters.as_adapter import as_adapter
+from spmdtrain.adapters.base import Function, Variables, describe_modes
+from spmdtrain.checkpoints.listing import LATEST, list_for_all
+from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
+from spmdtrain.checkpoints.weights.weight_map import WeightMap, checked_weight_map
+from spmdtrain.config import overrides
+from spmdtrain.config.experiment import Experiment
+from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, can_pad
+from spmdtrain.data.datasets import Dataset, classes_of
+from spmdtrain.data.sampling import Augment, IndexedBatch
 from spmdtrain.data.streams import StreamProgress
+from spmdtrain.data.training_data import run_dataset
+from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_record
+from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import OwnExit, PreemptedExit, StateError, UserError
+from spmdtrain.errors import OwnExit, PreemptedExit, StateError, StorageError, UserError
+from spmdtrain.record import no_follow
 from spmdtrain.record.run_files import Split
+from spmdtrain.record.storage import folder_of, one_line
+from spmdtrain.sharding.layout import ShardingTable
 from spmdtrain.sharding.mesh import resolve
-from spmdtrain.sharding.placement import use_placement
-from spmdtrain.sharding.rules import AxisRules, Rule
-from spmdtrain.step.compile import Programs
+from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.sharding.rules import AxisRules, Rule, checked_rules
+from spmdtrain.step.compile import Programs, check_traced
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.gradients import Reduction
+from spmdtrain.step.objective import model_output
+from spmdtrain.step.state import TrainState
+from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
-from spmdtrain.train import evaluator, later_fit, overrides, roles
-from spmdtrain.train.boundary_actions import BoundaryActions
+from spmdtrain.train import evaluator
 from spmdtrain.train.callbacks import (
     AddableMetrics,
     CallbackEvent,
@@ -36,20 +52,414 @@ from spmdtrain.train.callbacks import (
     Callbacks,
     FrozenMetrics,
 )
-from spmdtrain.train.constructors import TrainerConstructors
-from spmdtrain.train.epochs import EpochSums, FitResult
-from spmdtrain.train.executor import DeviceExamples, Executor, ExecutorInputs, MakeExecutor
-from spmdtrain.train.init_state import ValueLoader, at_step_zero
+from spmdtrain.train.evaluate import Evaluation, check_same_data
+from spmdtrain.train.executor import (
+    DeviceExamples,
+    Executor,
+    ExecutorInputs,
+    MakeExecutor,
+    backend_of,
+    is_evaluator,
+    join_job,
+)
 from spmdtrain.train.loop_checks import check_best
-from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.model_runner import ModelRunner
-from spmdtrain.train.profiler import profiled_steps
-from spmdtrain.train.run_logger import Metrics, no_metrics
-from spmdtrain.train.session import RunSession
-from spmdtrain.train.starting_state import first_state
+from spmdtrain.train.run_logger import MediaLogger, Metrics, checked_media, no_metrics
+from spmdtrain.train.schedule import EpochSums, FitResult
+from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
+from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, parse_fork
+
+# -- A model on devices: its functions, its values, evaluation and prediction ----------------------
 
 PyTree = Any
+
+
+class ModelRunner:
+    """A model on one device mesh, which evaluates and predicts. The base of `Trainer`.
+
+    Args:
+      config: The configuration.
+      terminal: Shows progress; by default the standard output of process 0.
+      model: See `Trainer`, as for the following.
+      objective: Gives per-example values.
+      optimizer: Gives the optimizer's state and updates.
+      predict: Gives predictions.
+      rules: Sharding rules.
+      axis_rules: Maps the names of the model's annotations to mesh axes.
+      reduction: Reduces gradients.
+      media: Gives media to log.
+      weight_map: Rules for the arrays of `init_from`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        terminal: Terminal | None,
+        *,
+        model: Any,
+        objective: Function,
+        optimizer: optax.GradientTransformation,
+        predict: Function | None,
+        rules: Sequence[Rule],
+        axis_rules: AxisRules | None,
+        reduction: Reduction | None,
+        media: Function | None,
+        weight_map: WeightMap,
+    ) -> None:
+        self.config = config = overrides.with_fixed_folder(config)
+        self.terminal = terminal or terminal_of(config)
+        self._backend = backend_of(strategy(config.strategy))
+        self.placement = placement = self._backend.make_placement(config)
+        self.check_interrupt: Callable[[], None] = _nothing
+        """Called before each batch of an evaluation or prediction; may raise."""
+        self._adapter = as_adapter(model)
+        self._state: TrainState | None = None  # once a fit has begun
+        self._weight_map = checked_weight_map(weight_map)
+        # Of what the user has given, before it is used: objects may change later.
+        functions = {"model": model, "objective": objective, "reduction": reduction}
+        self._code = {use: code_record(function) for use, function in functions.items()}
+        self._identity: Identity | None = None  # the run that trained the state
+        self._fitting = False
+        self._restored: Variables | None = None  # used to evaluate before any training
+        self._restored_from: Identity | None = None  # the run that trained `_restored`
+        self._make_functions = functools.partial(
+            _make_functions,
+            {
+                "adapter": self._adapter,
+                "objective": objective,
+                "predict": predict or model_output,
+                "optimizer": optimizer,
+                "rules": checked_rules(rules),
+                "axis_rules": axis_rules,
+                "reduction": reduction,
+                "media": checked_media(media),
+            },
+        )
+        self.functions = self._make_functions(config, placement)
+        self._evaluation = Evaluation(self.functions, placement, config, self.terminal)
+
+    # -- properties ----------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
+
+    @property
+    def step(self) -> int:
+        """Number of updates so far."""
+        self._check_readable()
+        return 0 if self._state is None else int(self._state.step)
+
+    @property
+    def state(self) -> TrainState | None:
+        """The state after `step` updates; None before `fit`.
+
+        Raises:
+          UserError: In a callback whose step has another state (see `CallbackEvent`).
+        """
+        self._check_readable()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        self._check_readable()
+        self._state = state
+
+    @property
+    def _current(self) -> TrainState:
+        """The state; it exists during a fit."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def model(self) -> Any:
+        """The model with the values trained so far, in eval mode."""
+        return self._adapter.merge(self.functions.in_device_memory(self._variables()))
+
+    @property
+    def has_custom_reduction(self) -> bool:
+        """Whether the user's reduction function is tested on the devices before the first step."""
+        return self.functions.has_custom_reduction
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """Options of XLA for the steps: the user's and those of `CollectiveOptions`."""
+        return self.functions.compiler_options
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        return self.functions.abstract_state
+
+    def sharding_table(self) -> ShardingTable:
+        """Returns the sharding and memory of each array of the state, without allocating it."""
+        return self.functions.sharding_table()
+
+    def unsharded_params(self) -> list[str]:
+        """Returns the parameters that the strategy would split if one of their dims divided."""
+        return self.functions.layout.unsharded_params()
+
+    def compile_step(self, batch: PyTree) -> jax.stages.Compiled:
+        """Returns the train step, compiled without running it.
+
+        Args:
+          batch: A global batch: arrays or their shapes.
+
+        Raises:
+          UserError: If `jit` is off.
+        """
+        with use_placement(self.placement):  # models may call `current_strategy`
+            return self.trace_step(batch).lower().compile()
+
+    def trace_step(self, batch: PyTree) -> jax.stages.Traced:
+        """Returns the trace of the train step, to read it or to lower it for other devices.
+
+        Args:
+          batch: As for `compile_step`; an `IndexedBatch` with `data_on_device`.
+
+        Raises:
+          UserError: If `jit` is off, or the program would not compute on several devices what it
+            does on one.
+        """
+        if not self.config.jit:
+            raise UserError("jit is off: the steps are not compiled")
+        by_index = isinstance(batch, IndexedBatch)
+        with use_placement(self.placement):
+            shapes = jax.eval_shape(lambda batch: batch, batch)
+            self.functions.choose_reduction(shapes)
+            traced: jax.stages.Traced = self.functions.train_program(by_index=by_index).trace(
+                self.functions.abstract_state, shapes
+            )
+            check_traced(traced, self.functions, self.placement, shapes, by_index=by_index)
+        return traced
+
+    # -- evaluate and predict ------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        data: Any = overrides.REQUIRED,
+        *others: Never,
+        global_batch_size: int | None = None,
+        **unknown: Never,
+    ) -> Metrics:
+        """Returns the weighted means over a dataset by name; each example counts exactly once.
+
+        Args:
+          data: A dataset, or arrays in a tuple or dictionary.
+          *others: None; inputs and targets are one dataset.
+          global_batch_size: By default `eval_batch_size`, or else the training's batch size.
+          **unknown: None; another keyword is an error that suggests the right one.
+
+        Raises:
+          UserError: If an argument is wrong.
+        """
+        overrides.check_arguments(self.evaluate, data, others, unknown)
+        dataset = run_dataset(data, self.config)
+        self._variables()  # first: those of a checkpoint have a batch size
+        batch_size = self._eval_batch(global_batch_size)
+        check_same_data(dataset, batch_size)
+        with failures.work_in_progress(failures.EVALUATION), use_placement(self.placement):
+            return self._evaluate(dataset, batch_size, self._interrupt_check())
+
+    def predict(
+        self,
+        data: Any = overrides.REQUIRED,
+        *others: Never,
+        global_batch_size: int | None = None,
+        **unknown: Never,
+    ) -> PyTree:
+        """Returns predictions for a dataset: NumPy arrays of leading dim N, in its order.
+
+        Args:
+          data: A dataset of N examples, or arrays in a tuple or dictionary.
+          *others: None; inputs and targets are one dataset.
+          global_batch_size: By default `eval_batch_size`, or else the training's batch size.
+          **unknown: None; another keyword is an error that suggests the right one.
+
+        Raises:
+          UserError: If an argument is wrong.
+        """
+        overrides.check_arguments(self.predict, data, others, unknown)
+        dataset, variables = run_dataset(data, self.config), self._variables()
+        self._check_classes(dataset)
+        batch_size = self._eval_batch(global_batch_size)
+        check_same_data(dataset, batch_size)
+        check = self._interrupt_check()
+        with failures.work_in_progress(failures.PREDICTION), use_placement(self.placement):
+            return self._evaluation.predict(variables, dataset, batch_size, check)
+
+    def restore(self, path: str | None = None, *, which: str | int | None = None) -> int:
+        """Loads the model's values from a checkpoint, for evaluation and prediction.
+
+        Args:
+          path: A workdir, one of its checkpoints/STEP, or weights of another program. By default
+            the trainer's workdir if it has checkpoints, else the run of `fork_from`, else
+            `init_from`.
+          which: The checkpoint of a workdir: "latest", "best" or a step. By default "latest" of a
+            given path, and the field `checkpoint` otherwise.
+
+        Returns:
+          The step of the checkpoint; 0 for weights of another program.
+
+        Raises:
+          UserError: If there is no such checkpoint, or none of this model.
+        """
+        if which is None:
+            which = self.config.checkpoint if path is None else LATEST
+        if path is None:
+            workdir, fork_from = self.config.workdir, self.config.fork_from
+            if workdir is not None and list_for_all(workdir).steps:
+                path = workdir
+            elif fork_from is not None:
+                path, which = parse_fork(fork_from)
+            else:
+                path = self.config.init_from
+            if path is None:
+                raise UserError(
+                    f"workdir {workdir} holds no checkpoint, and init_from is not given"
+                )
+        given = self.functions, self.config, self._weight_map, self.terminal
+        loaded = ValueLoader(*given).load(path, which)
+        self._restored, self._restored_from = loaded.variables, loaded.identity
+        return loaded.step
+
+    def _evaluate(
+        self, dataset: Dataset, batch_size: int, check_interrupt: Callable[[], None]
+    ) -> Metrics:
+        variables = self._variables()
+        self._check_classes(dataset)
+        return self._evaluation.evaluate(variables, dataset, batch_size, check_interrupt)
+
+    @property
+    def _trained_as(self) -> Identity | None:
+        """The identity of the run that trained the current values; None if there was none."""
+        return self._identity if self._state is not None else self._restored_from
+
+    def _check_classes(self, dataset: Dataset) -> None:
+        """Raises `UserError` if the dataset's classes differ from those trained on."""
+        if (trained := self._trained_as) is not None:
+            check_same_classes(trained.classes, classes_of(dataset), "the model was")
+
+    def _interrupt_check(self) -> Callable[[], None]:
+        """Returns the function to call before each batch, which raises if a signal has arrived.
+
+        With several processes, JAX receives the signals, and the processes have to ask for them.
+        Within a `fit` the loop does that, because it also saves.
+        """
+        alone = self._fitting or process_group.count() == 1
+        return self.check_interrupt if alone else StopSignals().stop_if_received
+
+    def _eval_batch(self, batch: int | None) -> int:
+        """Returns the batch size of an evaluation: the argument, the option, or the training's.
+
+        It does not depend on the devices, so the result does not either; it need not divide over
+        them.
+
+        Raises:
+          UserError: If the argument is below 1.
+        """
+        if batch is not None and batch < 1:
+            raise UserError(f"global_batch_size is {batch}: it must be above 0")
+        batch = batch or self.config.eval_batch_size
+        if batch is None and self._trained_as is not None:
+            batch = self._trained_as.config.get("global_batch_size")
+        if batch is None and self.config.batch_size_per_device is not None:
+            batch = self.config.batch_size_per_device * self.placement.batch_shards
+        return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+
+    def _variables(self) -> Variables:
+        """Returns the values trained so far, or else of a checkpoint, or the initial ones."""
+        self._check_readable()
+        if self._state is not None:
+            return self._state.variables
+        if self._restored is None:
+            workdir = self.config.workdir
+            if (
+                self.config.init_from
+                or self.config.fork_from
+                or (workdir and list_for_all(workdir).steps)
+            ):
+                self.restore()
+            else:
+                self._restored = self.functions.init(self.config.seed).variables
+        assert self._restored is not None
+        return self._restored
+
+    def _check_readable(self) -> None:
+        """Raises `UserError` if the state cannot be read now."""
+
+
+def _make_functions(
+    parts: Mapping[str, Any], config: RunConfig, placement: Placement
+) -> StepFunctions:
+    """Makes step functions. It is a function of this module, because it is sent to workers."""
+    return StepFunctions(**parts, config=config, placement=placement)
+
+
+def _nothing() -> None:
+    pass
+
+
+# -- Constructors of `Trainer` from other objects than its arguments -------------------------------
+
+
+class TrainerConstructors:
+    """The class methods of `Trainer` that return one."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
+    @classmethod
+    def from_experiment(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> Self:
+        """Returns the trainer of an experiment, without the parts that `fit` and `predict` use.
+
+        Args:
+          experiment: The model, the objective, the optimizer and other arguments of `Trainer`.
+          config: The configuration.
+          **keywords: Arguments of `Trainer`, in place of the experiment's.
+        """
+        return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
+
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        *,
+        optimizer: optax.GradientTransformation | None = None,
+        callbacks: Callbacks = (),
+        **keywords: Any,
+    ) -> Self:
+        """Returns the trainer of a compiled Keras model: its losses, metrics and optimizer.
+
+        A batch is Keras' own: (x,), (x, y) or (x, y, sample_weight). After each `fit`, the model
+        and its optimizer have the trained values. Without `config`, `uneven_batch` is `pad`:
+        the batches of Keras' scripts run on any number of devices.
+
+        Args:
+          model: A Keras model on which `model.compile` was called.
+          optimizer: An optax optimizer instead of the model's.
+          callbacks: Keras callbacks and those of `Trainer`, in a list.
+          **keywords: Arguments of `Trainer` and fields of `RunConfig`.
+
+        Raises:
+          UserError: If a part of the model or a callback cannot be used, or an argument is wrong.
+        """
+        # Imported here, because Flax, which the adapter uses, is slow to import.
+        from spmdtrain.keras.compile import parts_of_compiled
+
+        parts = parts_of_compiled(
+            model,
+            optimizer=optimizer,
+            callbacks=callbacks,
+            steps_per_dispatch=keywords.get("steps_per_dispatch"),
+        )
+        if "config" not in keywords and can_pad(keywords):
+            parts["uneven_batch"] = "pad"
+        return cls(**{**parts, **keywords})
+
+
+# -- The `Trainer` and its training loop -----------------------------------------------------------
 
 
 class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
@@ -107,7 +517,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         config = overrides.validate_trainer_options(config or RunConfig(), options, Trainer)
         config, self._own_trackers = overrides.with_trackers(config, trackers)
         super().__init__(
-            roles.join_job(config, init_timeout, terminal),
+            join_job(config, init_timeout, terminal),
             terminal,
             model=model,
             objective=objective,
@@ -201,7 +611,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         overrides.check_arguments(self.fit, train, others, unknown)
         totals = epochs, steps, global_batch_size, batch_size_per_device
         config = overrides.with_totals(self.config, *totals)
-        if roles.is_evaluator():
+        if is_evaluator():
             self.config = config
             raise OwnExit(evaluator.follow(self, self.config, train, validation))
         self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
@@ -245,7 +655,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         if run.validation is not None:
             self._evaluation.check(run.validation, run.eval_batch_size)
         if restart:
-            later_fit.check_no_checkpoints(run)
+            check_no_checkpoints(run)
         if self.config.checkpoint != LATEST and not self.config.init_from:
             raise UserError(
                 f"checkpoint={self.config.checkpoint} needs init_from: a run itself always resumes "
@@ -262,7 +672,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             self._state = at_step_zero(self._state, self.functions.shardings)
             run.branch(-1)
         elif self._identity is not None:
-            later_fit.check_continues(run, self._identity, self.step)
+            check_continues(run, self._identity, self.step)
             run.is_new = False
             run.continue_from(self._identity)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
@@ -410,3 +820,108 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         run.save(self._current, step, metrics, stopped=self._callbacks.stop_requested)
         if run.checkpoints is not None:
             self._callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
+
+
+# -- Checks of a second `fit` of a trainer, which continues the first one or starts again ----------
+
+
+def check_no_checkpoints(run: RunSession) -> None:
+    """Raises `UserError` if the workdir has checkpoints: a restart would repeat their steps."""
+    if run.checkpoints is not None and (run.saved_step or run.checkpoints.holds(0)):
+        where = run.config.workdir
+        raise UserError(
+            f"restart=True counts steps from 0, and workdir {where} holds checkpoints up to "
+            f"step {run.saved_step}: use a Trainer without a workdir, or a new Trainer "
+            f"with another workdir and init_from={where!r} (its optimizer state is new)"
+        )
+
+
+def check_continues(run: RunSession, earlier: Identity, step: int) -> None:
+    """Checks that a run continues an earlier run of the same trainer, and no other trainer has.
+
+    Args:
+      run: The run that is about to begin.
+      step: Number of steps that the earlier run has made.
+
+    Raises:
+      UserError: If this is another run, or the workdir has a checkpoint of a later step.
+    """
+    try:
+        check_same_run(
+            earlier,
+            run.identity,
+            f"this trainer at step {step}",
+            step,
+            same_program=not run.config.resume_anyway,
+        )
+    except UserError as error:
+        raise UserError(
+            f"{error}. To keep the model and the optimizer's state and count steps from 0, "
+            "call fit(..., restart=True)"
+        ) from None
+    if run.saved_step > step:
+        raise UserError(
+            f"workdir {run.config.workdir} holds step {run.saved_step}, and this trainer has "
+            f"run {step}: another trainer has continued the run; use a new Trainer, which "
+            "resumes from that checkpoint"
+        )
+
+
+# -- A profiler trace of some steps, for TensorBoard or Perfetto -----------------------------------
+
+
+def profiled_steps(config: RunConfig, first: int, log: Callable[[str], None]) -> "ProfiledSteps":
+    """Returns the trace of `profile_steps` for a run that resumes from step `first`.
+
+    `log` receives a line if there is nothing left to trace.
+    """
+    # Process 0 alone: the others' traces would be written to the same files.
+    steps = config.profile_range() if process_group.is_chief() else None
+    if steps and first >= steps[1]:
+        log(f"nothing to profile: step {first} is past {config.profile_steps}")
+    return ProfiledSteps(steps, config.workdir)
+
+
+class ProfiledSteps:
+    """Traces a range of steps (both ends included) into a folder; nothing without a range."""
+
+    def __init__(self, steps: tuple[int, int] | None, folder: str | None) -> None:
+        self._first, self._last = steps or (0, 0)
+        self._folder = folder
+        self._running = False
+        self._marker: jax.profiler.StepTraceAnnotation | None = None
+
+    def __enter__(self) -> "ProfiledSteps":
+        return self
+
+    def before(self, step: int) -> None:
+        """Starts the trace or marks the step; call it before `step` is dispatched."""
+        if self._folder and self._first <= step <= self._last and not self._running:
+            folder = Path(folder_of(self._folder))
+            try:
+                for name in ("plugins", "plugins/profile"):  # where the profiler writes
+                    no_follow.make_subfolder(folder, name)
+            except OSError as error:
+                raise StorageError(f"no trace can be written: {one_line(error)}") from error
+            jax.profiler.start_trace(str(folder))
+            self._running = True
+        if self._running:  # tools group operations by the markers of steps
+            self._marker = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._marker.__enter__()
+
+    def after(self, step: int, output: Any) -> None:
+        """Ends the mark of `step` after its dispatch; waits for the last traced `output`."""
+        if self._marker is not None:
+            self._marker.__exit__(None, None, None)
+            self._marker = None
+        if step == self._last and self._running:
+            jax.block_until_ready(output)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()

@@ -21,6 +21,8 @@ from test_same_numbers import trainer_on
 
 from spmdtrain import Experiment, Trainer, UserError
 from spmdtrain.checkpoints.restore import read_variables
+from spmdtrain.config.command_line import parse_command_line
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import train_batches
@@ -28,8 +30,6 @@ from spmdtrain.models import mobilenet
 from spmdtrain.run import main
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh, resolve
 from spmdtrain.strategies import strategy
-from spmdtrain.train.command_line import parse_command_line
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 FLOWERS = REPOSITORY / "experiments" / "flowers_mobilenet.py"

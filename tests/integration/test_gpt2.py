@@ -21,8 +21,8 @@ from processes import launch
 
 from spmdtrain import LoraModel, MeshSpec, Trainer, export_params
 from spmdtrain.checkpoints import command as checkpoints_command
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.models import GPT2_RULES, Transformer
-from spmdtrain.train.experiment import load_experiment
 
 GPT2 = REPOSITORY / "experiments" / "gpt2.py"
 experiment: Any = load_experiment(str(GPT2), frozenset()).module

@@ -14,6 +14,7 @@ from helpers import REPOSITORY, metrics, run
 
 from spmdtrain import MeshSpec, Trainer, export_params
 from spmdtrain.checkpoints import command as checkpoints_command
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
     VIT_AXIS_RULES,
@@ -24,7 +25,6 @@ from spmdtrain.models import (
     ViT,
     ViTConfig,
 )
-from spmdtrain.train.experiment import load_experiment
 
 LLAMA, VIT = (REPOSITORY / "experiments" / f"{name}.py" for name in ("llama", "vit"))
 llama, vit = (load_experiment(str(file), frozenset()).module for file in (LLAMA, VIT))

@@ -12,10 +12,10 @@ import pytest
 from helpers import DIGITS, contents, environment, small_experiment
 
 from spmdtrain.checkpoints.command import main as checkpoints
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.data.sampling import TrainBatches
 from spmdtrain.replay.command import main as replay
 from spmdtrain.run import main as train
-from spmdtrain.train.experiment import load_experiment
 
 OPTIONS = ("--hidden", 16, "--log-hash-every", 5, "--checkpoint-every-steps", 10)
 SAVED = ("--keep-latest", 9, "--trackers")

@@ -31,12 +31,12 @@ from hypothesis import strategies as st
 from matrix import ROWS, Row
 
 from spmdtrain import Trainer, UserError
+from spmdtrain.config.command_line import parse_command_line
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.config.options import ShardingOptions
 from spmdtrain.models import Transformer
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, make_placement
-from spmdtrain.train.command_line import parse_command_line
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))

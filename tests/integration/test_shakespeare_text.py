@@ -14,7 +14,7 @@ from helpers import REPOSITORY, environment, metrics, run, text_in, together
 from processes import launch
 
 from spmdtrain import UserError
-from spmdtrain.train.experiment import load_experiment
+from spmdtrain.config.experiment import load_experiment
 
 LANGUAGE_MODEL = REPOSITORY / "experiments" / "shakespeare_text.py"
 TEXT = "\n\n".join(

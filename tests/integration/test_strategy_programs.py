@@ -20,11 +20,11 @@ from jax.sharding import SingleDeviceSharding
 from matrix import ROWS, Row
 
 from spmdtrain import CallbackContext, FunctionModel, Trainer
+from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP, mlp_rules
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
-from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.tree import named_leaves
 
 BATCH, INTO, HIDDEN, OUT, MIN_SIZE = 64, 64, 512, 16, 1024

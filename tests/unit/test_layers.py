@@ -16,8 +16,9 @@ from spmdtrain.strategies import AXES
 PACKAGE = Path(spmdtrain.__file__).parent
 TESTS = Path(__file__).parents[1]
 
-# From the bottom to the top: a folder imports from the folders before it. `root` is the files at
-# the package's top. `run` and `__main__` are the commands, and nothing imports them.
+# From the bottom to the top: a folder imports from the folders before it, and so does a file that
+# is listed itself. `root` is the files at the package's top. `run` and `__main__` are the commands,
+# and nothing imports them.
 FOLDERS = (
     *(
         "root",
@@ -33,12 +34,14 @@ FOLDERS = (
         "launch",
         "data",
     ),
-    *("step", "checkpoints", "trackers", "train", "keras", "parameter_server", "plan"),
+    *("step", "checkpoints", "trackers", "train.loop_checks", "train.callbacks"),
+    *("config.experiment", "config.overrides", "config.command_line", "train"),
+    *("keras", "parameter_server", "plan"),
     *("replay", "report", "sweep", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
 # Functions of these modules import `keras` when they are given a Keras object.
-OPENING_KERAS = {"spmdtrain.train.constructors", "spmdtrain.train.experiment"}
+OPENING_KERAS = {"spmdtrain.train.trainer", "spmdtrain.config.experiment"}
 EXPORTING = {"models", "testing"}  # for users' experiments and tests; others' `__init__` is empty
 INITS = [path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
 # All but the package's own `__init__`, which exports names lazily.
@@ -51,10 +54,12 @@ MODULES = list(FILES)
 
 
 def folder_of(module: str) -> str:
-    """The folder of a dotted module name, or of a name imported from the package itself."""
+    """The entry of FOLDERS for a dotted module name, or for a name imported from the package."""
     parts = module.split(".")[1:]
     if parts in (["run"], ["__main__"]):
         return "run"
+    if ".".join(parts[:2]) in FOLDERS:
+        return ".".join(parts[:2])
     return parts[0] if parts and (PACKAGE / parts[0]).is_dir() else "root"
 
 
@@ -153,7 +158,9 @@ def test_each_folder_states_its_purpose_in_one_line() -> None:
         purpose = ast.get_docstring(tree) or ""
         assert purpose.endswith(".") and "\n" not in purpose, path
         assert len(tree.body) == 1 or path.parent.name in EXPORTING, path
-    assert {path.parent.name for path in INITS} >= {*FOLDERS, *STANDALONE} - {"root", "run"}
+    assert {path.parent.name for path in INITS} >= {
+        folder for folder in (*FOLDERS, *STANDALONE) if "." not in folder
+    } - {"root", "run"}
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
@@ -195,7 +202,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 70
+SINGLE_IMPORTERS = 55
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 19
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""

@@ -34,11 +34,11 @@ from spmdtrain import (
     Trainer,
     per_replica,
 )
+from spmdtrain.config.command_line import Options, parse_command_line
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, field_meant
 from spmdtrain.parameter_server.shared_params import Shared
 from spmdtrain.strategies import AXES, strategy
-from spmdtrain.train.command_line import Options, parse_command_line
 
 PAGES = sorted((REPOSITORY / "docs").glob("coming-from-*.md"))
 FIELDS = {field.name for field in dataclasses.fields(RunConfig)}

@@ -12,9 +12,9 @@ import pytest
 from etils import epath
 from helpers import REPOSITORY
 
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.data.images import find_idx, read_idx
 from spmdtrain.errors import UserError
-from spmdtrain.train.experiment import load_experiment
 
 CODES = {
     "uint8": 0x08,

@@ -26,7 +26,7 @@ from helpers import REPOSITORY, environment, metrics, saved_steps, status
 
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_tf_config
-from spmdtrain.train import command_line
+from spmdtrain.config import command_line
 
 pytestmark = pytest.mark.slow
 

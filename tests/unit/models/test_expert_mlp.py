@@ -15,6 +15,7 @@ from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.checkpoints.weights.weight_map import unmapped
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
@@ -27,7 +28,6 @@ from spmdtrain.models import (
     peak_load,
 )
 from spmdtrain.step.flops import count_flops
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 experiment: Any = load_experiment(str(REPOSITORY / "experiments" / "llama.py"), frozenset()).module

@@ -15,6 +15,7 @@ from helpers import REPOSITORY
 
 from spmdtrain import AxisRules, MeshSpec, Trainer, UserError
 from spmdtrain.checkpoints.weights.weight_map import unmapped
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
     GenerationOptions,
@@ -24,7 +25,6 @@ from spmdtrain.models import (
     LlamaConfig,
     generate,
 )
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 experiment: Any = load_experiment(str(REPOSITORY / "experiments" / "llama.py"), frozenset()).module

@@ -15,12 +15,12 @@ from flax import nnx
 from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, Trainer, UserError
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.config.options import ShardingOptions
 from spmdtrain.data.text import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.rotary import rotary_speeds, rotation
 from spmdtrain.step.flops import count_flops, model_flops
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 SMALL = TransformerConfig(

@@ -15,8 +15,8 @@ from helpers import REPOSITORY
 
 from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.checkpoints.weights.weight_map import unmapped
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.models import VIT_AXIS_RULES, ViT, ViTConfig
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 experiment: Any = load_experiment(str(REPOSITORY / "experiments" / "vit.py"), frozenset()).module

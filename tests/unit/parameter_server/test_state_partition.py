@@ -12,13 +12,13 @@ from flax import nnx
 from helpers import DIGITS
 
 from spmdtrain import Combination, Trainer
+from spmdtrain.config.experiment import Experiment, load_experiment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.parameter_server.partition import FixedShards
 from spmdtrain.parameter_server.server import Server
 from spmdtrain.parameter_server.state_partition import ServerPartition, bytes_in
 from spmdtrain.parameter_server.worker import Worker
 from spmdtrain.sharding.mesh import resolve
-from spmdtrain.train.experiment import Experiment, load_experiment
 
 STEPS = 4
 DTYPES = ("bool", "int4", "uint8", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2")

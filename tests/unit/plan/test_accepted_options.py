@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from spmdtrain import Trainer, UserError
+from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.plan import planner, topologies
 from spmdtrain.plan.command import Options
 from spmdtrain.sharding.placement import resolve_config
-from spmdtrain.train.command_line import parse_command_line
 
 GPU, CPU = "gpu:h100:1x8", "cpu:8"
 EXPERIMENT = '''

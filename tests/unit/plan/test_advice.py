@@ -11,13 +11,13 @@ import pytest
 from helpers import DIGITS, GPT, text_in
 from plan_helpers import advised, needs_libtpu, plan, planned
 
+from spmdtrain.config import command_line
 from spmdtrain.plan import changes
 from spmdtrain.plan.command import Options
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log
 from spmdtrain.plan.peak_memory import Live, read_dump
 from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.summary import Use
-from spmdtrain.train import command_line
 
 NAMES = {f"layers/{n}/{kind}" for n in range(3) for kind in ("kernel", "bias")}
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp

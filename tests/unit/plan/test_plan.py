@@ -20,12 +20,12 @@ from helpers import DIGITS, GAN, GPT, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
 
 from spmdtrain import Trainer
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.errors import UserError
 from spmdtrain.plan import aot, time_model, topologies
 from spmdtrain.plan.command import main
 from spmdtrain.plan.summary import sealed
 from spmdtrain.sharding.mesh import resolve
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.collectives import Origins, collectives_of
 from spmdtrain.xla.hlo import Module
 

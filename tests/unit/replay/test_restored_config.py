@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from spmdtrain import MeshSpec, RunConfig, ShardingOptions, UserError
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.config.options import ContextOptions, ExpertOptions
 from spmdtrain.config.run_config import config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.replay.recorded_run import read_run
 from spmdtrain.replay.restored_config import config_on_devices, restore_config
-from spmdtrain.train.experiment import load_experiment
 
 EXPERIMENT = '''
 """An experiment with options of all kinds."""

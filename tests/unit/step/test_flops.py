@@ -17,10 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain import Trainer
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.step.flops import Flops, count_flops
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.hlo import RARE_BRANCH
 
 

@@ -17,7 +17,7 @@ from spmdtrain.keras.compile import CompiledKeras
 from spmdtrain.keras.internals import mask_of
 from spmdtrain.keras.model import BoundKeras, KerasModel, KerasOptimizer
 from spmdtrain.step.metrics import weighted_sums
-from spmdtrain.train.evaluation_totals import EvaluationTotals
+from spmdtrain.train.evaluate import EvaluationTotals
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")

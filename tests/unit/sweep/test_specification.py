@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain import RunConfig, UserError
+from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.sweep.command import Options
 from spmdtrain.sweep.specification import (
     ListedValues,
@@ -28,7 +29,6 @@ from spmdtrain.sweep.specification import (
     readable_name,
     store_specification,
 )
-from spmdtrain.train.command_line import parse_command_line
 
 WORDS = st.text("abcdefgxyz_0123456789-", min_size=1, max_size=8)
 VALUES = st.lists(WORDS, min_size=1, max_size=4, unique=True)

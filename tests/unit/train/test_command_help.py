@@ -12,11 +12,15 @@ from helpers import DIGITS
 
 from spmdtrain import UserError
 from spmdtrain.__main__ import COMMANDS, write_completion
+from spmdtrain.config.command_line import (
+    HELP_GROUPS,
+    Options,
+    field_docs,
+    option_help,
+    parse_command_line,
+)
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.plan.command import Options as PlanOptions
-from spmdtrain.train.command_help import field_docs, option_help
-from spmdtrain.train.command_line import Options, parse_command_line
-from spmdtrain.train.help_groups import HELP_GROUPS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, of: type = Options) -> str:

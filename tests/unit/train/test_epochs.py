@@ -23,8 +23,8 @@ from spmdtrain import (
 )
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.train.callbacks import CallbackContext
-from spmdtrain.train.epochs import Epochs
 from spmdtrain.train.metrics_reader import MetricsReader
+from spmdtrain.train.schedule import Epochs
 
 SIZE, BATCH = 100, 16  # epochs end at steps 7, 13 and 19: batches reach over their ends
 ENDS = [0, 7, 13, 19]

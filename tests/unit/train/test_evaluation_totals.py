@@ -35,7 +35,7 @@ from spmdtrain import (
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.step.metrics import weighted_sums
-from spmdtrain.train.evaluation_totals import EvaluationTotals
+from spmdtrain.train.evaluate import EvaluationTotals
 
 os.environ["KERAS_BACKEND"] = "jax"
 keras: Any = pytest.importorskip("keras")

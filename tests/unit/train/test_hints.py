@@ -18,14 +18,14 @@ from linear_model import squared_error, trainer
 
 import spmdtrain
 from spmdtrain import EarlyStopping, Loop, RunConfig, Subset, Trainer, UserError, initialize
+from spmdtrain.config.command_line import Options, parse_command_line
+from spmdtrain.config.overrides import INSTEAD
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.distributed.initialize import ClusterOptions
 from spmdtrain.errors import OTHER_NAMES
 from spmdtrain.keras.model import import_keras
 from spmdtrain.launch.launcher import Options as LaunchOptions
 from spmdtrain.testing import run_processes
-from spmdtrain.train.command_line import Options, parse_command_line
-from spmdtrain.train.overrides import INSTEAD
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 PACKAGE = Path(spmdtrain.__file__).parent

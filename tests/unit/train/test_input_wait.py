@@ -15,7 +15,7 @@ from helpers import events
 
 from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.train.input_wait import InputWait
+from spmdtrain.train.run_logger import InputWait
 
 X = np.ones((80, 4), np.float32)
 READ = 0.01  # seconds

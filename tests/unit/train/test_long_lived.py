@@ -12,7 +12,7 @@ from flax import nnx
 
 from spmdtrain import Loop, Trainer
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.train.long_lived import LongLivedObjects
+from spmdtrain.train.session import LongLivedObjects
 
 X = np.ones((32, 4), np.float32)
 OF_PYTHON = 1_000  # CPython 3.12 excludes 375 objects, also after `gc.unfreeze`

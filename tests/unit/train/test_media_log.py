@@ -24,7 +24,7 @@ from spmdtrain import (
     Trainer,
     UserError,
 )
-from spmdtrain.train.overrides import with_trackers
+from spmdtrain.config.overrides import with_trackers
 
 X = np.arange(32, dtype=np.float32).reshape(32, 1) / 32
 Y = 3 * X

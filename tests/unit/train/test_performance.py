@@ -17,8 +17,7 @@ from spmdtrain import CallbackContext, FunctionModel, Tracker, Trainer
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
 from spmdtrain.record.lines import RunTimes, read_events, run_times
-from spmdtrain.train.performance import peak_memory
-from spmdtrain.train.time_account import TimeAccount, goodput_line
+from spmdtrain.train.run_logger import TimeAccount, goodput_line, peak_memory
 from spmdtrain.xla import chips
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)

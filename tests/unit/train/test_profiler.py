@@ -12,7 +12,7 @@ import pytest
 from linear_model import trainer
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.train.profiler import profiled_steps
+from spmdtrain.train.trainer import profiled_steps
 
 
 def markers(trace: Path) -> list[tuple[str, Any]]:

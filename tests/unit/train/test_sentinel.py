@@ -41,9 +41,7 @@ from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.step.train_step import Dispatch, Repeat
 from spmdtrain.train import sentinel
 from spmdtrain.train.schedule import Schedule
-from spmdtrain.train.sentinel import why_not_on
-from spmdtrain.train.sentinel_program import GradientSums
-from spmdtrain.train.sentinel_verdict import FaultKind, Verdict, find_faulty
+from spmdtrain.train.sentinel import FaultKind, GradientSums, Verdict, find_faulty, why_not_on
 
 X, Y = examples()
 

@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import REPOSITORY
 
 from spmdtrain import CollectiveOptions, FunctionModel, Loop, MeshSpec, Trainer, UserError
+from spmdtrain.config.experiment import load_experiment
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
@@ -27,7 +28,6 @@ from spmdtrain.models import (
     ViT,
     ViTConfig,
 )
-from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.padding import why_not_sums, why_padding_matters, why_parts_differ
 
 X = np.arange(100, dtype=np.float32)
