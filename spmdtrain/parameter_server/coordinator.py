@@ -1,16 +1,14 @@
-"""Asynchronous functions on workers, with parameters on servers.
-
-`Coordinator` is for custom loops, like `ClusterCoordinator` of `tf.distribute`. A `Trainer` uses
-strategy parameter_server.
-"""
+"""Asynchronous functions on workers, with parameters on servers."""
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
+import pickle
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -23,24 +21,131 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.distributed.progress import CONTEXT, Phase, heartbeat, phase
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import ClusterError, UserError
+from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.parameter_server import ray_pool
-from spmdtrain.parameter_server.partition import MinSize, Partitioner
-from spmdtrain.parameter_server.remote_call import (
-    CACHE_SIZE,
-    Call,
-    LruCache,
-    PerWorker,
-    RemoteFunction,
-    Runner,
-)
-from spmdtrain.parameter_server.roles import run_task_role
-from spmdtrain.parameter_server.shared_params import Shared, check_params
-from spmdtrain.parameter_server.state_partition import ServerPartition
-from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
+from spmdtrain.parameter_server.partition import Computed, MinSize, Partitioner, ServerPartition
+from spmdtrain.parameter_server.ray_nodes import run_task_role
+from spmdtrain.parameter_server.scheduler import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
+from spmdtrain.parameter_server.server import Pulled, PushResult
 from spmdtrain.sharding.placement import configure_backend
-from spmdtrain.step.optimizer import Update
+from spmdtrain.step.optimizer import Update, clipped
 from spmdtrain.step.state import TrainState
+from spmdtrain.tree import named_leaves
+
+# -- Calls of functions that a `Coordinator` sends to workers, and their execution there -----------
+
+CACHE_SIZE = 64  # functions that the chief keeps, and each worker with their compiled programs
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFunction:
+    """A function that is sent to each worker once, and keeps its compiled programs there."""
+
+    number: int
+    reference: Sequence[Any]
+    """Ray's reference, in a list because Ray replaces a direct reference by the function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerWorker:
+    """A placeholder for an object that each worker makes; see `Coordinator.per_worker`."""
+
+    make: RemoteFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A scheduled call of a function."""
+
+    number: int
+    function: RemoteFunction
+    arguments: bytes
+    """The pair (args, kwargs), pickled when the call was scheduled."""
+    floor: int = 0
+    """All calls of lower numbers have ended."""
+
+
+class LruCache:
+    """A cache that keeps the `count` most recently used values."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._values = OrderedDict[Hashable, Any]()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns the value of a key; if it is not in the cache, adds the result of `make()`."""
+        if key not in self._values:
+            self._values[key] = make()
+        self._values.move_to_end(key)
+        if len(self._values) > self._count:
+            self._values.popitem(last=False)
+        return self._values[key]
+
+
+@dataclasses.dataclass
+class Running:
+    """The call that this process is running (`CONTEXT.running_call`).
+
+    Attributes:
+      floor: All calls of lower numbers have ended.
+      pulled: The servers' answers to the last pull, by the number of the shared parameters.
+      pushed: Numbers of the shared parameters that have been pushed.
+    """
+
+    number: int
+    floor: int
+    pulled: dict[int, list[Pulled]] = dataclasses.field(default_factory=dict)
+    pushed: set[int] = dataclasses.field(default_factory=set)
+
+
+class Runner:
+    """Runs calls in a worker, one after the other."""
+
+    def __init__(self) -> None:
+        configure_backend(RunConfig(strategy="parameter_server"))
+        self._functions = LruCache(CACHE_SIZE)
+        self._per_worker: dict[int, Any] = {}
+
+    def __call__(self, call: Call) -> Any:
+        """Returns the result of a call, with JAX arrays as NumPy arrays.
+
+        Raises:
+          UserError: If the function returns a generator.
+          RuntimeError: If the function calls `sys.exit`.
+        """
+        function, arguments = self._function(call.function), pickle.loads(call.arguments)
+        args, kwargs = jax.tree.map(
+            self._resolve, arguments, is_leaf=lambda x: isinstance(x, PerWorker)
+        )
+        CONTEXT.running_call = Running(call.number, call.floor)
+        try:
+            with phase(Phase.STEP, call.number + 1):
+                result = function(*args, **kwargs)
+        except SystemExit as stop:
+            raise RuntimeError(f"the function called sys.exit({stop.code!r})") from stop
+        finally:
+            CONTEXT.running_call = None
+        if inspect.isgenerator(result):
+            raise UserError("the function returns a generator, which cannot be sent; use a list")
+        return jax.device_get(result)
+
+    def _function(self, remote: RemoteFunction) -> Callable[..., Any]:
+        import ray
+
+        return self._functions.get(remote.number, lambda: ray.get(remote.reference[0]))
+
+    def _resolve(self, x: Any) -> Any:
+        if not isinstance(x, PerWorker):
+            return x
+        if x.make.number not in self._per_worker:
+            self._per_worker[x.make.number] = self._function(x.make)()
+        return self._per_worker[x.make.number]
+
+
+# -- Asynchronous functions on workers, with parameters on servers ---------------------------------
+#
+# `Coordinator` is for custom loops, like `ClusterCoordinator` of `tf.distribute`. A `Trainer` uses
+# strategy parameter_server.
 
 PyTree = Any
 _POLL = 0.05  # seconds between two checks for events of workers, and for signals
@@ -409,3 +514,110 @@ class Coordinator:
                 self._waiting.append(call)
             else:
                 self._values.pop(call.number)._set(None, UserError(f"not run because {reason}"))
+
+
+# -- Parameters on servers, for functions that workers run -----------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Parameters on servers; see `Coordinator.share`.
+
+    `number` identifies these parameters among those that are shared; `servers` are Ray actors.
+    """
+
+    number: int
+    partition: ServerPartition
+    servers: Sequence[Any]
+
+    def pull(self) -> PyTree:
+        """Returns the current parameters, NumPy arrays."""
+        parts = self._call("pull")
+        running: Running | None = CONTEXT.running_call
+        if running is not None:
+            running.pulled[self.number] = parts
+        return self.partition.pulled(parts)[0]
+
+    def push(self, gradients: PyTree, loss: Any) -> int:
+        """Updates the parameters on the servers.
+
+        A scheduled function may call this once, after `pull`. If the function is run again because
+        its worker was lost, the update is still applied once.
+
+        Args:
+          gradients: Gradients, with the structure and shapes of the parameters.
+          loss: The loss, a scalar, for optimizers that use it.
+
+        Returns:
+          The number of updates between the pull and this one.
+
+        Raises:
+          UserError: If the call is not allowed here, or the arguments have other shapes.
+          NonFiniteError: If a parameter or the loss is NaN or infinite after the update.
+        """
+        import ray
+
+        running: Running | None = CONTEXT.running_call
+        if running is None:
+            raise UserError("push() was called outside a function that a worker runs: schedule one")
+        parts = running.pulled.get(self.number)
+        if parts is None or self.number in running.pushed:
+            raise UserError("push() must be called after pull(), and once in a function")
+        running.pushed.add(self.number)
+        params, _ = self.partition.pulled(parts)
+        _check_gradients(gradients, params)
+        if np.shape(loss):
+            raise UserError(f"push() was given a loss of shape {np.shape(loss)}: pass its mean")
+        transformed = clipped(self.partition.on_worker, gradients, params, loss)
+        computed = Computed(jax.tree.map(np.asarray, transformed), {}, {"loss": float(loss)})
+        pushes = [
+            dataclasses.replace(push, floor=running.floor)
+            for push in self.partition.pushes(running.number, computed, parts)
+        ]
+        results: list[PushResult] = ray_pool.answers(
+            ray,
+            [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)],
+        )
+        if not all(all(result.finite) for result in results):
+            raise NonFiniteError(f"the parameters are not finite after a push of loss {loss}")
+        return max(result.staleness for result in results)
+
+    def state(self) -> tuple[PyTree, PyTree]:
+        """Returns the current parameters and optimizer state, for example to save them.
+
+        Call after `join`, because the servers' parts are not read at the same time.
+        """
+        held = [held for held, _ in self._call("held")]
+        state = self.partition.state(held, 0, None)
+        return state.params, state.opt_state
+
+    def _call(self, method: str) -> list[Any]:
+        import ray
+
+        return ray_pool.answers(ray, [getattr(server, method).remote() for server in self.servers])
+
+
+def check_params(params: PyTree) -> None:
+    """Raises `UserError` if a leaf is not a floating-point array, or there is none."""
+    for name, leaf in (leaves := named_leaves(params)).items():
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise UserError(
+                f"share() was given {name or 'params'} of dtype {kind}: expected float arrays"
+            )
+    if not leaves:
+        raise UserError("share() was given no parameters")
+
+
+def _check_gradients(gradients: PyTree, params: PyTree) -> None:
+    """Raises `UserError` if gradients do not have the parameters' names and shapes."""
+    actual, expected = (
+        {name: np.shape(leaf) for name, leaf in named_leaves(tree).items()}
+        for tree in (gradients, params)
+    )
+    for name in [*expected, *actual]:
+        if (given := actual.get(name)) != (shape := expected.get(name)):
+            raise UserError(
+                f"push() was given {name or 'gradients'} of shape {given}: the parameter has "
+                f"shape {shape}"
+            )

@@ -1,17 +1,16 @@
-"""The executor of strategy parameter_server.
-
-Workers compute gradients, servers hold and update the state.
-"""
+"""The executor of strategy parameter_server, and the statistics of its runs."""
 
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
+from rich.table import Table
 
 from spmdtrain.cluster.spec import ClusterSpec, from_environment
 from spmdtrain.config.command_line import JOB_OPTIONS, Command
@@ -20,15 +19,20 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.document.terminal import Terminal
+from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, option
 from spmdtrain.parameter_server import ray_pool
-from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize, Partitioner
+from spmdtrain.parameter_server.partition import (
+    FixedShards,
+    MaxSize,
+    MinSize,
+    Partitioner,
+    ServerPartition,
+    print_partition,
+)
+from spmdtrain.parameter_server.ray_nodes import run_if_worker_or_server, run_task_role
 from spmdtrain.parameter_server.ray_pool import RayJob
-from spmdtrain.parameter_server.roles import run_if_worker_or_server, run_task_role
 from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
-from spmdtrain.parameter_server.state_partition import ServerPartition, print_partition
-from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.parameter_server.worker import PickledProgram, WorkerFactory, for_worker
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.compile import Programs
@@ -38,6 +42,10 @@ from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
 from spmdtrain.train.run_logger import StepProgram
 from spmdtrain.train.session import RunSession
+
+# -- The executor of strategy parameter_server -----------------------------------------------------
+#
+# Workers compute gradients, servers hold and update the state.
 
 PyTree = Any
 _MAX_LOOK_AHEAD = 10_000  # steps among which the next due one is searched
@@ -296,3 +304,64 @@ class ServerBackend:
             failures.work_in_progress(failures.TRAINING),
         ):
             yield functools.partial(ServerExecutor, job)
+
+
+# -- Statistics of a run with parameter servers: staleness of the updates, and bytes ---------------
+
+_BAR = 24  # characters of the longest bar
+_SINGLE = 8  # smaller numbers have a row each; of the rows above, each covers twice as many
+
+
+class StalenessStats:
+    """The updates since the start of a run, counted by staleness, and their bytes."""
+
+    def __init__(self) -> None:
+        self.staleness: Counter[int] = Counter()
+        self._pulled = self._pushed = 0
+
+    @property
+    def steps(self) -> int:
+        """Number of updates."""
+        return self.staleness.total()
+
+    def add(self, staleness: int, pulled: int, pushed: int) -> None:
+        """Adds an update; `pulled` and `pushed` are the bytes of its worker."""
+        self.staleness[staleness] += 1
+        self._pulled += pulled
+        self._pushed += pushed
+
+    def report(
+        self, batches: Mapping[str, int], servers: Sequence[Mapping[str, int]]
+    ) -> dict[str, Any]:
+        """Returns the statistics as JSON, with the counts of each server."""
+        return {
+            "updates": self.steps,
+            "staleness": {str(n): self.staleness[n] for n in sorted(self.staleness)},
+            "pulled_bytes_per_step": self._pulled // self.steps,
+            "pushed_bytes_per_step": self._pushed // self.steps,
+            "batches": dict(sorted(batches.items())),
+            "servers": {f"ps {number}": dict(counts) for number, counts in enumerate(servers)},
+        }
+
+    def table(self, batches: Mapping[str, int]) -> Table:
+        """Returns a table of the updates by staleness.
+
+        Its caption has the bytes of a step and the number of batches of each worker.
+        """
+        table = Table(
+            title="staleness of the updates", title_justify="left", caption_justify="left"
+        )
+        table.add_column("staleness", justify="right")
+        table.add_column("updates", justify="right")
+        table.add_column("")
+        rows = Counter[str]()
+        for n in sorted(self.staleness):
+            above = 1 << n.bit_length()
+            rows[str(n) if n < _SINGLE else f"{above // 2} to {above - 1}"] += self.staleness[n]
+        longest = max(rows.values())
+        for name, count in rows.items():
+            table.add_row(name, f"{count:,}", "#" * round(_BAR * count / longest))
+        pulled, pushed = (byte_size(sum_ // self.steps) for sum_ in (self._pulled, self._pushed))
+        by_worker = ", ".join(f"{worker} {batches[worker]:,}" for worker in sorted(batches))
+        table.caption = f"a step pulls {pulled} and pushes {pushed}; batches: {by_worker}"
+        return table

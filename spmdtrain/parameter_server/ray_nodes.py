@@ -1,13 +1,12 @@
-"""Ray nodes for the tasks of a TF_CONFIG.
-
-Ray (https://docs.ray.io) manages processes, messages and failures of a job with parameter servers.
-It is imported here, only if parameter servers are used, after its environment variables are set.
-"""
+"""Ray nodes for the tasks of a TF_CONFIG: their roles, processes and tokens."""
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import ipaddress
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -17,15 +16,192 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from spmdtrain.cluster import job_token
 from spmdtrain.cluster.rendezvous import REPORT_INTERVAL
-from spmdtrain.cluster.spec import Address, ClusterSpec, Task, from_environment
-from spmdtrain.distributed import progress
+from spmdtrain.cluster.spec import Address, ClusterSpec, Role, Task, from_environment
+from spmdtrain.distributed import initialize, progress
 from spmdtrain.distributed.failures import to_stderr
-from spmdtrain.errors import ClusterError, ExitCode, UserError
-from spmdtrain.parameter_server import ray_auth
+from spmdtrain.errors import ClusterError, ExitCode, OwnExit, UserError
+from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.record.user_folders import exclusive_file, private_folder
+
+# -- Authentication between the Ray processes of a job ---------------------------------------------
+#
+# Ray executes pickled code for every client of its ports, as the user of the job, on loopback
+# interfaces too. With token authentication its servers refuse clients without the token of the job.
+
+JOB_TOKEN = job_token.TOKEN
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""Environment variables of Ray."""
+
+
+def enable_authentication() -> None:
+    """Enables token authentication in this process and its children. Call before importing Ray.
+
+    Raises:
+      UserError: If the environment disables it.
+    """
+    mode = os.environ.setdefault(MODE, "token")
+    if mode != "token":
+        raise UserError(
+            f"{MODE}={mode}: strategy parameter_server requires Ray's token authentication: "
+            f"otherwise every local user can execute code in the job; unset {MODE}"
+        )
+
+
+def check_authentication() -> None:
+    """Raises `UserError` if the imported Ray does not authenticate its clients."""
+    from ray._raylet import (  # type: ignore[attr-defined]
+        AuthenticationMode,
+        Config,
+        get_authentication_mode,
+    )
+
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        Config.initialize("")  # the script had imported Ray, which read the environment then
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        raise UserError(
+            "strategy parameter_server requires Ray's token authentication, which this Ray has not "
+            f"enabled; set {MODE}=token before the script imports Ray"
+        )
+
+
+def create_token(chief: Address, is_local: bool) -> None:
+    """Sets Ray's token in the chief and its children, before they start Ray.
+
+    The token is derived from the token of the job (see `job_token`). Without one it is the token in
+    Ray's own environment variables. Without either, if `is_local` (all addresses of the job are
+    loopback addresses), the chief creates a token, which the other tasks of this user read from a
+    file.
+
+    Raises:
+      UserError: If the tasks of the job share no secret.
+    """
+    if _set_by_environment(chief, is_local):
+        return
+    file = _file(chief)
+    fresh = file.with_suffix(f".{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    token = secrets.token_hex(32)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:
+        text.write(token)
+    fresh.replace(file)
+    os.environ[TOKEN] = token
+
+
+def read_token(chief: Address, is_local: bool) -> None:
+    """Sets Ray's token in another task, once the chief listens; see `create_token`.
+
+    Raises:
+      UserError: If this task shares no secret with the chief.
+    """
+    if _set_by_environment(chief, is_local):
+        return
+    try:
+        os.environ[TOKEN] = _file(chief).read_text()
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}, the token of the job whose chief is at {chief}, cannot be read: "
+            f"{error.strerror}. Another program listens there, or another user has started it; "
+            f"set {JOB_TOKEN} to the same secret in all tasks of the job"
+        ) from error
+
+
+def remove_token(chief: Address) -> None:
+    """Removes the file of `create_token`, if it wrote one."""
+    with suppress(FileNotFoundError):
+        _file(chief).unlink()
+
+
+def refused_token(chief: Address) -> UserError:
+    """Returns the error of a task whose token the chief does not accept."""
+    return UserError(
+        f"the chief at {chief} refuses the token of this task: {JOB_TOKEN} must be the same in all "
+        "tasks of a job"
+    )
+
+
+def _set_by_environment(chief: Address, is_local: bool) -> bool:
+    """Sets the token if the environment has one; if not (False), it is in a file of this user.
+
+    Raises:
+      UserError: If the environment has none, and the job is not on loopback addresses alone.
+    """
+    if secret := job_token.read(warn=lambda text: print(text, file=sys.stderr)):
+        # Each chief has its own token, so a program that takes the port of one learns no other.
+        os.environ[TOKEN] = hmac.new(secret, f"ray {chief}".encode(), hashlib.sha256).hexdigest()
+    if os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH):
+        return True
+    if is_local:
+        return False
+    raise UserError(
+        f"the tasks of the job at {chief} share no secret, and Ray executes the code of every "
+        f"program that reaches its ports: set {JOB_TOKEN} to the same secret in all tasks "
+        "(openssl rand -hex 32 prints one)"
+    )
+
+
+def _file(chief: Address) -> Path:
+    return private_folder() / f"ray-{quote(chief.host, safe='')}-{chief.port}.token"
+
+
+# -- Roles of the processes of a job with parameter servers ----------------------------------------
+
+
+def run_task_role(timeout: float) -> None:
+    """Takes the role that TF_CONFIG gives this process in a job of parameter servers.
+
+    The chief, or worker 0 of a cluster without one, returns. Workers and servers wait at most
+    `timeout` seconds for it, serve it and exit.
+
+    Raises:
+      UserError: If the cluster lacks tasks, or this is its evaluator.
+      OwnExit: In a worker or a server, when the job has ended.
+    """
+    spec = from_environment()
+    if spec.role is Role.EVALUATE:
+        raise UserError(
+            f"TF_CONFIG makes this process {spec.name}, which does not train: only Trainer.fit and "
+            "python -m spmdtrain.run evaluate there"
+        )
+    if missing := spec.why_no_servers:
+        given = f" (this one has {missing})" if spec.jobs else ""
+        raise UserError(
+            f"parameter servers need a TF_CONFIG with a chief, workers and ps tasks{given}: start "
+            "one with python -m spmdtrain.launch --processes 3 --ps 2 -- ..."
+        )
+    initialize.set_single_process()
+    if spec.is_chief:
+        return
+    how = ray_nodes.serve(spec, timeout)
+    if how not in ray_nodes.ENDS:
+        progress.write_exit_reason(
+            ExitCode.FAILED, f"the job: {how}", own=how == ray_nodes.NODE_DIED
+        )
+    raise OwnExit(ray_nodes.ENDS.get(how, ExitCode.FAILED))
+
+
+def run_if_worker_or_server(timeout: float) -> None:
+    """Takes the role of a worker or a parameter server, if this process is one, and then exits.
+
+    Call before devices are used, because the actors of the task use them. For `timeout` and errors
+    see `run_task_role`.
+    """
+    spec = from_environment()
+    if spec.task_type in ("worker", "ps") and not spec.is_chief:
+        run_task_role(timeout)
+
+
+# -- Ray nodes for the tasks of a TF_CONFIG --------------------------------------------------------
+#
+# Ray (https://docs.ray.io) manages processes, messages and failures of a job with parameter
+# servers. It is imported here, only if parameter servers are used, after its environment variables
+# are set.
 
 TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # process id of the task whose output actors write to
 _STARTING = b"coming "  # prefix of the keys of tasks whose nodes are starting
@@ -58,7 +234,7 @@ def import_ray(spec: ClusterSpec) -> Any:
     Raises:
       UserError: If Ray is missing, or does not authenticate its clients.
     """
-    ray_auth.enable()
+    enable_authentication()
     if _is_local(spec):
         os.environ[_LOOPBACK_ONLY] = "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -78,7 +254,7 @@ def import_ray(spec: ClusterSpec) -> Any:
         from ray._private import ray_constants
 
         ray_constants.ENABLE_RAY_CLUSTER = False
-    ray_auth.check_enabled()
+    check_authentication()
     return ray
 
 
@@ -155,7 +331,7 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
             )
         time.sleep(_POLL)
     _leave_signals_to_chief()
-    ray_auth.read_token(chief, _is_local(spec))
+    read_token(chief, _is_local(spec))
     client = _client(chief)
     with contextlib.ExitStack() as stack:
         # The chief waits until this task has read how the job ended. The node may take seconds to
@@ -256,7 +432,7 @@ def _announce(client: Any, chief: Address, task: Task) -> None:
             _STARTING + resource(task).encode(), b"", True, _NAMESPACE, _ANSWER_TIMEOUT
         )
     except AuthenticationError as error:
-        raise ray_auth.refused(chief) from error
+        raise refused_token(chief) from error
     except RayError:  # the chief's node is ending
         pass
 
@@ -285,7 +461,7 @@ def _head_process(spec: ClusterSpec, timeout: float) -> Iterator[None]:
                 f"{os.strerror(error.errno or 0)}"
             )
         time.sleep(_POLL)
-    ray_auth.create_token(chief, _is_local(spec))
+    create_token(chief, _is_local(spec))
     command = [sys.executable, "-m", "spmdtrain.parameter_server.ray_nodes"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -312,7 +488,7 @@ def main() -> None:
     import_ray(spec)
     with _node(spec, spec.chief, head=True):
         sys.stdin.read()
-        ray_auth.remove_token(spec.chief.address)
+        remove_token(spec.chief.address)
 
 
 @contextlib.contextmanager

@@ -6,18 +6,71 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from spmdtrain.distributed.progress import heartbeat
 from spmdtrain.errors import ClusterError
-from spmdtrain.parameter_server.id_set import IdSet
-from spmdtrain.parameter_server.worker_pool import (
-    Done,
-    Failed,
-    WorkerJoined,
-    WorkerLost,
-    WorkerPool,
-)
 from spmdtrain.step.metrics import Combination
+
+# -- The interface of a pool of workers, and its events --------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """A worker has finished its work item."""
+
+    worker: str
+    result: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A work item has raised an error. The worker remains available."""
+
+    worker: str
+    error: Exception
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker is lost, and its work item with it."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerJoined:
+    """A worker has become available, for the first time or after a loss."""
+
+    worker: str
+
+
+PoolEvent = Done | Failed | WorkerLost | WorkerJoined
+
+
+class WorkerPool(Protocol):
+    """Workers that may join and be lost at any time; each processes one work item at a time."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker is available."""
+        ...
+
+    def idle(self) -> Sequence[str]:
+        """Returns the names of the available workers without a work item."""
+        ...
+
+    def give(self, worker: str, work: Any) -> None:
+        """Starts a work item, such as the number of a batch, on an idle worker."""
+        ...
+
+    def events(self, timeout: float) -> Sequence[PoolEvent]:
+        """Returns the events since the last call; waits at most `timeout` s for the first."""
+        ...
+
+
+# -- Scheduling of batches on workers that may be lost: each batch is applied exactly once ---------
 
 _POLL = 0.5  # seconds between two checks for overdue batches
 _RECENT = 64  # batches whose median duration is the usual one
@@ -306,3 +359,48 @@ class BatchScheduler:
             self._log(f"no worker has been available for {_ALONE:g} s; waiting for one")
         self._was_alone = is_empty and self._last_worker_at < now - _ALONE
         self._check_interrupt(is_empty)
+
+
+# -- A compact form of a set that contains almost all numbers below a bound ------------------------
+
+
+class IdSet:
+    """A set of integers: all below a bound, and single ones above it.
+
+    It records which batches have been applied, in any order, without storing every number. At first
+    it contains all numbers below `first`.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self.complete = first
+        """All numbers below this are members."""
+        self.beyond: set[int] = set()
+        """The other members."""
+
+    def enter(self, number: int) -> bool:
+        """Adds a number. Returns False if it was a member already."""
+        if number in self:
+            return False
+        self.beyond.add(number)
+        self._raise_bound()
+        return True
+
+    def _raise_bound(self) -> None:
+        while self.complete in self.beyond:
+            self.beyond.remove(self.complete)
+            self.complete += 1
+
+    def close(self, floor: int) -> None:
+        """Adds all numbers below `floor`."""
+        if floor > self.complete:
+            self.complete = floor
+            self.beyond = {number for number in self.beyond if number >= floor}
+            self._raise_bound()
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.complete or number in self.beyond
+
+    @property
+    def count(self) -> int:
+        """Number of members that are not negative."""
+        return self.complete + len(self.beyond)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.parameter_server.id_set import IdSet
+from spmdtrain.parameter_server.scheduler import IdSet
 from spmdtrain.step.gradients import with_difference
 from spmdtrain.step.health import FLAGS, finite_flags
 from spmdtrain.step.optimizer import ExtraArguments, Update

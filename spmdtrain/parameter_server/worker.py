@@ -18,14 +18,14 @@ from spmdtrain.data.loader import BatchCheck
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.keras.internals import reduce_by_attributes
-from spmdtrain.parameter_server.scheduler import BatchResult
-from spmdtrain.parameter_server.server import PushResult
-from spmdtrain.parameter_server.state_partition import (
+from spmdtrain.parameter_server.partition import (
     Computed,
     ServerPartition,
     batch_result,
     bytes_in,
 )
+from spmdtrain.parameter_server.scheduler import BatchResult
+from spmdtrain.parameter_server.server import PushResult
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
 from spmdtrain.step.functions import StepFunctions

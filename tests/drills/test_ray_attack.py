@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from other_user import UID, as_stranger
 
-from spmdtrain.parameter_server import ray_auth
+from spmdtrain.parameter_server.ray_nodes import JOB_TOKEN, MODE, TOKEN, TOKEN_PATH
 
 BOUND = 400  # seconds; Ray starts a process in several on a busy machine
 
@@ -25,7 +25,7 @@ def environment(tmp_path: Path) -> Iterator[None]:
         mock.patch.dict(os.environ),
         mock.patch("tempfile.tempdir", str(tmp_path)),
     ):
-        for name in (ray_auth.JOB_TOKEN, ray_auth.MODE, ray_auth.TOKEN, ray_auth.TOKEN_PATH):
+        for name in (JOB_TOKEN, MODE, TOKEN, TOKEN_PATH):
             os.environ.pop(name, None)
         yield
 
@@ -185,13 +185,13 @@ def test_another_user_runs_code_in_a_cluster_without_a_token_and_not_in_a_job() 
     pytest.importorskip("ray")
     pytest.importorskip("grpc")
     folder = Path("/tmp")  # a socket's path has at most 107 bytes
-    os.environ[ray_auth.MODE] = "disabled"
+    os.environ[MODE] = "disabled"
     with victim(UNPROTECTED, folder) as (_, (address,)):
         found = attack(address)
         assert found.stdout == f"ran as {os.getuid()} from {UID}\n", found.stderr
-    del os.environ[ray_auth.MODE]
+    del os.environ[MODE]
     with victim(PROTECTED, folder) as (process, (address,)):
-        for environment in ({}, {ray_auth.MODE: "token", ray_auth.TOKEN: "guess"}):
+        for environment in ({}, {MODE: "token", TOKEN: "guess"}):
             found = attack(address, **environment)
             assert (found.returncode, found.stdout) == (1, ""), found.stdout
             assert found.stderr.splitlines()[-1] == "refused"

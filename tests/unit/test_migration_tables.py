@@ -37,7 +37,7 @@ from spmdtrain import (
 from spmdtrain.config.command_line import Options, parse_command_line
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, field_meant
-from spmdtrain.parameter_server.shared_params import Shared
+from spmdtrain.parameter_server.coordinator import Shared
 from spmdtrain.strategies import AXES, strategy
 
 PAGES = sorted((REPOSITORY / "docs").glob("coming-from-*.md"))

@@ -20,9 +20,9 @@ from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.parameter_server import ray_pool
+from spmdtrain.parameter_server.coordinator import Call
 from spmdtrain.parameter_server.executor import ServerBackend
-from spmdtrain.parameter_server.remote_call import Call
-from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
+from spmdtrain.parameter_server.scheduler import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"

@@ -16,7 +16,7 @@ from spmdtrain import UserError
 from spmdtrain.cluster.spec import ClusterSpec, from_environment
 from spmdtrain.errors import ClusterError
 from spmdtrain.parameter_server import ray_nodes, ray_pool
-from spmdtrain.parameter_server.worker_pool import Failed, PoolEvent, WorkerJoined, WorkerLost
+from spmdtrain.parameter_server.scheduler import Failed, PoolEvent, WorkerJoined, WorkerLost
 
 exceptions = pytest.importorskip("ray").exceptions
 

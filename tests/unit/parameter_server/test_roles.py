@@ -16,7 +16,7 @@ from spmdtrain.cluster.command import check_servers
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.launch.task_env import tf_configs
-from spmdtrain.parameter_server.roles import run_task_role
+from spmdtrain.parameter_server.ray_nodes import run_task_role
 
 # -- in this process -------------------------------------------------------------------------------
 

@@ -16,10 +16,17 @@ import pytest
 from hypothesis import given, settings
 
 from spmdtrain.errors import ClusterError
-from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
+from spmdtrain.parameter_server.partition import batch_result
+from spmdtrain.parameter_server.scheduler import (
+    BatchQueue,
+    BatchScheduler,
+    Done,
+    Failed,
+    PoolEvent,
+    WorkerJoined,
+    WorkerLost,
+)
 from spmdtrain.parameter_server.server import Push, PushResult, Server, ServerState
-from spmdtrain.parameter_server.state_partition import batch_result
-from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
 from spmdtrain.step.optimizer import Update
 
 WORKERS = ("worker 0", "worker 1", "worker 2")

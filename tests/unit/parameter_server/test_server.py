@@ -12,8 +12,12 @@ import pytest
 from hypothesis import given, settings
 
 from spmdtrain.errors import UserError
-from spmdtrain.parameter_server.optimizer_split import split_optimizer
-from spmdtrain.parameter_server.partition import FixedShards, TreePartition, partition_tree
+from spmdtrain.parameter_server.partition import (
+    FixedShards,
+    TreePartition,
+    partition_tree,
+    split_optimizer,
+)
 from spmdtrain.parameter_server.server import Counts, Push, PushResult, Server, ServerState
 from spmdtrain.step.gradients import difference, with_difference
 from spmdtrain.step.optimizer import ExtraArguments, Update

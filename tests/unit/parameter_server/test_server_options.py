@@ -9,7 +9,7 @@ from spmdtrain import Loop, ParameterServerOptions, RunConfig, UserError
 from spmdtrain.launch.task_env import tf_configs
 from spmdtrain.parameter_server.executor import make_partitioner
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
-from spmdtrain.parameter_server.roles import run_task_role
+from spmdtrain.parameter_server.ray_nodes import run_task_role
 
 BY_SERVERS: dict[str, Any] = {"strategy": "parameter_server"}
 

@@ -14,9 +14,8 @@ from helpers import DIGITS
 from spmdtrain import Combination, Trainer
 from spmdtrain.config.experiment import Experiment, load_experiment
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.parameter_server.partition import FixedShards
+from spmdtrain.parameter_server.partition import FixedShards, ServerPartition, bytes_in
 from spmdtrain.parameter_server.server import Server
-from spmdtrain.parameter_server.state_partition import ServerPartition, bytes_in
 from spmdtrain.parameter_server.worker import Worker
 from spmdtrain.sharding.mesh import resolve
 

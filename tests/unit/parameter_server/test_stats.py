@@ -12,7 +12,7 @@ from rich.console import Console
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.parameter_server.stats import StalenessStats
+from spmdtrain.parameter_server.executor import StalenessStats
 from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.trackers.run_trackers import open_trackers

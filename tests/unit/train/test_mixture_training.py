@@ -15,9 +15,8 @@ from step_helpers import on
 from spmdtrain import CollectiveOptions, Loop, Mixture, UserError
 from spmdtrain.data.sampling import TrainBatches, all_rows
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.parameter_server.partition import FixedShards
+from spmdtrain.parameter_server.partition import FixedShards, ServerPartition
 from spmdtrain.parameter_server.server import Server
-from spmdtrain.parameter_server.state_partition import ServerPartition
 from spmdtrain.parameter_server.worker import Worker
 from spmdtrain.tree import named_leaves
 
