@@ -17,8 +17,8 @@ from spmdtrain.config import command_line
 from spmdtrain.plan import planner, topologies
 from spmdtrain.plan.advice import Advice, advise
 from spmdtrain.plan.command import Options
-from spmdtrain.plan.json_report import plan_as_json
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Use
+from spmdtrain.plan.tables import plan_as_json
 from spmdtrain.xla.collectives import Carried, Collective
 
 needs_libtpu = pytest.mark.skipif(

@@ -3,14 +3,19 @@
 `python -m spmdtrain.plan --config experiments/X.py --topology v5e:4x4`
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,13 +28,11 @@ from spmdtrain.distributed.out_of_memory import keep_freed_memory
 from spmdtrain.document.html import render_page
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
-from spmdtrain.plan import aot, json_subprocess, measurement, planner, tables, topologies
-from spmdtrain.plan.advice import advise
-from spmdtrain.plan.changes import describe_changes
-from spmdtrain.plan.json_report import plan_as_json
-from spmdtrain.plan.page import plan_page
-from spmdtrain.plan.page_file import open_page_file
-from spmdtrain.plan.topologies import Topology
+from spmdtrain.plan import measurement, planner, tables, topologies
+from spmdtrain.plan.advice import advise, describe_changes
+from spmdtrain.plan.page import open_page_file, plan_page
+from spmdtrain.plan.tables import plan_as_json
+from spmdtrain.plan.topologies import LOG, Topology, compiler_environment, has_compiler
 
 # Environment variables of a child process: its topology, whether it measures instead of planning,
 # and the measurement of an earlier child as JSON.
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if json_subprocess.is_child():
+        if is_child():
             return exit_code_of(lambda: _run_child(words))
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
@@ -177,16 +180,16 @@ def _plan_in_child(
         if options.measure:
             listener.status(f"running on {topology}")
             env = {**_REMOVED, **measurement.environment(topology), **variables, _MEASURES: "1"}
-            kind, measured = json_subprocess.run(command, env, on_message)
+            kind, measured = run_child(command, env, on_message)
             if kind != _MEASURED:
                 if kind == _ERROR:
                     return {"topology": str(topology), "error": measured}
                 why = "the measurement ended without a result"
                 return {"topology": str(topology), "error": why, "failed": True}
             variables[_MEASURED] = json.dumps(measured)
-        env = {**_REMOVED, **aot.environment(topology), **variables}
-        kind, result = json_subprocess.run(command, env, on_message)
-    except json_subprocess.EndedError as error:
+        env = {**_REMOVED, **compiler_environment(topology), **variables}
+        kind, result = run_child(command, env, on_message)
+    except EndedError as error:
         why = f"planning for {topology} {error}"
         return plan | {"topology": str(topology), "error": why, "failed": True}
     if kind == _ERROR:
@@ -199,25 +202,25 @@ def _plan_in_child(
 
 def _run_child(arguments: Sequence[str]) -> int:
     """Plans for, or measures on, the topology of this child process and sends the result."""
-    json_subprocess.end_with_parent()
+    end_with_parent()
     if _MEASURES in os.environ:
         keep_freed_memory()  # like the run command, before JAX starts its threads
     topology = topologies.parse(os.environ[_TOPOLOGY])
     # A deserialized program has no dump, so its peak memory would be unknown.
     jax.config.update("jax_enable_compilation_cache", False)
-    if topology.chip is None or not aot.has_compiler(topology):
+    if topology.chip is None or not has_compiler(topology):
         jax.config.update("jax_num_cpu_devices", topology.devices)
     try:
         with failures.work_in_progress("planning"):
             command = parse_command_line(arguments, Options, _COMMAND)
             if _MEASURES in os.environ:
                 measured = measurement.measure(command.experiment, command.config, topology)
-                json_subprocess.send(_MEASURED, dataclasses.asdict(measured))
+                send(_MEASURED, dataclasses.asdict(measured))
             else:
-                json_subprocess.send(_RESULT, _plan(arguments, command, topology))
+                send(_RESULT, _plan(arguments, command, topology))
     except UserError as error:
-        json_subprocess.send(_ERROR, str(error))
-    json_subprocess.end_messages()
+        send(_ERROR, str(error))
+    end_messages()
     return ExitCode.DONE
 
 
@@ -232,7 +235,7 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
             command.experiment,
             config,
             topology,
-            on_progress=lambda stage: json_subprocess.send(_PROGRESS, prefix + stage),
+            on_progress=lambda stage: send(_PROGRESS, prefix + stage),
         )
 
     def replan(options: Sequence[str]) -> planner.Plan:
@@ -240,6 +243,110 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         return plan_with(config, f"with {' '.join(options)}: ")
 
     plan = plan_with(command.config, "")
-    json_subprocess.send(_PLANNED, plan_as_json(plan, (), measured))
+    send(_PLANNED, plan_as_json(plan, (), measured))
     advised = advise(plan, command.config, topology, replan) if command.options.advice else []
     return plan_as_json(plan, advised, measured)
+
+
+# -- Subprocesses that send JSON messages: progress, then a result ---------------------------------
+
+_CHANNEL = "SPMDTRAIN_SAYS"  # file descriptor for the messages
+_PARENT = "SPMDTRAIN_SAYS_TO"  # process id of the receiver
+_LONGEST_LOG = 20_000
+
+
+class EndedError(Exception):
+    """Raised if a subprocess ended without a result. Its output was copied to stderr."""
+
+
+def is_child() -> bool:
+    """Returns whether `run_child` started this process."""
+    return _CHANNEL in os.environ
+
+
+def end_with_parent() -> None:
+    """Makes a process that `run_child` started die with its parent; only Linux supports this."""
+    parent = int(os.environ[_PARENT])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # the parent ended before the call of prctl
+        os._exit(1)
+
+
+def send(kind: str, message: Any) -> None:
+    """Sends a message from a process that `run_child` started; the last message is its result."""
+    line = json.dumps([kind, message]) + "\n"
+    data = line.encode()
+    while data:
+        data = data[os.write(int(os.environ[_CHANNEL]), data) :]
+
+
+def end_messages() -> None:
+    """Signals the receiver that no messages follow, whatever this process still does."""
+    os.close(int(os.environ[_CHANNEL]))
+
+
+def run_child(
+    command: Sequence[str],
+    env: Mapping[str, str | None],
+    on_message: Callable[[str, Any], None],
+    *,
+    seconds_to_end: float = 30.0,
+) -> tuple[str, Any]:
+    """Runs a Python command and returns the kind and the content of its last message.
+
+    If this call is interrupted, it kills the command and all processes that it started.
+
+    Args:
+      command: Arguments of the Python interpreter.
+      env: Changes to this process's environment; None removes a variable.
+      on_message: Receives the kind and the content of each message.
+      seconds_to_end: How long it may live after its last message; then it is killed.
+
+    Raises:
+      EndedError: If the command failed or sent no message; its output is copied to stderr.
+    """
+    variables = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
+    with tempfile.TemporaryDirectory(prefix="spmdtrain-") as folder:
+        output = Path(folder) / "output"
+        reads, writes = os.pipe()
+        with os.fdopen(reads) as messages, output.open("w") as file:
+            try:
+                child = subprocess.Popen(
+                    [sys.executable, *command],
+                    # The child's temporary files are removed with the folder, however it ends.
+                    env=variables
+                    | {_CHANNEL: str(writes), _PARENT: str(os.getpid()), "TMPDIR": folder},
+                    pass_fds=(writes,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(writes)
+            last: tuple[str, Any] | None = None
+            with _killed_on_exit(child):
+                for line in messages:
+                    kind, message = last = json.loads(line)
+                    on_message(kind, message)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(seconds_to_end)
+                code = child.returncode
+        if last is None or code:
+            for path in (output, *Path(folder).glob(f"{LOG}*")):
+                sys.stderr.write(path.read_text(errors="replace")[-_LONGEST_LOG:])
+            raise EndedError(f"ended with code {child.returncode}, see above")
+    return last
+
+
+@contextlib.contextmanager
+def _killed_on_exit(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kills the process group of a child that still runs when the context exits."""
+    try:
+        yield
+    finally:
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()

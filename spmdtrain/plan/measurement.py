@@ -16,7 +16,7 @@ from spmdtrain.config.experiment import ExperimentFile
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
-from spmdtrain.plan.element_operations import ElementKind
+from spmdtrain.plan.instruction_work import ElementKind
 from spmdtrain.plan.time_model import wire_bytes
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.placement import configure_backend, resolve_config

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,20 +21,29 @@ from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.plan import time_model
-from spmdtrain.plan.aot import devices_of, has_compiler
-from spmdtrain.plan.kernels import PlannedKernel, planned_kernels
-from spmdtrain.plan.memory import Memory, state_memory, with_program
-from spmdtrain.plan.notes import kernel_notes, notes_of, used_chips
-from spmdtrain.plan.planned_collective import PlannedCollective, planned_collective
-from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled
-from spmdtrain.plan.time_model import Overlap
-from spmdtrain.plan.topologies import Topology, gpu_config
-from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
+from spmdtrain.plan.instruction_work import PlannedKernel, TrafficBasis, planned_kernels
+from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, Use, summarize_compiled
+from spmdtrain.plan.time_model import (
+    Overlap,
+    PlannedCollective,
+    Traffic,
+    least_sent,
+    planned_collective,
+    traffic_of,
+)
+from spmdtrain.plan.topologies import (
+    Topology,
+    devices_of,
+    gpu_config,
+    has_compiler,
+    other_compiler,
+    short,
+)
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import MemoryUse, NotSplitError, Row
 from spmdtrain.sharding.placement import Placement, resolve_config
 from spmdtrain.sharding.rules import field_of
-from spmdtrain.step.flops import CostBasis, Flops, count_flops, model_flops
+from spmdtrain.step.flops import CostBasis, Flops, KernelFlops, count_flops, model_flops
 from spmdtrain.step.functions import describe_preset
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
@@ -40,6 +51,115 @@ from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
 from spmdtrain.xla.chips import Chip
 from spmdtrain.xla.compiler import OFF, compiler_options, processor
+
+# -- Memory of one device during a planned step ----------------------------------------------------
+
+# Needed and available memory in XLA's out-of-memory message.
+_OUT_OF_MEMORY = re.compile(
+    r"\(?([\d.]+[KMGT]?)\)? ?(?:of|exceeds available HBM) \(?([\d.]+[KMGT]?)\)?"
+)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device; with unequal devices, on the one that holds the most.
+
+    Attributes:
+      other: Step, key, and model state.
+      temporaries: Temporary arrays of the step. None if the state alone exceeds the limit, in
+        which case nothing is compiled.
+      results: Results of the step that do not reuse the buffer of an argument.
+      code: The program.
+      limit: Memory that a program may use; None if unknown.
+      uses: Temporaries that are live at their peak, by use. The remainder of `temporaries` are
+        gaps between arrays of different lifetimes.
+    """
+
+    params: int
+    optimizer: int
+    average: int
+    other: int
+    inputs: int
+    temporaries: int | None
+    results: int
+    code: int
+    peak: int
+    limit: int | None
+    uses: dict[Use, int] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the limit; None if the limit is unknown."""
+        return None if self.limit is None else self.peak <= self.limit
+
+
+def state_memory(
+    total: Row, others: Row, batch: Any, placement: Placement, topology: Topology
+) -> Memory:
+    """Returns the memory that is known without compiling: state and batch.
+
+    `total` and `others` are the sum and the last row of the sharding table. `batch` is the abstract
+    global batch.
+    """
+    other = others.own.device
+    inputs = sum(
+        math.prod((x.sharding or placement.batch).shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(batch)
+    )
+    state = total.own.device + total.optimizer.device + total.average.device
+    return Memory(
+        params=total.own.device - other,
+        optimizer=total.optimizer.device,
+        average=total.average.device,
+        other=other,
+        inputs=inputs,
+        temporaries=None,
+        results=0,
+        code=0,
+        peak=state + inputs,
+        limit=None if topology.chip is None else topology.chip.memory or None,
+    )
+
+
+def with_program(memory: Memory, summary: CompiledSummary, topology: Topology) -> Memory:
+    """Adds the memory of the compiled program, or of one that was rejected as too big."""
+    uses: dict[Use, int] = defaultdict(int)
+    for buffer in summary.buffers:
+        uses[buffer.use] += buffer.bytes
+    memory = dataclasses.replace(memory, uses=dict(uses))
+    if summary.refusal:
+        return _rejected(memory, summary)
+    sizes = summary.sizes
+    results, code = sizes["output"] - sizes["alias"], sizes["generated_code"]
+    temporaries = sizes["temp"]
+    if topology.platform == "tpu" and "total" in sizes:
+        # On TPU the other sizes do not add up to what the allocator assigned.
+        temporaries = max(0, sizes["total"] - sizes["argument"] - results)
+    return dataclasses.replace(
+        memory,
+        temporaries=temporaries,
+        results=results,
+        code=code,
+        peak=sizes["argument"] + temporaries + results + code,
+    )
+
+
+def _rejected(memory: Memory, summary: CompiledSummary) -> Memory:
+    match = _OUT_OF_MEMORY.search(summary.refusal)
+    needed, limit = map(_size, match.groups()) if match else ((memory.limit or 0) + 1, memory.limit)
+    needed = summary.sizes.get("total", max(needed, memory.peak))
+    return dataclasses.replace(
+        memory, temporaries=max(0, needed - memory.peak), peak=needed, limit=limit
+    )
+
+
+def _size(text: str) -> int:
+    unit = text[-1] if text[-1] in _UNITS else ""
+    return int(float(text.removesuffix(unit)) * _UNITS[unit])
+
+
+# -- Memory and time of a trainer's step, compiled ahead of time for a target topology -------------
 
 
 @dataclass(frozen=True)
@@ -424,3 +544,133 @@ def _times(
         elements=time_model.element_seconds(summary.elements, chip),
         rates=time_model.TimeSource.MEASURED if chip.element_rates else time_model.TimeSource.PEAK,
     )
+
+
+# -- Notes for the user about what the figures of a plan do not cover ------------------------------
+
+# A device's products in excess of its share above which a note is written: padding of split dims
+# alone adds a little.
+_EXCESS_PRODUCTS = 1.05
+
+
+def used_chips(trainer: Trainer, topology: Topology) -> float:
+    """Returns the number of chips that the trainer's mesh uses; 0.5 if it uses half of one."""
+    per_chip = 1 if topology.chip is None else topology.chip.devices
+    return len(trainer.placement.devices) / per_chip
+
+
+def notes_of(
+    trainer: Trainer,
+    topology: Topology,
+    flops: Flops,
+    memory: Memory,
+    summary: CompiledSummary,
+    products: float,
+    host: int,
+    *,
+    virtual: bool,
+) -> list[str]:
+    """Returns notes about what the figures of a plan do not cover.
+
+    Args:
+      flops: Operations of the traced step.
+      products: Operations of the compiled step on one device.
+      host: Bytes of a device's state that are in host memory.
+      virtual: Whether virtual CPU devices stand in for the topology's devices.
+    """
+    notes = [
+        f"a loop with an unknown trip count is counted once: {line}" for line in flops.unknown_loops
+    ]
+    notes += [
+        f"compiled to a loop with an unknown trip count, which is counted once: {line}"
+        for line in summary.unknown
+    ]
+    notes += [
+        f"only the most expensive branch is counted, in the lower bound too: {line}"
+        for line in dict.fromkeys(summary.choices)
+    ]
+    notes += [
+        "a branch that seldom runs is not counted in the times, and its collectives have times 0: "
+        f"{line}"
+        for line in dict.fromkeys(summary.rare)
+    ]
+    if summary.refusal:
+        notes.append(f"the compiler: {short(Exception(summary.refusal))}")
+    if not summary.has_triton:
+        notes.append(
+            "XLA cannot compile this step with Triton for an absent GPU: the plan is that of a "
+            "program that computes all products with cuBLAS"
+        )
+    if other := other_compiler(topology):
+        notes.append(other)
+    if topology.platform == "gpu" and memory.limit and 0.75 < memory.peak / memory.limit <= 1:
+        notes.append(
+            "JAX preallocates three quarters of a GPU's memory, which is less than this step "
+            "needs: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for this run"
+        )
+    if virtual:
+        notes.append(
+            "compiled for virtual CPU devices because the CUDA plugin is not installed (pip "
+            "install 'spmdtrain[cuda12]' or 'spmdtrain[cuda13]'): all times, temporaries and "
+            "16-bit collectives are rough estimates, and kernels are those of a CPU"
+        )
+    share = flops.total / len(trainer.placement.devices)
+    if share and products > _EXCESS_PRODUCTS * share:
+        notes.append(
+            f"each device computes {products / share:.3g} times its share of the products: "
+            "operations that are not split run on several devices identically (see "
+            "--show-sharding), and a compiler may replace grouped operations by dense ones"
+        )
+    if (used := used_chips(trainer, topology)) < topology.chips:
+        notes.append(f"uses {used:g} of the {topology.chips} chips")
+    if trainer.has_custom_reduction:
+        notes.append(
+            "a run first tries the experiment's own reduction on its devices; a plan does not"
+        )
+    if (more := (trainer.config.steps_per_dispatch or 1) - 1) > 0:
+        notes.append(f"memory is that of one step: each dispatch holds {more} more batches")
+    if host:
+        notes.append(
+            f"{byte_size(host)} of a device's state are in host memory and are copied to the "
+            "device and back in each step: the times omit these copies and are far too short"
+        )
+    return notes
+
+
+def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
+    """Returns notes about kernels whose operations are assumed or unknown.
+
+    `useful` are the operations of the model's mathematics.
+    """
+    notes = []
+    for kernel in kernels:
+        name = _described(kernel)
+        if kernel.basis in (CostBasis.INDICES, CostBasis.SHAPES):
+            continue
+        if not kernel.basis:
+            notes.append(
+                f"{name}: its operations are unknown, because it states no cost_estimate: its time "
+                f"is that of reading and writing {kernel.traffic}, and the MFU is unknown"
+            )
+        elif kernel.basis == CostBasis.BODY:
+            grid = ", of which an unknown dim counts as 1" if kernel.unknown_grid else ""
+            notes.append(
+                f"{name} states no cost_estimate: its operations are assumed to be those of "
+                f"{kernel.basis}{grid}"
+            )
+        if kernel.basis and kernel.traffic == TrafficBasis.ONCE:
+            notes.append(
+                f"{name} copies its arrays by itself: its bytes are assumed to be those of "
+                f"{kernel.traffic}"
+            )
+    notes += [
+        f"the MFU includes the operations of {_described(kernel)} as they are computed: it has no "
+        "reference (plain JAX for a trace in which spmdtrain.kernels.reference.uses_reference() is "
+        "true)"
+        for kernel in useful.kernels
+    ]
+    return list(dict.fromkeys(notes))
+
+
+def _described(kernel: PlannedKernel | KernelFlops) -> str:
+    return f"kernel {kernel.name}" + (f" ({kernel.line})" if kernel.line else "")

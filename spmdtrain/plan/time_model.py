@@ -1,11 +1,4 @@
-"""Lower bound and estimate of a step's time, from rates and link bandwidths.
-
-The bound is strict at peak rates: no step of this program is faster. The estimate is not: it takes
-the cycles of the compiler's model for the instructions that run one after another, adds the memory
-that they read and write, and assumes that everything overlaps that XLA can overlap. On a GPU only
-collectives overlap; on CPU the rates are measured, and nothing overlaps. `TimeSource` names the
-origin of each part.
-"""
+"""Lower bound and estimate of a step's time, and its communication."""
 
 import enum
 import math
@@ -15,9 +8,21 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from spmdtrain.plan import time_model
 from spmdtrain.plan.instruction_work import Work
 from spmdtrain.plan.topologies import Topology
+from spmdtrain.sharding.layout import Row
+from spmdtrain.sharding.placement import Placement
 from spmdtrain.xla.chips import Chip
+from spmdtrain.xla.collectives import Carried, Collective
+
+# -- Lower bound and estimate of a step's time, from rates and link bandwidths ---------------------
+#
+# The bound is strict at peak rates: no step of this program is faster. The estimate is not: it
+# takes the cycles of the compiler's model for the instructions that run one after another, adds the
+# memory that they read and write, and assumes that everything overlaps that XLA can overlap. On a
+# GPU only collectives overlap; on CPU the rates are measured, and nothing overlaps. `TimeSource`
+# names the origin of each part.
 
 _HOP = 1e-6  # seconds from a chip to its neighbor, "How to Scale Your Model" (jax-ml.github.io)
 _RING = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that is a ring
@@ -362,3 +367,258 @@ def permute_direction(kind: str, group: Sequence[int]) -> int:
         return 0
     ascending = sum(1 if after > before else -1 for before, after in pairwise(group))
     return 1 if ascending >= 0 else -1
+
+
+# -- Collectives of a planned step, with their links and times -------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of the compiled step, with its estimated time. See also `Collective`.
+
+    Attributes:
+      group_size: Number of devices in a group; 0 if unknown.
+      bytes: Payload of one execution.
+      times: Number of executions in a step.
+      link: Name of the link that it uses, or "unknown".
+      sent: Bytes that each device sends in all its executions in a step, by the name of the
+        topology's link (`TopologyLink`); empty if the group is unknown.
+      seconds: Minimum time of all its executions in a step; NaN if unknown.
+      direction: Direction of a permute along its axes; see `permute_direction`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    bytes: int
+    times: float
+    overlapped: bool
+    link: str
+    seconds: float
+    op_name: str
+    line: str
+    carries: tuple[Carried, ...] = ()
+    sent: dict[str, float] = field(default_factory=dict)
+    direction: int = 0
+
+
+def planned_collective(
+    collective: Collective, placement: Placement, topology: Topology
+) -> PlannedCollective:
+    """Returns a collective of a compiled step with its link and its time."""
+    seconds, name, shares = math.nan, "unknown", {}
+    if topology.chip is None:
+        name = "memory"
+        shares = {name: 1.0}
+    elif collective.group:
+        group = [placement.devices[number] for number in collective.group]
+        link = time_model.link_between(collective.kind, group, topology, topology.chip)
+        name, shares = link.name, dict(link.shares)
+        seconds = collective.times * time_model.seconds(
+            collective.kind, collective.bytes, collective.group_size, link
+        )
+    sent = collective.times * time_model.wire_bytes(
+        collective.kind, collective.bytes, collective.group_size
+    )
+    return PlannedCollective(
+        kind=collective.kind,
+        axes=collective.axes,
+        group_size=collective.group_size,
+        bytes=collective.bytes,
+        times=collective.times,
+        overlapped=collective.overlapped,
+        link=name,
+        seconds=seconds,
+        op_name=collective.op_name,
+        line=collective.line,
+        carries=collective.carries,
+        sent={each: share * sent for each, share in shares.items()},
+        direction=time_model.permute_direction(collective.kind, collective.group),
+    )
+
+
+# -- Communication of a step, compared with the minimum of its strategy ----------------------------
+
+_REST = "the rest"
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes that each device sends for one parameter in a step.
+
+    Attributes:
+      parameter: Its path; "the rest" for losses, metrics, checks, and arrays of unknown origin.
+      least: Minimum for the strategy.
+      excess: Bytes beyond the minimum, computed for gradients and for parameters separately.
+      how: The collectives, and how often the whole parameter crosses in each.
+    """
+
+    parameter: str
+    bytes: float
+    least: float
+    excess: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each device sends in a step; `least` and `excess` are None without a formula."""
+
+    bytes: float
+    least: float | None
+    excess: float | None
+    by_parameter: list[StepTraffic]
+    """Sorted by excess, the largest first."""
+
+
+@dataclass(frozen=True)
+class MinimumTraffic:
+    """Elements that each device must send in a step for one parameter.
+
+    Attributes:
+      reduced: Elements sent to sum gradients.
+      renewed: Elements sent to distribute the new values.
+      gathered: Elements sent to gather the whole parameter once.
+      width: Bytes of a stored element.
+      compute_width: Bytes of an element in the dtype of the computation.
+    """
+
+    reduced: float
+    renewed: float
+    gathered: float
+    width: int
+    compute_width: int
+
+
+def least_sent(
+    row: Row,
+    batch_shards: int,
+    *,
+    context: int = 1,
+    compute_width: int,
+    width: int,
+    is_trained: bool = True,
+) -> MinimumTraffic:
+    """Returns the minimum that a strategy must send for one parameter.
+
+    Gradients cross once, in the dtype of the computation: an all-reduce of n elements over g
+    devices sends 2 n (g - 1) / g ("Bandwidth optimal all-reduce algorithms", Patarasuk and Yuan,
+    2009), half of that to scatter the sums, half to gather. With a sharded optimizer state
+    (ZeRO-1, arXiv 1910.02054) the gather moves new parameters instead. Sharded parameters (ZeRO-3)
+    are gathered before the computation.
+
+    Args:
+      row: The parameter, with the number of its shards.
+      batch_shards: Number of devices over which the batch is split.
+      context: Number of devices over which the tokens of each example are split. Gradients are
+        summed over them, too.
+      compute_width: Bytes of an element in the dtype of the computation.
+      width: Bytes of a stored element.
+    """
+    parts = row.own.parts
+    more = max(1, min(row.optimizer.parts, batch_shards) // parts)  # shards of the optimizer state
+    scattered, groups = parts * more, batch_shards * context / (parts * more)
+    reduced = row.elements * (scattered - 1) / scattered
+    reduced += 2 * (groups - 1) / groups * row.elements / scattered
+    return MinimumTraffic(
+        reduced=reduced if is_trained else 0.0,
+        renewed=row.elements / parts * (more - 1) / more if is_trained else 0.0,
+        gathered=row.elements * (parts - 1) / parts,
+        width=width,
+        compute_width=compute_width,
+    )
+
+
+@dataclass
+class _Crossing:
+    """Bytes sent for one form of a parameter, how often it crosses, and bytes of an element."""
+
+    bytes: float = 0.0
+    times: float = 0.0
+    width: float = math.inf
+
+
+@dataclass
+class _Crossed:
+    parameter: _Crossing = field(default_factory=_Crossing)
+    """The parameter itself."""
+    produced: _Crossing = field(default_factory=_Crossing)
+    """Gradients and new values."""
+    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """How often the whole parameter crosses, by kind of collective."""
+    exchanged: float = 0.0
+    """Bytes sent to exchange keys and values over the axis "context"."""
+
+
+def traffic_of(
+    collectives: Sequence[Collective],
+    rows: Sequence[Row],
+    least: Mapping[str, MinimumTraffic] | None,
+) -> Traffic:
+    """Returns the traffic of a step by parameter.
+
+    What is exchanged over the axis "context", such as keys and values, counts as necessary. `least`
+    is None if there is no formula for the minimum.
+    """
+    elements = {row.name: row.elements for row in rows if row.elements}
+    crossed = {name: _Crossed() for name in (*elements, _REST)}
+    for collective in collectives:
+        for carried in collective.carries:
+            sent = collective.times * wire_bytes(
+                collective.kind, carried.bytes, collective.group_size
+            )
+            names = [name for name in carried.parameters if name in elements]
+            whole = sum(elements[name] for name in names)
+            # An array with several parameters is divided among them by size; elements beyond their
+            # sum belong to none of them.
+            known = min(1.0, whole / carried.elements) if carried.elements else 0.0
+            for name in names:
+                share = known * elements[name] / whole
+                times = share * collective.times * carried.elements / elements[name]
+                totals = crossed[name]
+                crossing = totals.parameter if carried.is_parameter else totals.produced
+                crossing.bytes += share * sent
+                crossing.times += times
+                crossing.width = min(crossing.width, carried.bytes / carried.elements)
+                totals.kinds[collective.kind] += times
+            if known < 1 and sent:
+                crossed[_REST].produced.bytes += (1 - known) * sent
+                if collective.axes == ("context",) and collective.kind != "all-reduce":
+                    crossed[_REST].exchanged += (1 - known) * sent
+                crossed[_REST].kinds[collective.kind] += 1
+    if least is None:
+        crossed[_REST].exchanged = 0.0
+    traffic = [_sent(name, totals, (least or {}).get(name)) for name, totals in crossed.items()]
+    traffic.sort(key=lambda each: -each.excess)
+    return Traffic(
+        bytes=sum(each.bytes for each in traffic),
+        least=None if least is None else sum(each.least for each in traffic),
+        excess=None if least is None else sum(each.excess for each in traffic),
+        by_parameter=[each for each in traffic if each.bytes or each.least],
+    )
+
+
+def _sent(name: str, totals: _Crossed, least: MinimumTraffic | None) -> StepTraffic:
+    gathered, produced = 0.0, totals.exchanged
+    if least is not None:
+        # A narrower dtype than the configured one is allowed. A second gather, for the backward
+        # pass, is necessary if the program does not keep the result of the first.
+        width = min(least.compute_width, totals.parameter.width)
+        gathered = least.gathered * width * (2 if totals.parameter.times > 1.5 else 1)
+        produced += least.reduced * min(least.compute_width, totals.produced.width)
+        produced += least.renewed * least.width
+    excess = max(0.0, totals.parameter.bytes - gathered)
+    return StepTraffic(
+        parameter=name,
+        bytes=totals.parameter.bytes + totals.produced.bytes,
+        least=gathered + produced,
+        excess=excess + max(0.0, totals.produced.bytes - produced),
+        how=", ".join(
+            kind if name == _REST else f"{kind} {_often(times)}"
+            for kind, times in totals.kinds.items()
+        ),
+    )
+
+
+def _often(times: float) -> str:
+    return "once" if round(times, 2) == 1 else f"{times:.3g} times"

@@ -1,12 +1,26 @@
-"""Target topologies by name: `v5e:4x4`, `v5p:8x8x8@2`, `cpu:8`, `gpu:h100:2x8`."""
+"""Target topologies by name, and ahead-of-time compilers for their absent chips."""
 
+import contextlib
+import importlib.metadata
+import importlib.util
 import math
+import os
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+import sys
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.experimental import topologies as jax_topologies
+from packaging.requirements import Requirement
 
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.optional import NOT_INSTALLED, version_of
 from spmdtrain.xla.chips import CHIPS, Chip
+
+# -- Target topologies by name: `v5e:4x4`, `v5p:8x8x8@2`, `cpu:8`, `gpu:h100:2x8` ------------------
 
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 MOST_CPU_DEVICES = 4096
@@ -142,3 +156,194 @@ def _numbers(text: str, shape: str) -> tuple[int, ...]:
 def gpu_config(chip: Chip) -> str:
     """Returns XLA's `TargetConfig` of a GPU as text, to compile for it if none is present."""
     return _GPU_CONFIG.format(bandwidth=int(chip.bandwidth), **_GPUS[chip.name])
+
+
+# -- Ahead-of-time compilers for absent chips: their environment and their devices -----------------
+
+_CUDA = ("cuda13", "cuda12")
+"""The extras that install the GPU's compiler; `jax_plugins.xla_cuda13` is the plugin's module."""
+
+
+def compiler_environment(topology: Topology) -> dict[str, str]:
+    """Returns environment variables for a process that plans for a topology.
+
+    The process may need the plugin of the topology's devices, but never the devices.
+    """
+    if topology.platform == "tpu":
+        return {
+            "JAX_PLATFORMS": "cpu",  # experiments build their arrays here
+            "TPU_SKIP_MDS_QUERY": "1",  # otherwise libtpu queries Google's servers
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_STDERR_LOG_LEVEL": "1",  # so that the partitioner's warnings are written
+            "TPU_LOG_DIR": "disabled",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+        }
+    if topology.platform == "gpu" and installed_cuda():
+        return {
+            "JAX_PLATFORMS": "cpu",  # experiments build their arrays here
+            "CUDA_VISIBLE_DEVICES": "-1",  # the plugin compiles without a GPU, also if there is one
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # autotuning would run kernels
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+        }
+    return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
+
+
+def installed_cuda() -> str | None:
+    """Returns the extra whose CUDA plugin is installed; None if there is none."""
+    with contextlib.suppress(ImportError):
+        for extra in _CUDA:
+            if importlib.util.find_spec(f"jax_plugins.xla_{extra}") is not None:
+                return extra
+    return None
+
+
+def has_compiler(topology: Topology) -> bool:
+    """Returns whether the topology's own compiler is available, not only virtual CPU devices."""
+    return topology.platform != "gpu" or installed_cuda() is not None
+
+
+def devices_of(topology: Topology) -> list[jax.Device]:
+    """Returns devices of a topology to compile for.
+
+    Without the CUDA plugin, virtual CPU devices stand in for GPUs.
+
+    Raises:
+      UserError: If the compiler is not installed or rejects the topology.
+    """
+    chip = topology.chip
+    if chip is None or topology.platform == "cpu" or not has_compiler(topology):
+        if topology.devices > MOST_CPU_DEVICES:
+            raise UserError(
+                f"--topology {topology}: {topology.devices:,} devices; without the GPU compiler, "
+                f"at most {MOST_CPU_DEVICES:,} virtual devices are supported. Install it with "
+                "pip install 'spmdtrain[cuda12]' or 'spmdtrain[cuda13]'"
+            )
+        return jax.devices("cpu")
+    options: dict[str, Any] = {}
+    shape = "x".join(map(str, topology.shape))
+    if topology.platform == "gpu":
+        options = {"target_config": gpu_config(chip), "topology": f"1x{shape}"}
+        platform, name = "cuda", chip.name
+    else:
+        if importlib.util.find_spec("libtpu") is None:
+            raise UserError(
+                f"--topology {topology}: the compiler for TPUs is not installed; "
+                "pip install 'spmdtrain[tpu]'"
+            )
+        if topology.slices > 1:
+            options = {"num_slices": topology.slices}
+        if math.prod(topology.shape) == 1:
+            options["chips_per_host_bounds"] = [1, 1, 1]
+        if chip.name == "v4":
+            options["chip_config_name"] = "megacore"
+        platform, name = "tpu", f"{chip.name}:{shape}"
+    try:
+        description = jax_topologies.get_topology_desc(
+            platform=platform, topology_name=name, **options
+        )
+    except Exception as error:  # plugins raise errors of any class
+        why = f"--topology {topology}: {short(error)}"
+        if other := other_compiler(topology):
+            why += f" ({other})"
+        raise UserError(why) from error
+    return list(description.devices)
+
+
+def other_compiler(topology: Topology) -> str:
+    """Returns a sentence if the compiler's version is not the one that JAX requires, else "".
+
+    The compiler is libtpu or the CUDA plugin.
+    """
+    if topology.platform == "tpu":
+        extra, package = "tpu", "libtpu"
+    elif topology.platform == "gpu" and (cuda := installed_cuda()):
+        extra, package = cuda, f"jax-{cuda}-plugin"
+    else:
+        return ""
+    installed = version_of(package)
+    for text in importlib.metadata.requires("jax") or ():
+        required = Requirement(text)
+        if required.name != package or required.marker is None or installed == NOT_INSTALLED:
+            continue
+        applies = required.marker.evaluate({"extra": extra})
+        if applies and not required.specifier.contains(installed, prereleases=True):
+            return (
+                f"{package} {installed} is installed, but jax {jax.__version__} requires "
+                f"{package}{required.specifier}: pip install 'spmdtrain[{extra}]'"
+            )
+    return ""
+
+
+# -- Capture of what XLA's compilers write to stderr -----------------------------------------------
+
+# https://github.com/openxla/xla/blob/main/xla/service/spmd/spmd_partitioner.cc; older versions
+# write "was not able to go".
+_REMATERIALIZES = re.compile(
+    r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from "
+    r"sharding "
+    r"(?P<given>\{.*?\}(?: last_tile_dim_replicate\})?) to (?P<wanted>\{.*?\}) "
+    r"(?:efficiently|without).*?operation:? (?P<operation>%.*)"
+)
+
+
+LOG = "compiler-log-"  # prefix of the log's file name in the temporary folder
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """An array that the partitioner replicates on each device to change its sharding."""
+
+    given: str
+    """Sharding before, in XLA's notation."""
+    wanted: str
+    """Required sharding."""
+    operation: str
+    """The instruction that requires it, before partitioning."""
+
+
+@dataclass
+class CompilerLog:
+    """Captured output by lines; available after the context of `kept_log` exits."""
+
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def resharded(self) -> list[Resharded]:
+        """The partitioner's warnings of full rematerialization, without duplicates."""
+        matches = (_REMATERIALIZES.search(line) for line in self.lines)
+        return list(dict.fromkeys(Resharded(**match.groupdict()) for match in matches if match))
+
+
+@contextlib.contextmanager
+def kept_log() -> Iterator[CompilerLog]:
+    """Captures what this process writes to stderr, including C++ libraries.
+
+    The log has its lines after the exit. If the context exits with an exception, the captured
+    output is written to stderr.
+    """
+    log = CompilerLog()
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    # A named file, because it is all that remains if the compiler aborts the process.
+    with tempfile.NamedTemporaryFile("w+", errors="replace", prefix=LOG) as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield log
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            log.lines = file.read().splitlines()
+            if sys.exc_info()[0] is not None:
+                sys.stderr.writelines(f"{line}\n" for line in log.lines)
+
+
+def short(error: Exception) -> str:
+    """Returns the first line of an error, with the second if the first is only a heading.
+
+    At most 300 characters are returned.
+    """
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return (f"{first} {others[0]}" if first.endswith(":") and others else first)[:300]

@@ -50,8 +50,7 @@ from spmdtrain.cluster.spec import parse_tf_config
 from spmdtrain.data.images import UndecodableError, decode, load_pillow, read_idx
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.launch.task_env import free_ports
-from spmdtrain.plan.matmul_flops import products
-from spmdtrain.plan.memory_traffic import bytes_moved
+from spmdtrain.plan.instruction_work import bytes_moved, products
 from spmdtrain.plan.summary import read_summary, sealed
 from spmdtrain.record.run_files import RunFiles, Split, evaluator_metrics, status_of
 from spmdtrain.record.user_folders import private_folder

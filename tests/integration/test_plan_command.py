@@ -14,7 +14,7 @@ from helpers import DIGITS, GPT, assert_gone, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
 
 from spmdtrain.document.terminal import byte_size
-from spmdtrain.plan.element_operations import ElementKind
+from spmdtrain.plan.instruction_work import ElementKind
 
 # Builds once, for the plan, and not a second time, when advice is tried.
 FALLS = """

@@ -26,7 +26,8 @@ from spmdtrain import BATCH_AXES, FunctionModel, MeshSpec, Rule, UserError, atte
 from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.kernels.attention import describe_attention, keep_attention
 from spmdtrain.kernels.reference import reference_kernels
-from spmdtrain.plan import aot, topologies
+from spmdtrain.plan import topologies
+from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices, build_mesh
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.strategies import strategy
@@ -369,7 +370,7 @@ TOPOLOGY = topologies.parse("v5e:2x2")
 def print_kernels_for_tpus() -> None:
     """Prints the number of kernels of the compiled step by strategy, and their names in the log."""
     found = {}
-    with abstract_devices(aot.devices_of(TOPOLOGY)):
+    with abstract_devices(devices_of(TOPOLOGY)):
         for name, options in STRATEGIES.items():
             of = run_of(None, strategy=name, remat="attention", compilation_cache="off", **options)
             traced = of.trace_step(SHAPES)
@@ -387,7 +388,7 @@ def test_a_step_for_tpus_contains_the_kernel_once_forward_and_once_backward() ->
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(8) | aot.environment(TOPOLOGY) | {"PYTHONPATH": path},
+        env=environment(8) | compiler_environment(TOPOLOGY) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=200,

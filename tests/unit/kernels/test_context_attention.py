@@ -33,7 +33,8 @@ from spmdtrain.kernels.context_attention import (
 )
 from spmdtrain.models import MLP
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
-from spmdtrain.plan import aot, topologies
+from spmdtrain.plan import topologies
+from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices, build_mesh
 from spmdtrain.sharding.placement import CurrentMesh, Placement, use_placement
 from spmdtrain.strategies import strategy
@@ -316,7 +317,7 @@ def print_collectives_for_tpus() -> None:
     """Prints the kind, bytes and overlap of the collectives of a ring for each kind of TPU."""
     found = {}
     for name in ("v5e:2x4", "v5p:2x2x2"):
-        with abstract_devices(aot.devices_of(topologies.parse(name))):
+        with abstract_devices(devices_of(topologies.parse(name))):
             of = placement((1, 8, 1), "ring")
             with use_placement(of):
                 text = gradients_of(
@@ -336,7 +337,9 @@ def test_for_tpus_a_ring_sends_while_it_computes_and_gathers_nothing() -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(8) | aot.environment(topologies.parse("v5e:2x4")) | {"PYTHONPATH": path},
+        env=environment(8)
+        | compiler_environment(topologies.parse("v5e:2x4"))
+        | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=200,

@@ -23,7 +23,8 @@ from spmdtrain.config.options import ExpertExchange, ExpertOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.kernels.reference import reference_kernels
-from spmdtrain.plan import aot, topologies
+from spmdtrain.plan import topologies
+from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import BATCH_AXES, abstract_devices, build_mesh
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.strategies import strategy
@@ -380,7 +381,7 @@ def print_collectives_for_tpus() -> None:
     """Prints kind, bytes and executions of the collectives over "expert", for each exchange."""
     found: dict[str, list[tuple[str, int, float]]] = {}
     for exchange in get_args(ExpertExchange):
-        with abstract_devices(aot.devices_of(TOPOLOGY)):
+        with abstract_devices(devices_of(TOPOLOGY)):
             spec, of = MeshSpec(data=2, expert=4), strategy("mirrored")
             mesh = build_mesh(spec, of)
             with use_placement(Placement(of, mesh, expert=ExpertOptions(exchange=exchange))):
@@ -414,7 +415,7 @@ def test_on_tpus_only_the_rare_branch_gathers() -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(8) | aot.environment(TOPOLOGY) | {"PYTHONPATH": path},
+        env=environment(8) | compiler_environment(TOPOLOGY) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=200,

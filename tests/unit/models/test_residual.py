@@ -18,7 +18,8 @@ from plan_helpers import needs_libtpu
 from spmdtrain import MeshSpec, Trainer
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
-from spmdtrain.plan import aot, topologies
+from spmdtrain.plan import topologies
+from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
@@ -62,7 +63,7 @@ def test_a_device_keeps_its_part_of_the_tokens_between_blocks() -> None:
 
 def print_collectives_for_tpus() -> None:
     """Prints kind, axes and bytes of the collectives of a step on TPUs."""
-    with abstract_devices(aot.devices_of(TOPOLOGY)):
+    with abstract_devices(devices_of(TOPOLOGY)):
         found = step(128, 1, compute_dtype="bfloat16").collectives
     print(json.dumps([(x.kind, x.axes, x.bytes, x.line) for x in found]))
 
@@ -75,7 +76,7 @@ def test_for_tpus_each_half_of_a_block_scatters_and_gathers_instead_of_an_all_re
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(8) | aot.environment(TOPOLOGY) | {"PYTHONPATH": path},
+        env=environment(8) | compiler_environment(TOPOLOGY) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=200,

@@ -12,12 +12,11 @@ from helpers import DIGITS, GPT, text_in
 from plan_helpers import advised, needs_libtpu, plan, planned
 
 from spmdtrain.config import command_line
-from spmdtrain.plan import changes
+from spmdtrain.plan.advice import events
 from spmdtrain.plan.command import Options
-from spmdtrain.plan.compiler_log import CompilerLog, kept_log
-from spmdtrain.plan.peak_memory import Live, read_dump
 from spmdtrain.plan.planner import Plan
-from spmdtrain.plan.summary import Use
+from spmdtrain.plan.summary import Live, Use, read_dump
+from spmdtrain.plan.topologies import CompilerLog, kept_log
 
 NAMES = {f"layers/{n}/{kind}" for n in range(3) for kind in ("kernel", "bias")}
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
@@ -279,8 +278,8 @@ def test_events_of_collectives_and_of_time() -> None:
 
     before = of("all-gather", 0.0, "compute", "links")
     after = of("all-reduce", 0.25, "collectives", "the network between slices")
-    assert list(changes.events(before, before)) == []
-    assert list(changes.events(before, after | {"fits": False})) == [
+    assert list(events(before, before)) == []
+    assert list(events(before, after | {"fits": False})) == [
         "no longer fits",
         "w: sent by all-reduce (all-gather before)",
         "collectives cross the network between slices",

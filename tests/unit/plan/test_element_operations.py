@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdtrain.plan.element_operations import ElementKind, element_operations
+from spmdtrain.plan.instruction_work import ElementKind, bytes_moved, element_operations
 from spmdtrain.plan.measurement import ELEMENT_LOOPS
-from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.time_model import Overlap, Times, element_seconds
 from spmdtrain.xla.chips import CHIPS
 from spmdtrain.xla.hlo import Module

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from spmdtrain.plan import json_subprocess
+from spmdtrain.plan.command import EndedError, run_child
 
 SENDS = """
 import time
-from spmdtrain.plan import json_subprocess
+from spmdtrain.plan import command as json_subprocess
 json_subprocess.send("progress", 1)
 json_subprocess.send("result", 2)
 json_subprocess.end_messages()
@@ -17,7 +17,7 @@ json_subprocess.end_messages()
 
 def test_a_process_that_does_not_end_after_its_result_is_killed() -> None:
     began, heard = time.monotonic(), list[tuple[str, int]]()
-    result = json_subprocess.run(
+    result = run_child(
         ["-c", SENDS + "time.sleep(100)"], {}, lambda *said: heard.append(said), seconds_to_end=0.5
     )
     assert tuple(result) == ("result", 2) and heard == [("progress", 1), ("result", 2)]
@@ -25,6 +25,6 @@ def test_a_process_that_does_not_end_after_its_result_is_killed() -> None:
 
 
 def test_one_that_fails_after_its_result_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(json_subprocess.EndedError, match="ended with code 3, see above"):
-        json_subprocess.run(["-c", SENDS + "print('why'); exit(3)"], {}, lambda *said: None)
+    with pytest.raises(EndedError, match="ended with code 3, see above"):
+        run_child(["-c", SENDS + "print('why'); exit(3)"], {}, lambda *said: None)
     assert capsys.readouterr().err == "why\n"

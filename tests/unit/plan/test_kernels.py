@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from plan_helpers import needs_libtpu, plan
 
-from spmdtrain.plan.instruction_work import Work, work_of
-from spmdtrain.plan.kernels import (
+from spmdtrain.plan.instruction_work import (
     KERNEL_EFFICIENCY,
     TrafficBasis,
+    Work,
+    bytes_moved,
     kernel_calls,
     planned_kernels,
+    products,
+    work_of,
 )
-from spmdtrain.plan.matmul_flops import products
-from spmdtrain.plan.memory_traffic import bytes_moved
-from spmdtrain.plan.notes import kernel_notes
+from spmdtrain.plan.planner import kernel_notes
 from spmdtrain.plan.summary import is_timed_apart
 from spmdtrain.plan.time_model import (
     InstructionTimes,

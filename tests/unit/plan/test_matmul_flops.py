@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdtrain.plan.matmul_flops import products
+from spmdtrain.plan.instruction_work import products
 from spmdtrain.step.flops import count_flops
 from spmdtrain.xla.hlo import RARE_BRANCH, Module
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdtrain.plan.memory_traffic import bytes_moved
+from spmdtrain.plan.instruction_work import bytes_moved
 from spmdtrain.xla.hlo import Module
 
 FUSED = """\

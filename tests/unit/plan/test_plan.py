@@ -22,7 +22,7 @@ from plan_helpers import needs_libtpu, plan, planned
 from spmdtrain import Trainer
 from spmdtrain.config.experiment import load_experiment
 from spmdtrain.errors import UserError
-from spmdtrain.plan import aot, time_model, topologies
+from spmdtrain.plan import time_model, topologies
 from spmdtrain.plan.command import main
 from spmdtrain.plan.summary import sealed
 from spmdtrain.sharding.mesh import resolve
@@ -308,26 +308,26 @@ def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
 def test_without_libtpu_it_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"spmdtrain\[tpu\]"):
-        aot.devices_of(topologies.parse("v5e:4x4"))
+        topologies.devices_of(topologies.parse("v5e:4x4"))
 
 
 def test_a_compiler_that_jax_was_not_made_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aot, "version_of", lambda package: "0.0.11")
-    monkeypatch.setattr(aot, "installed_cuda", lambda: "cuda12")
-    tpu, gpu = (aot.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
+    monkeypatch.setattr(topologies, "version_of", lambda package: "0.0.11")
+    monkeypatch.setattr(topologies, "installed_cuda", lambda: "cuda12")
+    tpu, gpu = (topologies.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
     assert tpu.startswith(f"libtpu 0.0.11 is installed, but jax {jax.__version__} requires libtpu")
     assert "pip install 'spmdtrain[tpu]'" in tpu and "pip install 'spmdtrain[cuda12]'" in gpu
     monkeypatch.undo()
-    assert aot.other_compiler(topologies.parse("v5e:4x4")) == ""
-    assert aot.other_compiler(topologies.parse("cpu:8")) == ""
+    assert topologies.other_compiler(topologies.parse("v5e:4x4")) == ""
+    assert topologies.other_compiler(topologies.parse("cpu:8")) == ""
 
 
 def test_a_plan_for_gpus_does_not_start_the_gpus_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Experiments build their arrays on CPU: with the platform "" JAX would ask for a GPU."""
-    monkeypatch.setattr(aot, "installed_cuda", lambda: "cuda13")
-    found = aot.environment(topologies.parse("gpu:h100:1x8"))
+    monkeypatch.setattr(topologies, "installed_cuda", lambda: "cuda13")
+    found = topologies.compiler_environment(topologies.parse("gpu:h100:1x8"))
     assert found["JAX_PLATFORMS"] == "cpu" and found["CUDA_VISIBLE_DEVICES"] == "-1"
 
 

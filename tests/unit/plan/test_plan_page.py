@@ -14,25 +14,21 @@ from helpers import DIGITS
 from spmdtrain.document.blocks import TableBlock
 from spmdtrain.document.html import render_page
 from spmdtrain.errors import UserError
-from spmdtrain.plan import command, page_file, topologies
-from spmdtrain.plan.json_report import plan_as_json
-from spmdtrain.plan.memory import Memory
-from spmdtrain.plan.page import plan_page
-from spmdtrain.plan.page_drawing import draw_topology
-from spmdtrain.plan.page_links import link_loads
-from spmdtrain.plan.page_time import Part, timeline
-from spmdtrain.plan.phrases import time_parts
-from spmdtrain.plan.planned_collective import PlannedCollective
-from spmdtrain.plan.planner import Plan
+from spmdtrain.plan import command, topologies
+from spmdtrain.plan.page import Part, open_page_file, plan_page, timeline
+from spmdtrain.plan.page_links import draw_topology, link_loads
+from spmdtrain.plan.planner import Memory, Plan
 from spmdtrain.plan.summary import Use
+from spmdtrain.plan.tables import plan_as_json, time_parts
 from spmdtrain.plan.time_model import (
     InstructionTimes,
     Overlap,
+    PlannedCollective,
     Times,
     TimeSource,
+    Traffic,
     topology_links,
 )
-from spmdtrain.plan.traffic import Traffic
 from spmdtrain.sharding.layout import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried
 
@@ -295,7 +291,7 @@ def test_a_file_that_cannot_be_written_is_known_before_the_plan_is_made(tmp_path
             command.execute(options)
     kept = tmp_path / "plan.html"
     kept.write_text("earlier")
-    file = page_file.open_page_file(str(kept))
+    file = open_page_file(str(kept))
     assert kept.read_text() == "earlier" and list(tmp_path.iterdir()) == [kept]
     file.write("later")
     assert kept.read_text() == "later" and list(tmp_path.iterdir()) == [kept]

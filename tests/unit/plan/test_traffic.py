@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdtrain.plan.traffic import least_sent, traffic_of
+from spmdtrain.plan.time_model import least_sent, traffic_of
 from spmdtrain.sharding.layout import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried, Collective
 

@@ -36,7 +36,8 @@ from spmdtrain import (
 )
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP, Llama, LlamaConfig, Transformer, TransformerConfig, mlp_rules
-from spmdtrain.plan import aot, topologies
+from spmdtrain.plan import topologies
+from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.step.exact import tree_loop
 from spmdtrain.testing.compiled_step import compiled_step
@@ -244,7 +245,7 @@ def test_the_order_of_a_sum_does_not_depend_on_how_many_turns_a_device_has() -> 
 def print_kernels_for_tpus() -> None:
     """Prints the kernels with floating-point results in the loop over virtual shards, by chips."""
     for shape in ("1x1", "2x2", "2x4"):
-        with abstract_devices(aot.devices_of(topologies.parse(f"v5e:{shape}"))):
+        with abstract_devices(devices_of(topologies.parse(f"v5e:{shape}"))):
             of = make(optimizer=optax.adam(1e-2), compilation_cache="off")
             rows = jax.ShapeDtypeStruct((ROWS, 64), np.float32)
             text = of.compile_step((rows, jax.ShapeDtypeStruct((ROWS,), np.int32))).as_text()
@@ -267,7 +268,9 @@ def test_the_loop_for_1_4_and_8_tpus_has_the_same_kernels_and_shapes() -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(8) | aot.environment(topologies.parse("v5e:2x4")) | {"PYTHONPATH": path},
+        env=environment(8)
+        | compiler_environment(topologies.parse("v5e:2x4"))
+        | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=300,

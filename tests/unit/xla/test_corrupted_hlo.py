@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from spmdtrain.errors import UserError
-from spmdtrain.plan.memory_traffic import bytes_moved
+from spmdtrain.plan.instruction_work import bytes_moved
 from spmdtrain.xla.collectives import collectives, describe_found, find_collectives
 from spmdtrain.xla.hlo import Module
 
