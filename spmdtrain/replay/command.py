@@ -5,28 +5,31 @@
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
+from rich.table import Table
 
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import (
-    ExitCode,
-    UserError,
-    exit_code_of,
-    exit_if_output_is_closed,
-    foreign,
+from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed, foreign
+from spmdtrain.optional import version_of
+from spmdtrain.record.storage import source_digest
+from spmdtrain.replay.recorded_run import (
+    ArrayDifference,
+    RecordedRun,
+    StepComparison,
+    array_differences,
+    compare_steps,
+    manifest_at,
+    read_run,
 )
-from spmdtrain.replay import tables
-from spmdtrain.replay.comparison import StepComparison, array_differences, compare_steps
-from spmdtrain.replay.examples import print_examples
-from spmdtrain.replay.recorded_run import RecordedRun, read_run
-from spmdtrain.replay.rerun import rerun
+from spmdtrain.replay.rerun import Rerun, print_examples, rerun
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def _compare(options: Options, terminal: Terminal) -> int:
     equal = [each.step for each in found if each.step < different.step]
     since = f"the last equal one is {equal[-1]}" if equal else "no earlier one is recorded"
     terminal.line(f"the first step that differs is {different.step}; {since}")
-    terminal.console.print(tables.metrics_table(different, (options.run, options.against)))
+    terminal.console.print(metrics_table(different, (options.run, options.against)))
     with_arrays = next((x for x in found if x.different_arrays), None)
     if with_arrays is not None:
         _print_arrays(options, with_arrays, first, second, terminal)
@@ -162,12 +165,12 @@ def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -
         began = f"checkpoint {made.first}" if made.first else "the initial state"
         steps = f"step {step}" if made.first + 1 == step else f"steps {made.first + 1} to {step}"
         terminal.line(f"{steps} again, from {began}: {made.placement}")
-        for line in (others := tables.other_conditions(run, made, step, options.config)):
+        for line in (others := other_conditions(run, made, step, options.config)):
             terminal.line(line)
         again = read_run(made.folder)
         found = compare_steps(run, again, range(made.first + 1, step + 1))
         asked = found[-1]
-        terminal.console.print(tables.metrics_table(asked, ("logged", "replayed")))
+        terminal.console.print(metrics_table(asked, ("logged", "replayed")))
         different = [each for each in found if not each.is_equal]
         if not different:
             terminal.line(f"step {step} is equal, bit for bit")
@@ -213,10 +216,10 @@ def _print_arrays(
         f"after step {step}, {len(names)} of {len(compared.arrays)} arrays of the state differ"
     )
     if options.per_layer:
-        terminal.console.print(tables.layers_table(compared, far))
+        terminal.console.print(layers_table(compared, far))
     else:
-        terminal.console.print(tables.arrays_table(compared, far, every=options.parameters))
-        if (more := len(names) - tables.SHOWN) > 0 and not options.parameters:
+        terminal.console.print(arrays_table(compared, far, every=options.parameters))
+        if (more := len(names) - SHOWN) > 0 and not options.parameters:
             terminal.line(f"and {more} more (--parameters shows all, --per-layer a row per layer)")
 
 
@@ -231,3 +234,111 @@ def _folder(keep: str | None) -> Iterator[Path]:
     if folder_to_keep.exists() and (not folder_to_keep.is_dir() or any(folder_to_keep.iterdir())):
         raise UserError(f"--keep {keep} exists and is not an empty folder: give another one")
     yield folder_to_keep
+
+
+# -- Tables of a comparison of two runs ------------------------------------------------------------
+
+SHOWN = 10
+"""Number of arrays in a table that does not show all."""
+
+
+def other_conditions(
+    run: RecordedRun, made: Rerun, step: int, file: str | None = None
+) -> list[str]:
+    """Returns a line for each condition under which a replay differs from the run.
+
+    Without any difference, the same bits are expected. If `file` is None, the experiment's file is
+    the one that the run has recorded.
+    """
+    found = []
+    path = file or run.experiment
+    if path and run.experiment_sha256 and source_digest(path) != run.experiment_sha256:
+        found.append(
+            f"another experiment: {foreign(path)} is not the file with which the run began"
+        )
+    devices, kind = run.devices_of(step), jax.devices()[0].device_kind
+    # The same bits on any number of devices and processes.
+    is_exact = run.config.get("exact") is not None
+    if devices is not None and devices != made.devices and not is_exact:
+        found.append(f"other devices: the run made step {step} on {devices}")
+    processes = run.processes_of(step)
+    if processes not in (None, 1) and not is_exact:  # a replay is one process
+        found.append(f"other processes: the run made step {step} in {processes}")
+    if run.device_kind and run.device_kind != kind:
+        found.append(f"other devices: the run had {foreign(run.device_kind, 100)}")
+    of_later = next((saved for saved in run.checkpoints.steps if saved >= step), None)
+    manifest = None if of_later is None else manifest_at(run.checkpoints, of_later)
+    if manifest is not None:  # the options of the start that made the step
+        changes = changed_options(manifest.identity.config, run.config)
+        found += [f"other options of a later start, which the replay uses: {x}" for x in changes]
+    for name, version in run.versions.items():
+        here = version_of(name)
+        if here != version:
+            found.append(
+                f"other versions: {foreign(name, 60)} was {foreign(version, 60)}, is {here}"
+            )
+    return found
+
+
+def metrics_table(compared: StepComparison, titles: tuple[str, str]) -> Table:
+    """Returns the table of the metrics and the hash of a step; `titles` name the two runs."""
+    table = Table("", *map(foreign, titles), "relative difference", title=f"step {compared.step}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, pair in compared.metrics.items():
+        difference = "equal" if pair.is_equal else f"{pair.difference:.1e}"
+        table.add_row(foreign(name, 60), f"{pair.first:.9g}", f"{pair.second:.9g}", difference)
+    if compared.hashes is not None:
+        first, second = compared.hashes
+        table.add_row("state hash", first, second, "equal" if first == second else "differs")
+    return table
+
+
+def arrays_table(
+    compared: StepComparison, far: Mapping[str, ArrayDifference], *, every: bool
+) -> Table:
+    """Returns the table of the arrays that differ after a step, at most `SHOWN`, or of all arrays.
+
+    `far` may lack arrays; their cells stay empty.
+    """
+    table = _table("array", far)
+    names: Iterable[str] = compared.different_arrays[:SHOWN]
+    for name in compared.arrays if every else names:
+        cells = "equal" if compared.arrays[name] else "differs"
+        table.add_row(foreign(name, 200), cells, *_cells([name], far))
+    return table
+
+
+def layers_table(compared: StepComparison, far: Mapping[str, ArrayDifference]) -> Table:
+    """Returns the table of the layers after a step, in the order of the state.
+
+    `far` may lack arrays; their cells stay empty.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in compared.arrays:
+        layers.setdefault(name.rpartition("/")[0] or name, []).append(name)
+    table = _table("layer", far)
+    for layer, names in layers.items():
+        different = sum(not compared.arrays[name] for name in names)
+        verdict = f"{different} of {len(names)} differ" if different else "equal"
+        table.add_row(foreign(layer, 200), verdict, *_cells(names, far))
+    return table
+
+
+def _table(kind: str, far: Mapping[str, ArrayDifference]) -> Table:
+    columns = ("largest difference", "relative", "elements") if far else ()
+    table = Table(kind, "verdict", *columns)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    return table
+
+
+def _cells(names: Iterable[str], far: Mapping[str, ArrayDifference]) -> list[str]:
+    """Returns the cells with the largest differences in a group of arrays."""
+    known = [far[name] for name in names if name in far]
+    if not known:
+        return ["", "", ""] if far else []
+    absolute = max(each.absolute for each in known)
+    relative = max(each.relative for each in known)
+    elements, size = sum(x.elements for x in known), sum(x.size for x in known)
+    return [f"{absolute:.2e}", f"{relative:.1e}", f"{elements:,} of {size:,}"]

@@ -1,20 +1,44 @@
-"""Repetition of steps of a run, from a checkpoint into a new folder."""
+"""Steps of a run, made again from a checkpoint, and the examples of a step."""
 
+import collections
 import dataclasses
+import os
+import stat
+import typing
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
+import jax
+import numpy as np
+from rich.table import Table
+
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, read_positions
 from spmdtrain.checkpoints.weights.source import is_weights_file
-from spmdtrain.config.experiment import ExperimentFile
-from spmdtrain.config.run_config import RunConfig
-from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import UserError
+from spmdtrain.config.command_line import EXCLUSIVE, Command, parse_command_line
+from spmdtrain.config.experiment import ExperimentFile, load_experiment
+from spmdtrain.config.options import MeshSpec
+from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.data.datasets import MappedDataset, Subset, sources_within
+from spmdtrain.data.examples import IndexableDataset
+from spmdtrain.data.images import ImageFolder
+from spmdtrain.data.mixture import Mixture
+from spmdtrain.data.sampling import Augment, TrainBatches, all_rows, rows_of
+from spmdtrain.data.streams import ShardedStream
+from spmdtrain.data.training_data import training_data
+from spmdtrain.document.terminal import Terminal, number
+from spmdtrain.errors import UserError, foreign
+from spmdtrain.record.storage import is_url
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
-from spmdtrain.replay.restored_config import config_on_devices, restore_config
+from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
 from spmdtrain.strategies import strategy
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.starting_state import names_step, parse_fork
 from spmdtrain.train.trainer import Trainer
+from spmdtrain.tree import named_leaves
+
+# -- Repetition of steps of a run, from a checkpoint into a new folder -----------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,3 +176,297 @@ def _run(
     words = f"{len(devices)} x {devices[0].device_kind}, {placement.name}, mesh {placement.axes}"
     assert config.workdir is not None
     return Rerun(config.workdir, first, words, len(devices))
+
+
+# -- The experiment and the configuration of a run, from its `config.json` -------------------------
+
+# Fields of the place of a run, which a replay sets itself, and those that are resolved already.
+_OWN = {
+    *("workdir", "cpu_devices", "resume"),
+    *("learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The options of the run command that are needed to parse a configuration."""
+
+    config: str
+    preset: str | None = None
+
+
+def restore_config(
+    run: RecordedRun, file: str | None, terminal: Terminal
+) -> tuple[ExperimentFile, RunConfig]:
+    """Executes the experiment of a run and returns it with the run's resolved configuration.
+
+    Args:
+      file: The experiment's file; None for the file that the run has recorded, which the terminal
+        then names.
+
+    Raises:
+      UserError: If the file or the configuration is not known, or they do not belong together, or
+        the file that the run names may be another user's.
+    """
+    path = file or run.experiment
+    if path is None or not run.config:
+        raise UserError(
+            f"{run.workdir} does not record its experiment, because its config.json is missing, is "
+            "of an older version, or its run was not started by the run command: give the "
+            "experiment's file: --config FILE"
+            if path is None
+            else f"{run.workdir} has no config.json, so its configuration is not known"
+        )
+    if not Path(path).is_file():
+        raise UserError(
+            f"{foreign(path)}, the experiment of {run.workdir}, does not exist: give the place of "
+            "the file: --config FILE"
+        )
+    if file is None:
+        if why := _distrust(path, run.workdir):
+            raise UserError(
+                f"config.json of {run.workdir} names {foreign(path)} as its experiment, and {why}. "
+                "A replay executes that file: read it, and give --config FILE if you trust it"
+            )
+        terminal.line(f"executing {foreign(path)}, as config.json of the run says")
+    experiment = load_experiment(path, frozenset())
+    default = experiment.preset(None)
+    arguments = list(_arguments(run.config, default, path))
+    command: Command = parse_command_line(["--config", path, *arguments], _Options, "replay")
+    config = dataclasses.replace(
+        command.config,
+        workdir=run.workdir,
+        cpu_devices=run.config.get("cpu_devices"),
+        learning_rate_scaling="none",
+        learning_rate_base_batch_size=None,
+        learning_rate_table={},
+    )
+    return command.experiment, config
+
+
+def _distrust(path: str, workdir: str) -> str | None:
+    """Returns why a file that a run names is not executed without `--config`; None if it is."""
+    status = os.stat(path)
+    if not os.path.isabs(path):
+        return "that is no absolute path"
+    if not is_url(workdir) and Path(path).resolve().is_relative_to(Path(workdir).resolve()):
+        return "the file lies inside the run, which may come from someone else"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"the file belongs to user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH:
+        return "every user can write to the file"
+    return None
+
+
+def config_on_devices(config: RunConfig, devices: int | None, terminal: Terminal) -> RunConfig:
+    """Returns a run's configuration on other devices; strategy and mesh are kept if they fit.
+
+    Args:
+      devices: Number of devices; None for the devices that the configuration asks for.
+      terminal: Receives a warning if strategy and mesh are replaced.
+
+    Raises:
+      UserError: If there are not as many devices.
+    """
+    if devices is None:
+        configure_backend(config)
+        return config
+    if devices < 1:
+        raise UserError(f"--devices is {devices}: it must be 1 or more")
+    config = dataclasses.replace(config, cpu_devices=devices)
+    configure_backend(config)
+    first = tuple(range(devices))
+    if strategy(config.strategy).has_mesh:
+        mesh = dataclasses.replace(config.mesh, devices=first)
+        chosen = dataclasses.replace(config, mesh=mesh)
+        try:
+            make_placement(chosen)
+            return chosen
+        except UserError as error:
+            terminal.warning(f"mirrored, because the run's own placement does not fit: {error}")
+    elif devices == 1:
+        return config
+    return mirrored_config(config, MeshSpec(devices=first))
+
+
+def _arguments(
+    saved: Mapping[str, Any], default: Any, path: str, prefix: str = ""
+) -> Iterator[str]:
+    """Yields the arguments of the run command that turn the defaults into a saved configuration."""
+    before = config_as_json(default)
+    hints = typing.get_type_hints(type(default))
+    exclusive = {name: other for pair in EXCLUSIVE for name, other in (pair, pair[::-1])}
+    for name, value in saved.items():
+        if not prefix and name in _OWN:
+            continue
+        if name not in before:
+            raise UserError(
+                f"the run was trained with {foreign(prefix + name)}={foreign(value)}, and the "
+                f"configuration of {path} has no such field: give the file of that time: --config "
+                "FILE"
+            )
+        if value == before[name]:
+            continue
+        if value is None and not prefix and saved.get(exclusive.get(name, "")) is not None:
+            continue  # the other one of the pair clears it
+        own = getattr(default, name)
+        if dataclasses.is_dataclass(own) and isinstance(value, dict):
+            yield from _arguments(value, own, path, f"{prefix}{name}.")
+            continue
+        flag = f"--{prefix}{name}".replace("_", "-")
+        if hints[name] is bool:
+            group, _, last = f"{prefix}{name}".replace("_", "-").rpartition(".")
+            inside = f"{group}." if group else ""
+            yield f"--{inside}{last}" if value else f"--{inside}no-{last}"
+        elif isinstance(value, (list, dict)):
+            yield from (flag, *map(str, _flat(value)))
+        else:
+            yield f"{flag}={value}"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yields the values in nested lists and objects, in order."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _flat(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+# -- The examples of a step ------------------------------------------------------------------------
+
+PyTree = Any
+
+
+def print_examples(run: RecordedRun, step: int, file: str | None, terminal: Terminal) -> None:
+    """Prints the examples of a step: where each comes from, and its values in short.
+
+    Args:
+      file: The experiment's file; None for the file that the run has recorded.
+
+    Raises:
+      UserError: If the examples cannot be found.
+    """
+    experiment_file, config = restore_config(run, file, terminal)
+    configure_backend(config)
+    experiment = experiment_file.build(config)
+    data = training_data(experiment.train, config)
+    batch = config.skipped_batches.batch_of(step - 1)
+    if isinstance(data, ShardedStream):
+        with_places = _of_stream(run, data, config, step, experiment.augment)
+    else:
+        with_places = _of_dataset(data, config, step, experiment.augment)
+    table = Table("row", "example", "from", "values")
+    for row, (example, place, values) in enumerate(with_places):
+        shown = "  ".join(foreign(value, 200) for value in values)
+        table.add_row(str(row), example, foreign(place, 300), shown)
+    terminal.console.print(table)
+    terminal.line(
+        f"step {step} used batch {batch}; --skip-steps {batch}:{batch + 1} leaves it out of a run "
+        f"that continues from step {step - 1} or an earlier one"
+    )
+
+
+_Example = tuple[str, str, list[str]]  # index, place, values
+
+
+def _of_dataset(
+    data: Any, config: RunConfig, step: int, augment: Augment | None
+) -> Iterator[_Example]:
+    """Yields the examples of a step of a dataset, after `augment`."""
+    size = config.resolved_batch_size
+    batches = TrainBatches(
+        *(data, size, config.seed, config.shuffle, step, all_rows(size), augment),
+        config.skipped_batches,
+    )
+    indices, _ = batches.examples(step - 1)
+    rows = rows_of(batches[step - 1])
+    for row, index in enumerate(indices.tolist()):
+        yield f"{index:,}", place_of_example(data, index), describe_values(data, rows, row)
+
+
+def _of_stream(
+    run: RecordedRun, data: ShardedStream, config: RunConfig, step: int, augment: Augment | None
+) -> Iterator[_Example]:
+    """Yields the examples of a step of a stream, read from the last checkpoint before the step."""
+    first = max((saved for saved in run.checkpoints.steps if saved < step), default=0)
+    positions = {}
+    if first:
+        if (manifest := manifest_at(run.checkpoints, first)) is None:
+            raise UserError(f"checkpoint {run.checkpoints.path(first)} is corrupted")
+        positions = dict(read_positions(run.checkpoints.path(first), manifest.stream))
+    skipped, size = config.skipped_batches, config.resolved_batch_size
+    last = skipped.batch_of(step - 1)
+    batches = data.batches(
+        size,
+        all_rows(size),
+        start=skipped.position(first),
+        stop=last + 1,
+        positions=positions,
+        seed=config.seed,
+        augment=augment,
+    )
+    ((batch, _),) = collections.deque(batches, maxlen=1)
+    rows = jax.tree.map(np.asarray, batch)
+    for row in range(size):
+        shard = row * data.shards // size
+        yield "", f"shard {shard} of the stream", describe_values(data.stream, rows, row)
+
+
+# -- The place of an example in its data, and a short readable form of its values ------------------
+
+TEXT = 100  # characters of a text that are shown
+
+
+def place_of_example(data: Any, index: int) -> str:
+    """Returns where an example comes from: its file and record, as far as they are known.
+
+    A dataset or source that has `describe(int)` names its records itself.
+    """
+    if isinstance(data, Subset):
+        return place_of_example(data.dataset, int(np.asarray(data.indices)[index]))
+    if isinstance(data, MappedDataset):
+        return place_of_example(data.dataset, index)
+    if isinstance(data, IndexableDataset):
+        return place_of_example(data.source, index)
+    if isinstance(data, Mixture):
+        name, within = data.place_of(index)
+        return f"{name}: {place_of_example(data.components[name], within)}"
+    if isinstance(data, ImageFolder):
+        return str(data.folder / data.files[index])
+    if callable(describe := getattr(data, "describe", None)):
+        return str(describe(index))
+    return f"example {index} of {type(data).__name__}"
+
+
+def describe_values(data: Any, rows: PyTree, row: int) -> list[str]:
+    """Returns the values of an example, a text for each field: a number, a text, or a summary.
+
+    The summary of an array has its dtype, shape and checksum, and its least and greatest number. If
+    `data`, or one that it reads from, has `decode(tokens)`, the field `tokens` is shown as text,
+    with "|" between documents.
+    """
+    leaves = {name: np.asarray(leaf)[row] for name, leaf in named_leaves(rows).items()}
+    inside = (getattr(each, "decode", None) for each in (data, *sources_within(data)))
+    decode = next((each for each in inside if callable(each)), None)
+    tokens = leaves.get("tokens")
+    found = []
+    if decode is not None and tokens is not None and tokens.ndim == 1:
+        segments = leaves.get("segments", np.ones_like(tokens))  # 0 is padding
+        texts = [decode(tokens[segments == number]) for number in range(1, segments.max() + 1)]
+        found.append(f"tokens {foreign(repr(' | '.join(texts)), TEXT)}")
+        leaves.pop("tokens")
+    return found + [f"{name} {_summary(value)}".strip() for name, value in leaves.items()]
+
+
+def _summary(value: np.ndarray) -> str:
+    if not value.ndim:
+        return number(value.item()) if value.dtype.kind in "biuf" else str(value)
+    text = f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if value.size and value.dtype.kind in "biuf":
+        text += f" from {number(float(value.min()))} to {number(float(value.max()))}"
+    return f"{text} (crc32 {zlib.crc32(value.tobytes()):08x})"

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain import ArrayDataset, MappedDataset, Subset
-from spmdtrain.data.example_names import describe_values, place_of_example
 from spmdtrain.data.mixture import Mixture
 from spmdtrain.data.sources.text_files import TextSource
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.data.text import Packed, Tokenized
+from spmdtrain.replay.rerun import describe_values, place_of_example
 
 
 def test_an_example_is_traced_to_its_file_and_record(tmp_path: Path) -> None:

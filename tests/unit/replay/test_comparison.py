@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 
-from spmdtrain.replay.comparison import compare_step, difference_of
-from spmdtrain.replay.recorded_run import RecordedStep
+from spmdtrain.replay.recorded_run import RecordedStep, compare_step, difference_of
 
 SUMS = {"step": "1", "opt_state/mu": "2", "params/a": "3", "params/b": "4"}
 

@@ -14,7 +14,7 @@ from spmdtrain.config.options import ContextOptions, ExpertOptions
 from spmdtrain.config.run_config import config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.replay.recorded_run import read_run
-from spmdtrain.replay.restored_config import config_on_devices, restore_config
+from spmdtrain.replay.rerun import config_on_devices, restore_config
 
 EXPERIMENT = '''
 """An experiment with options of all kinds."""

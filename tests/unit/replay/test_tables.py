@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from spmdtrain.record.storage import source_digest
+from spmdtrain.replay.command import other_conditions
 from spmdtrain.replay.recorded_run import read_run
 from spmdtrain.replay.rerun import Rerun
-from spmdtrain.replay.tables import other_conditions
 
 
 @pytest.mark.parametrize(
