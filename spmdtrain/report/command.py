@@ -22,8 +22,8 @@ from spmdtrain.errors import (
 from spmdtrain.optional import import_extra
 from spmdtrain.record import no_follow
 from spmdtrain.record.storage import failures, folder_of, one_line
-from spmdtrain.report.run_data import RunReader
 from spmdtrain.report.run_page import run_names, run_page
+from spmdtrain.report.sections import RunReader
 
 FILE_NAME = "report.html"
 
