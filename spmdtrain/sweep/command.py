@@ -18,13 +18,31 @@ from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
 from spmdtrain.launch.child import Signals
 from spmdtrain.record.run_files import WorkdirLock
 from spmdtrain.record.storage import folder_of, is_url, one_line
-from spmdtrain.sweep import specification, summary
-from spmdtrain.sweep.devices import trial_environments
-from spmdtrain.sweep.live_table import LiveTable
-from spmdtrain.sweep.runner import LOG, SweepRunner
-from spmdtrain.sweep.search import SearchTrials
-from spmdtrain.sweep.specification import Setting, SweepSpecification
-from spmdtrain.sweep.trials import GridTrials, TrialFactory, TrialSource, TrialState
+from spmdtrain.sweep.runner import (
+    LOG,
+    LiveTable,
+    SweepRunner,
+    read_results,
+    show_results,
+    trial_environments,
+    write_results,
+)
+from spmdtrain.sweep.trials import (
+    GridTrials,
+    SearchTrials,
+    Setting,
+    SweepSpecification,
+    TrialFactory,
+    TrialSource,
+    TrialState,
+    check_option_names,
+    corners,
+    grid_points,
+    option_kinds,
+    parse_settings,
+    readable_name,
+    store_specification,
+)
 
 PROGRAM = "python -m spmdtrain.sweep"
 PAGE = "report.html"
@@ -77,9 +95,9 @@ def execute(arguments: Sequence[str]) -> int:
     command = parse_command_line(arguments, Options, PROGRAM, __doc__)
     options, config = command.options, command.config
     _check(options)
-    settings = specification.parse_settings(options.set)
-    kinds = specification.option_kinds(config)
-    specification.check_option_names(settings, ["preset", *kinds])
+    settings = parse_settings(options.set)
+    kinds = option_kinds(config)
+    check_option_names(settings, ["preset", *kinds])
     others = _options_of_trials(arguments)
     _check_given_once(settings, others)
     environments = trial_environments(options.jobs, options.devices_per_trial, os.environ)
@@ -88,7 +106,7 @@ def execute(arguments: Sequence[str]) -> int:
         options.config, others, [name for name in kinds if kinds[name]], folder, PROGRAM
     )
     # Everything is checked before the folder is written.
-    combine = specification.grid_points if options.search is None else specification.corners
+    combine = grid_points if options.search is None else corners
     points = combine(settings)
     configs = [factory.check(values) for values in points]
     if options.search is None:
@@ -106,7 +124,7 @@ def execute(arguments: Sequence[str]) -> int:
     )
     lock = _lock(folder)
     try:
-        specification.store_specification(folder_of(str(folder)), sweep)
+        store_specification(folder_of(str(folder)), sweep)
         source: TrialSource = (
             GridTrials(factory.grid(points))
             if options.search is None
@@ -162,7 +180,7 @@ def _check_given_once(settings: Sequence[Setting], others: Sequence[str]) -> Non
 def _check_different(points: Sequence[Mapping[str, str]], configs: Sequence[RunConfig]) -> None:
     names: dict[str, str] = {}
     for values, config in zip(points, configs, strict=True):
-        name = specification.readable_name(values)
+        name = readable_name(values)
         if (other := names.setdefault(repr(config), name)) != name:
             raise UserError(
                 f"--set: the trials {other} and {name} are the same: remove one of the values"
@@ -206,9 +224,9 @@ def _run(
         with table, runner:
             runner.run()
         stopped = bool(signals.received)
-    results = summary.read_results(source.trials, sweep.metric, sweep.direction)
-    summary.show_results(terminal, results, sweep.metric, sweep.direction)
-    summary.write_results(folder, results, sweep.metric, sweep.direction)
+    results = read_results(source.trials, sweep.metric, sweep.direction)
+    show_results(terminal, results, sweep.metric, sweep.direction)
+    write_results(folder, results, sweep.metric, sweep.direction)
     for trial in source.trials:
         if trial.state is TrialState.FAILED:
             log = trial.folder / LOG

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from helpers import assert_gone, environment, metrics, run, saved_steps, status
 
-from spmdtrain.sweep.search import SearchTrials
-from spmdtrain.sweep.specification import parse_settings
-from spmdtrain.sweep.trials import TrialFactory, TrialState
+from spmdtrain.sweep.trials import SearchTrials, TrialFactory, TrialState, parse_settings
 
 BOUND = 200  # seconds
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import spmdtrain as s
 from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.record.run_files import status_of
-from spmdtrain.sweep.specification import SweepSpecification, store_specification
+from spmdtrain.sweep.trials import SweepSpecification, store_specification
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 X, Y = np.ones((16, 4), np.float32), np.zeros((16, 1), np.float32)

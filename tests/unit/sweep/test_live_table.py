@@ -3,7 +3,7 @@
 import pytest
 
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.sweep.live_table import LiveTable, RunningRow
+from spmdtrain.sweep.runner import LiveTable, RunningRow
 from spmdtrain.sweep.trials import TrialState
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import DIGITS
 
-from spmdtrain.sweep.search import SearchTrials
-from spmdtrain.sweep.specification import parse_settings
-from spmdtrain.sweep.trials import TrialFactory, TrialState
+from spmdtrain.sweep.trials import SearchTrials, TrialFactory, TrialState, parse_settings
 
 SETTINGS = parse_settings(["learning_rate=log:1e-4..1e-2", "seed=0..9", "strategy=mirrored,zero"])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spmdtrain import RunConfig, UserError
 from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.sweep.command import Options
-from spmdtrain.sweep.specification import (
+from spmdtrain.sweep.trials import (
     ListedValues,
     SweepSpecification,
     ValueRange,

@@ -8,12 +8,12 @@ import pytest
 
 from spmdtrain import UserError
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.sweep.devices import trial_environments
-from spmdtrain.sweep.summary import (
+from spmdtrain.sweep.runner import (
     best_result,
     means_over_seeds,
     read_results,
     show_results,
+    trial_environments,
     write_results,
 )
 from spmdtrain.sweep.trials import Trial, TrialMetrics, TrialState, unique_name
