@@ -1,6 +1,5 @@
 """Models that the experiments share; nothing in the library depends on them."""
 
-from spmdtrain.models.expert_mlp import RoutedExperts, Routing, peak_load
 from spmdtrain.models.generation import (
     GenerationOptions,
     NewTokens,
@@ -8,6 +7,7 @@ from spmdtrain.models.generation import (
     in_order,
     stream,
 )
+from spmdtrain.models.layers import MLP, MLP_RULES, RoutedExperts, Routing, mlp_rules, peak_load
 from spmdtrain.models.llama import (
     LLAMA_AXIS_RULES,
     LinearRopeScaling,
@@ -15,7 +15,6 @@ from spmdtrain.models.llama import (
     Llama3RopeScaling,
     LlamaConfig,
 )
-from spmdtrain.models.mlp import MLP, MLP_RULES, mlp_rules
 from spmdtrain.models.mobilenet import MobileNetV2
 from spmdtrain.models.transformer import (
     GPT2_RULES,

@@ -16,20 +16,25 @@ from flax import nnx
 from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
-from spmdtrain.models.annotated import AXIS_RULES, normal_param
-from spmdtrain.models.cached_attention import attend_to_cache
-from spmdtrain.models.decoder_parts import (
+from spmdtrain.models.layers import (
+    AXIS_RULES,
+    Rotation,
+    RoutedExperts,
+    Routing,
     StackedDecoder,
+    attend_to_cache,
     check_length,
     dtype_name,
     embed_tokens,
+    expert_mlp,
+    normal_param,
+    project_heads,
     read_with_cache,
+    rms_norm,
+    rotary_speeds,
+    rotation,
+    split_residual,
 )
-from spmdtrain.models.expert_mlp import RoutedExperts, Routing, expert_mlp
-from spmdtrain.models.head_projection import project_heads
-from spmdtrain.models.norms import rms_norm
-from spmdtrain.models.residual import split_residual
-from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 

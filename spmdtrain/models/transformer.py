@@ -11,19 +11,22 @@ from jax.sharding import PartitionSpec
 from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
-from spmdtrain.models.activations import squared_relu
-from spmdtrain.models.cached_attention import attend_to_cache
-from spmdtrain.models.decoder_parts import (
+from spmdtrain.models.layers import (
+    Rotation,
     StackedDecoder,
+    attend_to_cache,
     check_length,
     dtype_name,
     embed_tokens,
+    layer_norm,
+    project_qkv,
     read_with_cache,
+    rms_norm,
+    rotary_speeds,
+    rotation,
+    split_residual,
+    squared_relu,
 )
-from spmdtrain.models.head_projection import project_qkv
-from spmdtrain.models.norms import layer_norm, rms_norm
-from spmdtrain.models.residual import split_residual
-from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.sharding.rules import GatherPolicy, Rule
 from spmdtrain.step.layer_loop import scan_layers

@@ -13,10 +13,14 @@ from flax import nnx
 from spmdtrain.config.options import check_values
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import attention
-from spmdtrain.models.annotated import AXIS_RULES, annotated_param, normal_param
-from spmdtrain.models.head_projection import project_qkv
-from spmdtrain.models.norms import layer_norm
-from spmdtrain.models.residual import split_residual
+from spmdtrain.models.layers import (
+    AXIS_RULES,
+    annotated_param,
+    layer_norm,
+    normal_param,
+    project_qkv,
+    split_residual,
+)
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
 

@@ -95,14 +95,14 @@ from ..step import flops
 from .images import read_idx
 def later():
     importlib.import_module("spmdtrain.step.state")
-    pool.submit(importlib.import_module, "spmdtrain.models.mlp")
+    pool.submit(importlib.import_module, "spmdtrain.models.layers")
 """
     found = set(imported_modules(code, "spmdtrain.data"))
     assert {"spmdtrain.run", "spmdtrain.train", "spmdtrain.step.flops"} <= found
     assert {
         "spmdtrain.data.images.read_idx",
         "spmdtrain.step.state",
-        "spmdtrain.models.mlp",
+        "spmdtrain.models.layers",
     } <= found
 
 
@@ -201,7 +201,7 @@ def test_no_file_has_more_than_a_thousand_lines() -> None:
 
 
 # Two limits of the design, which only go down: a change that makes one smaller lowers it here.
-SINGLE_IMPORTERS = 30
+SINGLE_IMPORTERS = 26
 """Modules that a single other module of the package imports."""
 NAME_AN_AXIS = 19
 """Modules, but those of kernels, models and strategies, with the name of a mesh axis."""

@@ -183,13 +183,13 @@ def test_processes_of_other_code_in_a_subfolder_or_of_another_script_are_refused
 ) -> None:
     package, script = tmp_path / "spmdtrain", tmp_path / "train.py"
     (package / "models").mkdir(parents=True)
-    changed = package / "models" / "mlp.py"
+    changed = package / "models" / "layers.py"
     monkeypatch.setattr(initialize, "__file__", str(package / "distributed" / "initialize.py"))
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     changed.write_text("a = 1")
     script.write_text("b = 1")
     before = initialize.process_properties()
-    for path, name in ((changed, "spmdtrain/models/mlp.py"), (script, "the script train.py")):
+    for path, name in ((changed, "spmdtrain/models/layers.py"), (script, "the script train.py")):
         path.write_text("c = 1")
         after = initialize.process_properties()
         assert {key for key in before if before[key] != after[key]} == {name}

@@ -25,7 +25,7 @@ from spmdtrain.models import (
     in_order,
     stream,
 )
-from spmdtrain.models.token_sampling import filter_logits
+from spmdtrain.models.generation import filter_logits
 from spmdtrain.sharding.placement import use_placement
 
 SMALL = TransformerConfig(

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from spmdtrain import MeshSpec, RunConfig
-from spmdtrain.models import head_projection
-from spmdtrain.models.activations import squared_relu
-from spmdtrain.models.head_projection import project_qkv
+from spmdtrain.models import layers
+from spmdtrain.models.layers import project_qkv, squared_relu
 from spmdtrain.sharding.placement import make_placement, use_placement
 
 SHAPES = (2, 5, 16), (16, 3, 4, 8), (3, 4, 8), (3, 2, 5, 4, 8)
@@ -42,7 +41,7 @@ def test_the_platform_changes_neither_values_nor_derivatives(
         expected = computed()
         assert jaxpr_of(project_qkv).count("dot_general[") == 1
         device = SimpleNamespace(platform=platform)
-        monkeypatch.setattr(head_projection, "current_device", lambda: device)
+        monkeypatch.setattr(layers, "current_device", lambda: device)
         found = computed()
         assert jaxpr_of(project_qkv).count("dot_general[") == 3
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

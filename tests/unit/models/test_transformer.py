@@ -19,7 +19,7 @@ from spmdtrain.config.experiment import load_experiment
 from spmdtrain.config.options import ShardingOptions
 from spmdtrain.data.text import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
-from spmdtrain.models.rotary import rotary_speeds, rotation
+from spmdtrain.models.layers import rotary_speeds, rotation
 from spmdtrain.step.flops import count_flops, model_flops
 from spmdtrain.tree import named_leaves
 
@@ -90,7 +90,7 @@ def test_rotations_in_the_matrix_unit_of_tpus_have_the_same_bits(
         def turn(x: jax.Array) -> jax.Array:
             return rotation(positions, rotary_speeds(64, 10_000.0))(x)
 
-        monkeypatch.setattr("spmdtrain.models.rotary.current_device", lambda device=device: device)
+        monkeypatch.setattr("spmdtrain.models.layers.current_device", lambda device=device: device)
         results[platform] = [turn(x), *jax.vjp(turn, x)[1](change)]
         program = jax.make_jaxpr(turn)(x)
         assert bool(count_flops(program).total) == (platform == "tpu")

@@ -42,7 +42,7 @@ def test_an_mlp(microbatches: int) -> None:
     # Backward: for each layer one for its weights and, but for the first, one for its input.
     assert found.total == 3 * forward - 2 * 64 * sizes[0] * sizes[1]
     assert sum(found.by_line.values()) == found.total
-    assert all("mlp.py:" in line for line in found.by_line)
+    assert all("layers.py:" in line for line in found.by_line)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from spmdtrain.models import (
     Transformer,
     TransformerConfig,
 )
-from spmdtrain.models.annotated import normal_param
+from spmdtrain.models.layers import normal_param
 from spmdtrain.sharding.placement import current_strategy, use_placement
 from spmdtrain.step.functions import default_reduction
 from spmdtrain.step.gradients import ScatteredReduction, flattened

@@ -529,7 +529,7 @@ def test_shipped_experiments_are_proven_and_so_compile_once(
     name, _, on_gpu = name.partition(" on a ")
     if on_gpu:  # its models and kernels are traced
         device = SimpleNamespace(platform="gpu")
-        for module in ("models.head_projection", "kernels.linear_cross_entropy"):
+        for module in ("models.layers", "kernels.linear_cross_entropy"):
             monkeypatch.setattr(f"spmdtrain.{module}.current_device", lambda: device)
     model, shapes = SHIPPED[name]
     axis_rules = {"llama": LLAMA_AXIS_RULES, "vit": VIT_AXIS_RULES}.get(name)
