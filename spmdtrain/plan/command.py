@@ -77,9 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if is_child():
             return exit_code_of(lambda: _run_child(words))
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _end)
-        return exit_code_of(lambda: execute(words))
+        before = {n: signal.signal(n, _end) for n in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            return exit_code_of(lambda: execute(words))
+        finally:  # the caller may be a script, which then trains
+            for number, handler in before.items():
+                signal.signal(number, handler)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -192,7 +193,9 @@ def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_topology_that_is_none(
     topology: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["--config", str(DIGITS), "--topology", topology]) == 2
+    assert signal.getsignal(signal.SIGTERM) is before
     (line,) = capsys.readouterr().err.splitlines()
     assert any(words in line for words in message.split("|"))
 
