@@ -103,7 +103,7 @@ class Manifest:
     metrics_added: bool = False
     """Whether a later start added the metrics, so the callbacks' states do not include them."""
     stream: str = ""
-    """SHA-256 digest of the positions in a stream (`stream_positions`); empty without a stream."""
+    """SHA-256 digest of the positions in a stream (`read_positions`); empty without a stream."""
 
     @property
     def size(self) -> int:

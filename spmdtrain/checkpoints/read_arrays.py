@@ -84,7 +84,7 @@ def _checkpointer() -> contextlib.AbstractContextManager[Any]:
 
 
 def restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
-    """Returns a leaf as it was before `items.raw_keys`: a random key if the target is one."""
+    """Returns a leaf as it was before `manifest.raw_keys`: a random key if the target is one."""
     if not is_key(target):
         return leaf
     implementation: list[Any] = []

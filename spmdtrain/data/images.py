@@ -439,7 +439,7 @@ def _sum(key: str, pixels: bytes) -> bytes:
 
 # -- A dataset of images in one folder for each class, decoded and resized in threads on demand ----
 #
-# The order of the files and their splits are functions of their names alone (see `image_files`).
+# The order of the files and their splits are functions of their names alone, as above.
 
 Broken = Literal["error", "skip"]
 Cache = Literal["none", "memory", "disk"]

@@ -113,7 +113,7 @@ class ProcessContext:
     has_coordinator: bool = False
     """Whether this process has created a `Coordinator`."""
     running_call: Any = None
-    """The call that this worker of a `Coordinator` is running: a `remote_call.Running`, or None."""
+    """The call that this worker of a `Coordinator` is running: a `coordinator.Running`, or None."""
 
 
 CONTEXT = ProcessContext()

@@ -27,7 +27,7 @@ def render_page(page: Page, *, follow: str | None = None) -> str:
     """Returns a page as HTML. All text of the page is escaped.
 
     Args:
-      follow: The version of the page, if a server offers newer ones; see `local_server`.
+      follow: The version of the page, if a server offers newer ones; see `PageServer`.
 
     Raises:
       UserError: If a library of the extra `report` is not installed.

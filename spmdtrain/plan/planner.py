@@ -242,7 +242,7 @@ def plan(
 ) -> Plan:
     """Compiles the step of an experiment for a topology and estimates its memory and time.
 
-    The process must be set up for the topology: see `aot.environment`. The workdir and the
+    The process must be set up for the topology: see `compiler_environment`. The workdir and the
     compilation cache of the options are not used. `times` of the plan are None if the step does not
     fit.
 

@@ -372,7 +372,7 @@ def configure_backend(config: RunConfig) -> None:
 
 
 def resolve_config(config: Config) -> Config:
-    """Returns the configuration resolved for the devices (see `resolution.resolve`).
+    """Returns the configuration resolved for the devices (see `mesh.resolve`).
 
     A script calls it before an experiment's `build(config)`, as the run command does.
 

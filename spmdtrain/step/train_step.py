@@ -91,7 +91,7 @@ class BatchLoss:
 
         Optimizers evaluate the loss in loops and branches, and XLA's CPU client does not order the
         collectives in these with those outside. Without this dependency its threads may wait in
-        different collectives (see `finite.may_branch`).
+        different collectives (see `health.may_branch`).
         """
         device = next(iter(jax.tree.leaves(self.layout.on_device.params)[0].device_set))
         if device.platform != "cpu":
@@ -121,7 +121,7 @@ class FusedChecks:
     """The norms of a step, and sums that show whether its state is finite.
 
     Attributes:
-      norms: The norms of `norms.NORMS`, float32 (3,).
+      norms: The norms of `metrics.NORMS`, float32 (3,).
       of_params: NaN if a parameter is not finite.
       of_optimizer: NaN if an array of the optimizer's state that has the shape of its parameter is
         not finite.
@@ -134,7 +134,7 @@ class FusedChecks:
     others: frozenset[str]
 
     def flags(self, loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.Array:
-        """Returns whether each of `finite.FLAGS` is finite; arguments as of `finite_flags`."""
+        """Returns whether each of `health.FLAGS` is finite; arguments as of `finite_flags`."""
 
         def selected(tree: PyTree) -> list[Any]:
             return [x for name, x in named_leaves(tree).items() if name in self.others]

@@ -53,8 +53,8 @@ def test_changes_drawn_at_random(tmp_path: Path) -> None:
         for job, how in [*(("plain", how) for how in HOW), ("fork", "kill"), ("fork", "SIGTERM")]
     ]
     cells += [{"job": "rollback", "at": draw.randrange(10**6)} for _ in range(3)]
-    for job in ("two processes", "evaluator"):
-        cells += [{"job": job, "at": draw.randrange(10**6), "task": task} for task in (0, 1)]
+    for job, tasks in (("two processes", (0, 1)), ("evaluator", (0, 1, 1))):
+        cells += [{"job": job, "at": draw.randrange(10**6), "task": task} for task in tasks]
     cells += [{"job": "bucket", "how": how, "at": draw.randrange(10**6)} for how in HOW[1:3]]
     cells += [
         {"job": "plain", "at": draw.randrange(10**6), "again": draw.randrange(10**6)},

@@ -271,7 +271,7 @@ def test_a_fill_that_the_array_cannot_hold_is_refused(dtype: str, fill: float) -
 
 @pytest.mark.nightly
 def test_the_host_holds_less_than_the_largest_array(tmp_path: Path) -> None:
-    script = TESTS / "unit" / "weights" / "peak_memory.py"
+    script = TESTS / "unit" / "checkpoints" / "weights" / "peak_memory.py"
     file = str(tmp_path / "w.safetensors")
 
     def python(*arguments: str) -> str:
