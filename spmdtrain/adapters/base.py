@@ -216,7 +216,6 @@ class Adapter(Protocol):
 
 
 # -- The context in which annotated models run: a mesh for their constraints, and their axis rules
-# --
 
 T = TypeVar("T")
 _ONE_DEVICE = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES))

@@ -20,7 +20,6 @@ from spmdtrain.step.optimizer_record import OptimizerRecord, changed_arguments, 
 from spmdtrain.tree import named_leaves
 
 # -- Differences between the programs of two starts of a run: optimizer, code, settings, versions
-# --
 
 _MOST_NAMED = 3  # functions in one line
 # Libraries on whose version the digests of functions depend.
@@ -133,7 +132,6 @@ def _why_not_compared(saved: "Identity", now: "Identity") -> str | None:
 
 
 # -- The record of a low-rank adaptation in checkpoints, and the base weights that they leave out
-# --
 
 
 class RuleRecord(TypedDict):

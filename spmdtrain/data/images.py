@@ -35,7 +35,6 @@ from spmdtrain.errors import StorageError, UserError, did_you_mean, printable
 from spmdtrain.record.storage import failures, is_url, one_line
 
 # -- The image files of a folder, their order, classes and splits: functions of their names alone
-# --
 
 SPLITS: Mapping[str, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}
 _MAX_DEPTH = 64  # levels of folders below a class

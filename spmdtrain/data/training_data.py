@@ -108,7 +108,6 @@ def data_fingerprint(data: TrainingData) -> dict[str, Any]:
 
 
 # -- Sources without the records that cannot be read, and the option of a run that leaves them out
-# --
 
 PyTree = Any
 

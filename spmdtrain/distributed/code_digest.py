@@ -34,7 +34,6 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import is_library
 
 # -- Digests of the functions and models of a user, by which a later start sees that they changed
-# --
 #
 # A digest depends on code and on the values that it uses, not on files, lines, comments,
 # docstrings, names of local variables, or the numbers in a model's arrays.

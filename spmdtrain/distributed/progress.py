@@ -168,7 +168,6 @@ class PhaseClock:
 
 
 # -- Progress of the tasks of a launched job: a small file for each, written without collectives
-# --
 #
 # A process that waits in a collective does not know which other process it waits for. Therefore
 # each one publishes its step and phase, and the launcher compares them. Without a launcher the

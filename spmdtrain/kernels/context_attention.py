@@ -493,7 +493,6 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 # -- Attention over a sequence whose tokens are split over devices, by a ring of keys and values
-# --
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,6 @@ def _tables(positions: int | jax.Array, speeds: np.ndarray) -> tuple[Any, Any]:
 
 
 # -- Projections of tokens to the heads of attention, in the order that is fastest on the device
-# --
 
 
 def project_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:

@@ -149,7 +149,6 @@ class LinesFile:
 
 
 # -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
-# --
 
 EVENTS_FILE = "events.jsonl"
 _STEP = "step"  # the phase whose time is productive

@@ -41,7 +41,6 @@ from spmdtrain.strategies import AXES, STATE
 from spmdtrain.tree import named_leaves, path_name
 
 # -- The sharding of every leaf of the state, from rules, the model's annotations and the strategy
-# --
 
 PyTree = Any
 

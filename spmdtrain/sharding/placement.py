@@ -416,7 +416,6 @@ def mirrored_config(config: Config, mesh: MeshSpec) -> Config:
 
 
 # -- Explicit gathers of split parameters under `shard_map`; their gradients are reduce-scattered
-# --
 
 PyTree = Any
 SplitDims = tuple[tuple[int, tuple[str, ...]], ...]

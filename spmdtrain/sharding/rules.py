@@ -15,7 +15,6 @@ from spmdtrain.strategies import AXES, STATE
 from spmdtrain.tree import named_leaves
 
 # -- Sharding rules: a pattern for paths in the state, and the spec of the leaves that it matches
-# --
 
 REPLICATED = PartitionSpec()
 

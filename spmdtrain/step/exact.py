@@ -144,7 +144,6 @@ def _message(why: str, fix: str) -> str:
 
 
 # -- Loops over the virtual shards of a device, with sums over the virtual shards of all devices
-# --
 
 PyTree = Any
 Leaves = list[jax.Array]

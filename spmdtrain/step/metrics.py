@@ -326,7 +326,6 @@ def _check_rows(what: str, array: jax.Array, batch_size: int) -> None:
 
 
 # -- Weighted sums and means: objectives return per-example values, and the mean is computed here
-# --
 
 
 class WeightedValues(NamedTuple):

@@ -45,7 +45,6 @@ from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs, recomputable
 
 # -- The loss of a step's batch as a function of the parameters, for optimizers that evaluate it
-# --
 
 PyTree = Any
 

@@ -573,7 +573,6 @@ def readable_name(values: Mapping[str, str]) -> str:
 
 
 # -- Search with Optuna: samples the options of trials and ends trials that are worse than others
-# --
 
 JOURNAL = "search.journal"
 _STUDY = "sweep"

@@ -396,7 +396,6 @@ def _size(arrays: Any) -> int:
 
 
 # -- The report `program.json` of a run: its parameters, the operations and collectives of a step
-# --
 
 PyTree = Any
 

@@ -20,7 +20,6 @@ from spmdtrain.step.train_step import Dispatch
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 # -- The schedule of a run: the steps that are dispatched together, and what is due after a step
-# --
 
 _LOOK_AHEAD = 20_000  # steps whose cadences are compared
 _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by several processes

@@ -345,7 +345,6 @@ def _where(fault: FoundFault) -> str:
 
 
 # -- The programs of the sentinel: checksums of each device's gradients, and moves of its examples
-# --
 
 
 class GradientSums:

@@ -310,7 +310,6 @@ def _described(leaf: Any) -> str:
 
 
 # -- Placement of a file's arrays: each process reads what its devices hold, one shard at a time
-# --
 
 
 def place(
