@@ -50,7 +50,8 @@ def check_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert np.abs(x).max() > 0, name
-        np.testing.assert_allclose(found[name], x, rtol=1e-6, atol=1e-6 * np.abs(x).max())
+        # float32 gradients of a hundred, summed in another order; a wrong weight is off by 1e-2
+        np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-5 * np.abs(x).max())
 
 
 def squares(model: Any, batch: Any) -> Any:

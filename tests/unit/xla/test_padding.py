@@ -528,7 +528,7 @@ def test_shipped_experiments_are_proven_and_so_compile_once(
 ) -> None:
     name, _, on_gpu = name.partition(" on a ")
     if on_gpu:  # its models and kernels are traced
-        device = SimpleNamespace(platform="gpu")
+        device = SimpleNamespace(platform="gpu", device_kind="H100")
         for module in ("models.layers", "kernels.linear_cross_entropy"):
             monkeypatch.setattr(f"spmdtrain.{module}.current_device", lambda: device)
     model, shapes = SHIPPED[name]
