@@ -217,7 +217,7 @@ class Identity:
     functions: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's functions by their use: model, objective, augment, ..."""
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """For each use, the digest and place (`FILE:LINE`) of the functions within, by name."""
+    """For each use, the digest and place (`FILE:LINE`) of each function reached, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of JAX, XLA and CUDA that change results; empty if they are not recorded."""
     trajectories: Mapping[str, int] = field(default_factory=dict)

@@ -76,7 +76,7 @@ _SPECIAL = {  # of a class: what Python adds itself
 class CodeRecord:
     """The digests of a function or object of the user, which a later start compares.
 
-    `parts` has the digest and the place, `FILE:LINE`, of each function within, by its name.
+    `parts` has the digest and the place, `FILE:LINE`, of each function reached, by its name.
     """
 
     digest: str

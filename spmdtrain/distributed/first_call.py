@@ -24,7 +24,7 @@ _LONGEST = 200  # characters of a line in a message
 def await_compiled(lowered: jax.stages.Lowered | None) -> None:
     """Waits until all processes have compiled the same program.
 
-    `lowered` is None if the program is not compiled.
+    `lowered` is None without `jit`: this process has no program to compare.
 
     Raises:
       UserError: If a process has compiled another program; names the process and the first line

@@ -57,8 +57,9 @@ class Verdict:
       devices: Their numbers, ascending. If there are only two devices and both repeat their
         results, either may be faulty, and both are listed. If the kind is unclear, all devices
         whose results differ.
-      runs: Number of runs, of three, in which each device differed; empty if that is not known. If
-        either of two devices may be faulty, each number is valid if its device is the faulty one.
+      runs: For each of `devices`, in how many of the three runs its results differed; empty if
+        that is not known. If either of two devices may be faulty, each number is valid if its
+        device is the faulty one.
       parameter: Number of the first parameter whose gradients differ.
     """
 

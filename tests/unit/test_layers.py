@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,18 @@ def test_folders_import_in_one_direction(module: str) -> None:
     if module in OPENING_KERAS:
         above -= {"keras"}
     assert not imports(module) & above
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    clients: dict[str, set[str]] = {}
+    for module, path in FILES.items():
+        package = module if path.stem == "__init__" else module.rpartition(".")[0]
+        code = re.sub(r"(?m)^if TYPE_CHECKING:\n( .*\n)*", "", path.read_text())
+        named = {*imported_modules(code, package)}
+        named |= {name.rpartition(".")[0] for name in named}
+        clients[module] = (named & FILES.keys()) - {module}
+    assert "spmdtrain.step.state" in clients["spmdtrain.train.trainer"]
+    TopologicalSorter(clients).prepare()  # raises CycleError with the modules of a circle
 
 
 def reached_from_python() -> set[str]:
