@@ -19,9 +19,7 @@ from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.batch_checks import check_program
-from spmdtrain.step.functions import StepFunctions, describe_preset
-from spmdtrain.step.layer_loop import describe_layers
-from spmdtrain.step.train_step import (
+from spmdtrain.step.dispatch import (
     Dispatch,
     Repeat,
     batch_shardings,
@@ -29,6 +27,8 @@ from spmdtrain.step.train_step import (
     may_group,
     update_program,
 )
+from spmdtrain.step.functions import StepFunctions, describe_preset
+from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 from spmdtrain.xla.compiler import compile_step
 

@@ -41,6 +41,7 @@ from spmdtrain.sharding.placement import (
 from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks, check_partitioned, check_program
+from spmdtrain.step.dispatch import Repeat
 from spmdtrain.step.exact import (
     ExactGradients,
     ExactUpdate,
@@ -64,7 +65,7 @@ from spmdtrain.step.objective import Declared, Forward
 from spmdtrain.step.optimizer import BaseModel, Update, extra_names
 from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import Repeat, eager, make_gradient_step, make_train_step
+from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compiler import (
     Flag,
