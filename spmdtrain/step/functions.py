@@ -41,7 +41,7 @@ from spmdtrain.sharding.placement import (
 from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks, check_partitioned, check_program
-from spmdtrain.step.dispatch import Repeat
+from spmdtrain.step.dispatch import Repeat, repeated
 from spmdtrain.step.exact import (
     ExactGradients,
     ExactUpdate,
@@ -61,11 +61,12 @@ from spmdtrain.step.gradients import (
     in_dtype,
     pairwise,
 )
+from spmdtrain.step.health import Health
 from spmdtrain.step.objective import Declared, Forward
 from spmdtrain.step.optimizer import BaseModel, Update, extra_names
 from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
+from spmdtrain.step.train_step import eager, jit_step, make_gradient_step, make_train_step
 from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compiler import (
     Flag,
@@ -340,18 +341,27 @@ class StepFunctions:
         """
         key = repeat, by_index
         if key not in self._train_programs:
-            self._train_programs[key] = make_train_step(
-                self._gradients,
-                self.update,
+            health = Health.choose(
                 self.layout,
                 self._placement,
-                repeat=repeat,
-                by_index=by_index,
-                log_every=self._config.log_every,
+                self.abstract_state.params,
+                self._config.log_every,
                 order=self._order,
                 jit=self._config.jit,
-                compiler_options=self.compiler_options,
             )
+            step = make_train_step(self._gradients, self.update, self.layout, health)
+            if self._config.jit:
+                self._train_programs[key] = jit_step(
+                    step,
+                    self.layout,
+                    self._placement,
+                    repeat=repeat,
+                    by_index=by_index,
+                    compiler_options=self.compiler_options,
+                )
+            else:
+                function = step if repeat is Repeat.NONE else repeated(step, repeat)
+                self._train_programs[key] = eager(function)
         return self._train_programs[key]
 
     def gradient_program(self, on_worker: optax.GradientTransformation) -> Any:

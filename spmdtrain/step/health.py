@@ -1,8 +1,10 @@
 """Norms of a step, and checks of its loss and state for NaN and infinity."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -157,57 +159,11 @@ _FEW = 32  # arrays
 
 
 def has_norms(step: Any, every: int) -> Any:
-    """Returns whether `step_norms` computes the norms of a step: the first, and each `every`-th.
+    """Returns whether a step has norms: the first, and each `every`-th.
 
     `step` is counted from 1; an integer or an array.
     """
     return (step == 1) | (step % every == 0)
-
-
-def step_norms(
-    params: PyTree,
-    layout: Layout,
-    step: jax.Array,
-    every: int,
-    *,
-    changes: Changes | None = None,
-    order: FixedOrder | None = None,
-) -> jax.Array:
-    """Returns the norms of `NORMS`, float32 (3,), or (1,) without gradients and updates.
-
-    On CPUs, where a pass over all parameters is a tenth of the step of a small network, steps that
-    are not logged skip them (see `may_branch` and `recomputes_changes`).
-
-    Args:
-      params: The updated parameters.
-      step: The number of the step, counted from 1.
-      changes: The gradients and the updates; None if they are not known.
-      order: The order of the sums; None if it may depend on the devices.
-    """
-    if order is not None:
-        trees = (params, *(() if changes is None else changes()))
-        return jnp.stack([order.evaluate(lambda x: global_norm(x, None), tree) for tree in trees])
-    places = layout.on_device.params
-    places_of_changes = None if layout.splits_gradients else places
-    needed = has_norms(step, every)
-
-    def of_params() -> jax.Array:
-        return global_norm(params, places)
-
-    def of_changes(*, by_rows: bool = False) -> list[jax.Array]:
-        trees = () if changes is None else changes()
-        return [global_norm(tree, places_of_changes, by_rows=by_rows) for tree in trees]
-
-    def in_branch() -> jax.Array:
-        return jnp.stack([of_params(), *of_changes(by_rows=True)])
-
-    if changes is not None and recomputes_changes(params, layout):
-        return jax.lax.cond(needed, in_branch, lambda: jnp.zeros(len(NORMS), jnp.float32))
-    if may_branch(places):
-        norm = jax.lax.cond(needed, of_params, lambda: jnp.zeros((), jnp.float32))
-    else:
-        norm = of_params()
-    return jnp.stack([norm, *of_changes()])
 
 
 def recomputes_changes(params: PyTree, layout: Layout) -> bool:
@@ -291,7 +247,13 @@ class Found(Protocol):
     """The first result of an update."""
 
     @property
-    def state(self) -> Whole: ...
+    def state(self) -> Any: ...
+
+    @property
+    def loss(self) -> jax.Array: ...
+
+
+Watched = TypeVar("Watched", bound=Found)
 
 
 @dataclass(frozen=True)
@@ -334,8 +296,8 @@ def fuses_checks(placement: Placement, params: PyTree) -> bool:
 
 
 def fused_evaluation(
-    updated: Callable[..., tuple[Any, tuple[PyTree, PyTree]]], *args: PyTree
-) -> tuple[Any, FusedChecks]:
+    updated: Callable[..., tuple[Watched, tuple[PyTree, PyTree]]], *args: PyTree
+) -> tuple[Watched, FusedChecks]:
     """Returns the result of an update, and its checks.
 
     `updated(*args)` returns an object with the new `state`, and (gradients, updates), which hold
@@ -382,3 +344,122 @@ def _owner(name: str, x: Any, params: dict[str, Any]) -> str | None:
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
+
+
+# -- The health of a step: its finite flags and norms, where the platform computes them fastest ----
+
+
+class Reading(enum.Enum):
+    """Where a step computes the norms of its gradients and updates."""
+
+    AFTER = "after the update"
+    IN_BRANCH = "in a branch of the logged steps, which computes the updates again"
+    IN_UPDATE = "in the pass of the update"
+
+
+@dataclass(frozen=True)
+class Health:
+    """The finite flags and the norms of a step.
+
+    Attributes:
+      log_every: The cadence of the log. On CPUs, where a pass over all parameters is a tenth of the
+        step of a small network, steps that are not logged skip the norms (see `may_branch`).
+      order: The order of the sums of norms; None if it may depend on the devices.
+      is_traced: Whether the step may be traced again. Without `jit` the user's code sees values.
+    """
+
+    layout: Layout
+    log_every: int
+    reading: Reading = Reading.AFTER
+    order: FixedOrder | None = None
+    is_traced: bool = True
+
+    @classmethod
+    def choose(
+        cls,
+        layout: Layout,
+        placement: Placement,
+        params: PyTree,
+        log_every: int,
+        *,
+        order: FixedOrder | None,
+        jit: bool,
+    ) -> "Health":
+        """Returns the fastest way for abstract parameters."""
+        reading = Reading.AFTER
+        if order is None and recomputes_changes(params, layout):
+            reading = Reading.IN_BRANCH
+        elif order is None and jit and fuses_checks(placement, params):
+            reading = Reading.IN_UPDATE
+        return cls(layout, log_every, reading, order, is_traced=jit)
+
+    def watch(
+        self,
+        update: Callable[[Any, PyTree], tuple[Watched, tuple[PyTree, PyTree]]],
+        before: Any,
+        batch: PyTree,
+        is_last: jax.Array | None,
+    ) -> tuple[Watched, jax.Array, jax.Array]:
+        """Makes an update of a state; returns its result, the finite flags and the norms.
+
+        Args:
+          update: (state, batch) -> (result, (gradients, updates)); the last two hold None in place
+            of frozen parameters.
+          before: The state before the update.
+          is_last: See `finite_flags`.
+        """
+        if self.reading is Reading.IN_UPDATE:
+            found, checks = fused_evaluation(update, before, batch)
+            places = self.layout.shardings
+            return found, checks.flags(found.loss, before, found.state, places), checks.norms
+        if self.reading is Reading.IN_BRANCH and self.is_traced:
+            found, changes = recomputable(update, before, batch)
+        else:
+            found, known = update(before, batch)
+            changes = partial(_same, known)
+        return found, *self.after(before, found.state, found.loss, changes, is_last)
+
+    def after(
+        self,
+        before: Any,
+        after: Any,
+        loss: jax.Array,
+        changes: Changes | None = None,
+        is_last: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the finite flags and the norms of a step; arguments as of `finite_flags`.
+
+        The norms are those of `NORMS`, float32 (3,), or (1,) without `changes`.
+        """
+        flags = finite_flags(loss, before, after, self.layout.shardings, is_last=is_last)
+        return flags, self._norms(after.params, after.step, changes)
+
+    def _norms(self, params: PyTree, step: jax.Array, changes: Changes | None) -> jax.Array:
+        if self.order is not None:
+            order, trees = self.order, (params, *(() if changes is None else changes()))
+            return jnp.stack([order.evaluate(lambda x: global_norm(x, None), x) for x in trees])
+        places = self.layout.on_device.params
+        places_of_changes = None if self.layout.splits_gradients else places
+        needed = has_norms(step, self.log_every)
+
+        def of_params() -> jax.Array:
+            return global_norm(params, places)
+
+        def of_changes(*, by_rows: bool = False) -> list[jax.Array]:
+            trees = () if changes is None else changes()
+            return [global_norm(tree, places_of_changes, by_rows=by_rows) for tree in trees]
+
+        def in_branch() -> jax.Array:
+            return jnp.stack([of_params(), *of_changes(by_rows=True)])
+
+        if self.reading is Reading.IN_BRANCH:
+            return jax.lax.cond(needed, in_branch, lambda: jnp.zeros(len(NORMS), jnp.float32))
+        if may_branch(places):
+            norm = jax.lax.cond(needed, of_params, lambda: jnp.zeros((), jnp.float32))
+        else:
+            norm = of_params()
+        return jnp.stack([norm, *of_changes()])
+
+
+def _same(value: PyTree) -> PyTree:
+    return value

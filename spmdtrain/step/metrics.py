@@ -836,7 +836,7 @@ def _updated(metric: Any, reset: str, update: str, compute: str) -> Callable[...
 NORMS_OF_GRADIENTS = ("gradient_norm", "update_norm")
 """The names of the norms that a `Loop` does not know, and its function may return."""
 NORMS = ("parameter_norm", *NORMS_OF_GRADIENTS)
-"""The names of the norms that `step_norms` returns."""
+"""The names of the norms that `Health` computes."""
 LEARNING_RATE = "learning_rate"
 """The name of the learning rate in a line of training."""
 OF_EPOCH = ("epoch", LEARNING_RATE, "seconds", "examples_per_second", "input_wait")

@@ -1,6 +1,6 @@
 """The train step, and the steps of one dispatch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,21 +17,13 @@ from spmdtrain.sharding.placement import Placement
 from spmdtrain.step import metrics
 from spmdtrain.step.batch_checks import check_partitioned
 from spmdtrain.step.dispatch import Repeat, batch_shardings, repeated
-from spmdtrain.step.exact import FixedOrder, exist
+from spmdtrain.step.exact import exist
 from spmdtrain.step.gradients import Gradients, difference
-from spmdtrain.step.health import (
-    FusedChecks,
-    finite_flags,
-    fused_evaluation,
-    fuses_checks,
-    recomputes_changes,
-    step_norms,
-)
+from spmdtrain.step.health import Health
 from spmdtrain.step.hyperparameters import step_rate
 from spmdtrain.step.metrics import Combination
 from spmdtrain.step.optimizer import ExtraArguments, Update, clipped, merge
 from spmdtrain.step.state import TrainState, averaged_steps, check_same_arrays
-from spmdtrain.xla.jaxpr import recomputable
 
 # -- The loss of a step's batch as a function of the parameters, for optimizers that evaluate it
 
@@ -119,7 +111,7 @@ class StepOutput:
     combined: dict[str, Combination] = field(default_factory=dict)
 
 
-class _Updated(NamedTuple):
+class Updated(NamedTuple):
     """The state after a step, with the metrics of its batch."""
 
     state: TrainState
@@ -127,32 +119,21 @@ class _Updated(NamedTuple):
     sums: jax.Array
     combined: dict[str, Combination]
 
+    @property
+    def loss(self) -> jax.Array:
+        """The mean loss of the batch."""
+        return self.means["loss"]
+
 
 def make_train_step(
-    gradients: Gradients,
-    update: Update,
-    layout: Layout,
-    placement: Placement,
-    *,
-    repeat: Repeat = Repeat.NONE,
-    by_index: bool = False,
-    log_every: int = 1,
-    order: FixedOrder | None = None,
-    jit: bool = True,
-    compiler_options: dict[str, Any] | None = None,
-) -> Any:
-    """Returns the jitted train step, a function (state, batch) -> (state, output).
+    gradients: Gradients, update: Update, layout: Layout, health: Health
+) -> Callable[..., tuple[TrainState, StepOutput]]:
+    """Returns the train step, a function (state, batch, is_last=None) -> (state, output).
 
-    Args:
-      repeat: How the steps of a call are repeated. If at all, the arrays of batch and output have a
-        leading dim of steps.
-      by_index: Whether the batch is an `IndexedBatch`.
-      log_every: The cadence of the log, for `step_norms`.
-      order: The order of the sums of norms; None if it may depend on the devices.
-      jit: Whether to compile. If not, operations run one by one.
+    `is_last` tells whether the step is the last one of a dispatch of several.
     """
 
-    def updated(state: TrainState, batch: PyTree) -> tuple[_Updated, tuple[PyTree, PyTree]]:
+    def updated(state: TrainState, batch: PyTree) -> tuple[Updated, tuple[PyTree, PyTree]]:
         # Gradients of the weighted mean loss, with sums over the global batch.
         trained, frozen = update.partition(state.params)
         computed = gradients(trained, frozen, state.model_state, batch, state.step_key)
@@ -174,45 +155,51 @@ def make_train_step(
             *(state.step + 1, params, opt_state, averaged, model_state, state.key),
             state.averaged_before,
         )
+        check_same_arrays(state, after)
         combined = metrics.combinations(computed.metrics)
-        return _Updated(after, means, sums, combined), (new.gradients, new.updates)
+        return Updated(after, means, sums, combined), (new.gradients, new.updates)
 
     def train_step(
         state: TrainState, batch: PyTree, is_last: jax.Array | None = None
     ) -> tuple[TrainState, StepOutput]:
         batch = examples_of(batch)
         state = layout.to_device(state, lambda shardings: shardings)  # from host memory
-        # Without `jit` the user's code has to see values, and `recomputable` would trace it.
-        recomputes = jit and order is None and recomputes_changes(state.params, layout)
-        fuses = jit and order is None and fuses_checks(placement, state.params)
-        evaluate = recomputable if recomputes else fused_evaluation if fuses else _evaluated
-        found, changes = evaluate(updated, state, batch)
-        after, means = found.state, found.means
-        check_same_arrays(state, after)
-
         # The finite flags of this loss and state. They are read before this state is saved.
-        if isinstance(changes, FusedChecks):
-            finite = changes.flags(means["loss"], state, after, layout.shardings)
-            norms = changes.norms
-        else:
-            finite = finite_flags(means["loss"], state, after, layout.shardings, is_last=is_last)
-            norms = step_norms(
-                after.params, layout, after.step, log_every, changes=changes, order=order
-            )
-        rate = step_rate(update.optimizer, state.opt_state, after.opt_state)
-        return after, StepOutput(
-            means, finite, sums=found.sums, rate=rate, norms=norms, combined=found.combined
+        found, finite, norms = health.watch(updated, state, batch, is_last)
+        rate = step_rate(update.optimizer, state.opt_state, found.state.opt_state)
+        output = StepOutput(
+            *(found.means, finite), sums=found.sums, rate=rate, norms=norms, combined=found.combined
         )
+        return found.state, output
 
-    function = train_step if repeat is Repeat.NONE else repeated(train_step, repeat)
-    if not jit:
-        return eager(function)
+    return train_step
+
+
+def jit_step(
+    step: Callable[..., tuple[TrainState, Any]],
+    layout: Layout,
+    placement: Placement,
+    *,
+    repeat: Repeat = Repeat.NONE,
+    by_index: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Returns the jitted program of a step: (state, batch) -> (state, output).
+
+    Args:
+      step: (state, batch) -> (state, output).
+      layout: The shardings of the state, before and after the step.
+      placement: The shardings of the batch and of the output.
+      repeat: How the steps of a call are repeated. If at all, the arrays of batch and output have a
+        leading dim of steps, and the step is (state, batch, is_last) -> (state, output).
+      by_index: Whether the batch is an `IndexedBatch`.
+    """
     return jax.jit(
-        function,
+        step if repeat is Repeat.NONE else repeated(step, repeat),
         in_shardings=(layout.shardings, batch_shardings(placement, repeat, by_index=by_index)),
         out_shardings=(layout.shardings, placement.replicated),
         donate_argnums=0,  # the new state reuses the old one's memory
-        compiler_options=compiler_options or None,
+        compiler_options=dict(compiler_options or {}) or None,
     )
 
 
@@ -254,14 +241,6 @@ def make_gradient_step(
         compiler_options=compiler_options or None,
     )
     return Together(compiled, constant=1, check=partial(check_partitioned, placement=placement))
-
-
-def _evaluated(
-    function: Callable[..., tuple[PyTree, PyTree]], *args: PyTree
-) -> tuple[PyTree, Callable[[], PyTree]]:
-    """Returns the two results of a function as `recomputable` does, but keeps the second one."""
-    first, second = function(*args)
-    return first, lambda: second
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

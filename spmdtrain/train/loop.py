@@ -33,13 +33,13 @@ from spmdtrain.sharding.rules import Rule, check_placed
 from spmdtrain.step.batch_checks import check_partitioned, check_program
 from spmdtrain.step.compile import describe_choices
 from spmdtrain.step.functions import step_options
-from spmdtrain.step.health import finite_flags, step_norms
+from spmdtrain.step.health import Health
 from spmdtrain.step.hyperparameters import initial_values, learning_rate
 from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput
+from spmdtrain.step.train_step import StepOutput, jit_step
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.callbacks import (
@@ -88,12 +88,10 @@ def make_program(
 ) -> Any:
     """Returns the jitted program of a user's step: (state, batch) -> (state, output).
 
-    Args:
-      abstract: Shapes and dtypes of the state.
-      layout: The shardings of the state, before and after the step.
-      placement: The shardings of the batch and of the output.
-      log_every: The cadence of the log, for `step_norms`.
+    `abstract` has the shapes and dtypes of the state. Other arguments as of `jit_step` and
+    `Health`.
     """
+    health = Health(layout, log_every)
     function = locate_errors(function, "the step function", takes="(state, batch, key)")
 
     def program(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
@@ -107,18 +105,11 @@ def make_program(
             )
         after = dataclasses.replace(after, step=state.step + 1, key=state.key)
         means = as_scalars(metrics)
-        finite = finite_flags(jnp.stack(list(means.values())), state, after, layout.shardings)
-        norms = step_norms(after.params, layout, after.step, log_every)
+        finite, norms = health.after(state, after, jnp.stack(list(means.values())))
         rate = learning_rate(after.opt_state)
         return after, StepOutput(means, finite, after.step, rate=rate, norms=norms)
 
-    return jax.jit(
-        program,
-        in_shardings=(layout.shardings, placement.batch),
-        out_shardings=(layout.shardings, placement.replicated),
-        donate_argnums=0,
-        compiler_options=dict(compiler_options) or None,
-    )
+    return jit_step(program, layout, placement, compiler_options=compiler_options)
 
 
 class LoopOfStep(Protocol):

@@ -14,9 +14,9 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.record.run_files import Split
 from spmdtrain.step import hyperparameters
+from spmdtrain.step.dispatch import Dispatch
 from spmdtrain.step.hyperparameters import scales_updates
 from spmdtrain.step.metrics import Combination, Means
-from spmdtrain.step.train_step import Dispatch
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 # -- The schedule of a run: the steps that are dispatched together, and what is due after a step

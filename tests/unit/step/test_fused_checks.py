@@ -10,8 +10,7 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from spmdtrain.step.health import FLAGS
-from spmdtrain.step.train_step import fused_evaluation
+from spmdtrain.step.health import FLAGS, fused_evaluation
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 PARAMS: dict[str, Any] = {

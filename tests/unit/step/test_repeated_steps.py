@@ -16,8 +16,7 @@ from spmdtrain import MeshSpec, UserError
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import CountedBatches, IndexedBatch, stack_batches
 from spmdtrain.sharding.placement import make_placement
-from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import (
+from spmdtrain.step.dispatch import (
     Dispatch,
     Repeat,
     choose_dispatch,
@@ -25,6 +24,7 @@ from spmdtrain.step.train_step import (
     repeated,
     update_program,
 )
+from spmdtrain.step.state import TrainState
 
 MOST = 6  # steps of a dispatch
 ONE: dict[str, Any] = {"mesh": MeshSpec(devices=(0,)), "global_batch_size": 8}

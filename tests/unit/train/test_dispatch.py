@@ -32,7 +32,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.record.lines import read_hashes
-from spmdtrain.step.train_step import Dispatch, Repeat
+from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.train.callbacks import CallbackRunner
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.tree import named_leaves

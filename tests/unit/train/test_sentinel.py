@@ -38,7 +38,7 @@ from spmdtrain.models import MLP
 from spmdtrain.record.lines import read_events
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import make_placement, use_placement
-from spmdtrain.step.train_step import Dispatch, Repeat
+from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.train import sentinel
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.train.sentinel import FaultKind, GradientSums, Verdict, find_faulty, why_not_on
