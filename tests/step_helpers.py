@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from spmdtrain import FunctionModel, MeshSpec, Trainer, TrainState
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import use_placement
+from spmdtrain.step.plan import plan_step
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
@@ -42,10 +43,10 @@ def trainer(**options: Any) -> Trainer:
 def one_step(of: Trainer, batch: Any, *, seed: int = 0) -> tuple[TrainState, StepOutput]:
     """The state after one step from the initial one, and the output of the step."""
     steps = of.functions
-    steps.choose_reduction(batch)
     with use_placement(of.placement):
+        step = plan_step(steps, batch).program()
         placed = jax.device_put(batch, of.placement.batch)
-        result: tuple[TrainState, StepOutput] = steps.train_program()(steps.init(seed), placed)
+        result: tuple[TrainState, StepOutput] = step(steps.init(seed), placed)
     return result
 
 
@@ -146,7 +147,7 @@ def primitives(of: Trainer, batch: Any, name: str) -> list[Any]:
     """
     steps = of.functions
     with use_placement(of.placement):
-        jaxpr = steps.train_program().trace(steps.abstract_state, batch).jaxpr
+        jaxpr = plan_step(steps, batch).program().trace(steps.abstract_state, batch).jaxpr
     found = [equation for equation in equations(jaxpr) if equation.primitive.name == name]
     return [x for x in found if name != "dot_general" or x.invars[-1].aval.ndim > 1]
 

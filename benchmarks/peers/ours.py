@@ -27,6 +27,7 @@ from spmdtrain import ArrayDataset, CollectiveOptions, Trainer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.data import loader
 from spmdtrain.data.sampling import CountedBatches
+from spmdtrain.step.plan import plan_step
 from spmdtrain.train import executor
 
 gate.mark("imported")
@@ -93,8 +94,7 @@ if gate.checks:
     )
     functions, (inputs, targets) = trainer.functions, same_work.first_batch(work)
     batch = {"image": inputs, "label": targets}
-    functions.choose_reduction(batch)
-    step, state = functions.train_program(), functions.init(0)
+    step, state = plan_step(functions, batch).program(), functions.init(0)
     facts = jax_work.facts(step, state, batch, params=state.params)
     gate.report_work(float(step(state, batch)[1].metrics["loss"]), **facts)
 

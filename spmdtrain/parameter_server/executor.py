@@ -35,12 +35,11 @@ from spmdtrain.parameter_server.ray_pool import RayJob
 from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
 from spmdtrain.parameter_server.worker import PickledProgram, WorkerFactory, for_worker
 from spmdtrain.sharding.placement import Placement, make_placement
-from spmdtrain.step.compile import Programs
+from spmdtrain.step.compile import Program, Programs
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
-from spmdtrain.train.run_logger import StepProgram
 from spmdtrain.train.session import RunSession
 
 # -- The executor of strategy parameter_server -----------------------------------------------------
@@ -104,7 +103,7 @@ class ServerExecutor:
             f"workers: {job.workers}, parameter servers: {job.servers}",
             functions.update.partition(state.params)[0],
         )
-        program = StepProgram(None, 1, "each worker compiles its own step")
+        program = Program(self._wait, "", collectives="each worker compiles its own step")
         placement = make_placement(run.config)
         run.logger.performance.describe(program, state.params, None, placement)
         run.logger.restart_timer(first)

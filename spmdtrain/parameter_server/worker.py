@@ -29,6 +29,7 @@ from spmdtrain.parameter_server.server import PushResult
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.plan import plan_step
 
 PyTree = Any
 
@@ -70,15 +71,15 @@ class Worker:
         self._threads = ThreadPoolExecutor(len(self._parts)) if len(self._parts) > 1 else None
         self._check = BatchCheck()
         self._program = steps.gradient_program(partition.on_worker)
-        self._has_chosen_reduction = False
+        self._is_checked = False
 
     def compute(self, number: int, params: PyTree, model_state: PyTree) -> Computed:
         """Returns the gradients and metrics of a batch, NumPy arrays."""
         batch = self.read_batch(number)
         with use_placement(self._placement):
-            if not self._has_chosen_reduction:
-                self._steps.choose_reduction(batch)
-                self._has_chosen_reduction = True
+            if not self._is_checked:
+                plan_step(self._steps, batch)  # checks the batch
+                self._is_checked = True
             placed = jax.device_put(batch, self._placement.batch)
             variables = Variables(params, model_state)
             output = self._program(variables, placed, self._key, np.int32(number))

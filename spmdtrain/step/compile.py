@@ -1,9 +1,10 @@
-"""Compilation of the train step in a background thread, while a run starts."""
+"""Compilation of train steps, also in a background thread while a run starts."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +30,11 @@ from spmdtrain.step.dispatch import (
 )
 from spmdtrain.step.functions import StepFunctions, describe_preset
 from spmdtrain.step.layer_loop import describe_layers
+from spmdtrain.step.plan import StepPlan, plan_step
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
-from spmdtrain.xla.compiler import compile_step
+from spmdtrain.xla.compiler import compile_lowered
+
+# -- The compilation of a train step, of a `Trainer` or a `Loop` -----------------------------------
 
 PyTree = Any
 
@@ -54,23 +58,120 @@ class Program:
 
     call: Callable[..., Any]
     summary: str
-    lowered: jax.stages.Lowered | None
+    lowered: jax.stages.Lowered | None = None
     jaxpr: Any = None
     retrace: Callable[[], Any] | None = None
     steps: int = 1
-    collectives: list[Collective] | str = "the step is not compiled"
+    collectives: Sequence[Collective] | str = "the step is not compiled"
+
+
+def compile_step(
+    call: Any,
+    state: PyTree,
+    batch: PyTree,
+    placement: Placement,
+    check: Callable[[jax.stages.Traced], None],
+    *,
+    describe: Callable[[Any], str],
+    steps: int = 1,
+) -> Program:
+    """Compiles a jitted train step.
+
+    Args:
+      call: The result of `jit_step`.
+      state: Arrays, or shapes with the shardings of the real arguments, so that `call` finds the
+        program in its cache. Calls of it are dispatched faster than those of `jax.stages.Compiled`.
+      batch: As `state`.
+      check: Raises `UserError` if the traced program would not compute what a run promises.
+      describe: Returns what was decided for the program, from its open jaxpr.
+      steps: Number of steps whose operations its jaxpr has.
+    """
+    started = time.perf_counter()
+    traced = call.trace(state, batch)
+    check(traced)
+    lowered = traced.lower()
+    compiled, summary = compile_lowered(lowered, started)
+    found: list[Collective] | str = []
+    if process_group.is_chief():  # the only process that logs it
+        mesh = placement.mesh
+        found = find_collectives(compiled.as_text() or "", mesh)
+        summary += f": {describe_found(found, mesh)}{describe(traced.jaxpr.jaxpr)}"
+    shapes = jax.tree.map(_shape, (state, batch))
+
+    def retrace() -> Any:
+        with use_placement(placement):
+            return call.trace(*shapes).jaxpr
+
+    return Program(call, summary, lowered, traced.jaxpr, retrace, steps, found)
+
+
+def describe_choices(jaxpr: Any, placement: Placement) -> str:
+    """Returns the choices in an open jaxpr that depend on devices or on sizes, each after "; "."""
+    attention = describe_attention(jaxpr, placement.devices[0].platform)
+    found = (attention, describe_layers(jaxpr))
+    return "".join(f"; {each}" for each in found if each)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array or number, with the sharding of an array."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(x, "sharding", None))
+
+
+# -- The programs of a `Trainer`, by plan ----------------------------------------------------------
+
+
+def compile_plan(plan: StepPlan, steps: int, batch: PyTree, preset: str = "") -> Program:
+    """Compiles the program of a plan for a number of steps.
+
+    `batch` has the shapes and shardings of the batch of a call, and `preset` describes the options
+    of XLA's preset.
+    """
+    repeat = plan.dispatch.repeat_of(steps)
+    call = plan.program(repeat)
+    if not plan.jit:
+        return Program(call, "steps are not compiled")
+    # The operations of a loop of unknown length are counted once.
+    counted = 1 if repeat is Repeat.COUNTED else steps
+    note = "" if repeat is Repeat.NONE else plan.dispatch.note
+    before = "".join(f"; {reason}" for reason in plan.reasons) + note
+    after = f"; {preset}" if preset else ""
+    return compile_step(
+        call,
+        plan.state,
+        batch,
+        plan.placement,
+        partial(check_traced, plan=plan, batch=batch, repeat=repeat),
+        describe=lambda jaxpr: before + describe_choices(jaxpr, plan.placement) + after,
+        steps=counted,
+    )
+
+
+def check_traced(
+    traced: jax.stages.Traced, plan: StepPlan, batch: PyTree, repeat: Repeat = Repeat.NONE
+) -> None:
+    """Checks the traced program of a train step (see `check_program`).
+
+    `batch` has shapes and dtypes of the batches of a dispatch; with `by_index`, it has the indices
+    of examples on the devices.
+    """
+    places = batch_shardings(plan.placement, repeat, by_index=plan.by_index)
+    placed = plan.state, jax.tree.map(_with_sharding, places, batch)
+    check_program(traced.jaxpr.jaxpr, placed, plan.placement)
+
+
+def _with_sharding(sharding: Any, batch: PyTree) -> PyTree:
+    """Returns abstract arrays with a sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
 
 class Programs:
     """The compiled train steps of one trainer, by their number of steps."""
 
-    def __init__(self, steps: StepFunctions, placement: Placement, config: RunConfig) -> None:
-        self._steps, self._placement, self._config = steps, placement, config
-        # One thread, because the programs share the result of `StepFunctions.choose_reduction`.
+    def __init__(self, functions: StepFunctions) -> None:
+        self._functions, self._placement = functions, functions.placement
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._programs: dict[int, tuple[PyTree, Future[Program]]] = {}
-        self.dispatch = Dispatch()
-        """The choice of `choose_dispatch`."""
         self._choices: dict[tuple[int | None, str], Dispatch] = {}
 
     def choose_dispatch(
@@ -81,63 +182,72 @@ class Programs:
         *,
         is_watched: bool,
     ) -> Dispatch:
-        """Chooses how the steps of a run are dispatched, and sets `dispatch`.
+        """Returns how the steps of a run are dispatched.
 
         By default small steps are dispatched together, if nothing waits for each of them: no
         callback, and no reading of examples, which are arrays in memory. `is_watched` tells whether
         callbacks are called after steps or for log lines.
         """
-        self.wait()  # a compilation reads the last choice
-        self.dispatch = Dispatch()
-        given, steps, placement = config.steps_per_dispatch, self._steps, self._placement
+        given, functions, placement = config.steps_per_dispatch, self._functions, self._placement
         if given == 1:
-            return self.dispatch
+            return Dispatch()
         if given is None:
             waits = is_watched or augment is not None or not is_in_memory(dataset)
-            if waits or not may_group(config, placement, steps.abstract_state):
-                return self.dispatch
-        batch = self._abstract_batch(dataset, 1, augment, config)
+            if waits or not may_group(config, placement, functions.abstract_state):
+                return Dispatch()
+        batch = self._abstract_batch(dataset, Dispatch(), 1, augment, config)
         rows = as_marked(jax.eval_shape(examples_of, batch)).rows
         if (key := (given, str(rows))) not in self._choices:
             try:
                 with reference_kernels():  # operations of kernels cannot be read
-                    forward = steps.checks.forward_program(rows)
+                    forward = functions.checks.forward_program(rows)
             except Exception:  # of the user's code: the compilation raises it, too
-                return self.dispatch
+                return Dispatch()
             update = self._update_program() if given is None else None  # tracing takes time
             self._choices[key] = choose_dispatch(
-                given, placement, steps.abstract_state, rows, forward, update
+                given, placement, functions.abstract_state, rows, forward, update
             )
-        self.dispatch = self._choices[key]
-        return self.dispatch
+        return self._choices[key]
 
     def _update_program(self) -> Any | None:
-        steps = self._steps
-        trained, _ = steps.update.partition(steps.abstract_state.params)
-        return update_program(steps.update.optimizer, trained, steps.abstract_state.opt_state)
+        update, state = self._functions.update, self._functions.abstract_state
+        trained, _ = update.partition(state.params)
+        return update_program(update.optimizer, trained, state.opt_state)
 
-    def begin(self, steps: int, batch: PyTree) -> None:
+    def begin(self, dispatch: Dispatch, steps: int, batch: PyTree) -> None:
         """Starts to compile in the background.
 
         Nothing is started if the worker thread would compile another program: many JAX options
         (`jax.default_device`, `jax.default_matmul_precision`) belong to a thread.
 
         Args:
+          dispatch: How the steps of the run are dispatched.
           steps: Number of steps of a call.
           batch: Arrays or abstract arrays of the shapes and shardings of the batches of a call.
         """
         if self._worker.submit(self._context).result() == self._context():
-            shapes = jax.tree.map(_shape, batch)
-            self._programs[steps] = shapes, self._worker.submit(self._make, steps, shapes)
+            shapes = jax.tree.map(_canonical, batch)
+            made = self._worker.submit(self._make, dispatch, steps, shapes)
+            self._programs[steps] = (dispatch, shapes), made
 
     def begin_for(
-        self, dataset: TrainingData, steps: int, augment: Augment | None, config: RunConfig
+        self,
+        dataset: TrainingData,
+        dispatch: Dispatch,
+        steps: int,
+        augment: Augment | None,
+        config: RunConfig,
     ) -> None:
         """Starts to compile for the batches of a dataset; arguments as for `abstract_batch`."""
-        self.begin(steps, self._abstract_batch(dataset, steps, augment, config))
+        self.begin(dispatch, steps, self._abstract_batch(dataset, dispatch, steps, augment, config))
 
     def _abstract_batch(
-        self, dataset: TrainingData, steps: int, augment: Augment | None, config: RunConfig
+        self,
+        dataset: TrainingData,
+        dispatch: Dispatch,
+        steps: int,
+        augment: Augment | None,
+        config: RunConfig,
     ) -> PyTree:
         return abstract_batch(
             dataset,
@@ -147,21 +257,21 @@ class Programs:
             steps=steps,
             by_index=config.data_on_device,
             step_may_place=config.jit,
-            counted=self.dispatch.is_counted,
+            counted=dispatch.is_counted,
             padded_to=config.padded_batch_size(self._placement.batch_shards),
         )
 
-    def get(self, steps: int, batch: PyTree) -> Program:
+    def get(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
         """Returns the compiled program; arguments as of `begin`.
 
         It raises the errors of the compilation, and the next call compiles again.
         """
-        shapes = jax.tree.map(_shape, batch)
-        if steps not in self._programs or self._programs[steps][0] != shapes:
+        key = dispatch, jax.tree.map(_canonical, batch)
+        if steps not in self._programs or self._programs[steps][0] != key:
             self.wait()
             compiled: Future[Program] = Future()
-            compiled.set_result(self._make(steps, shapes))
-            self._programs[steps] = shapes, compiled
+            compiled.set_result(self._make(dispatch, steps, key[1]))
+            self._programs[steps] = key, compiled
         _, program = self._programs[steps]
         try:
             return program.result()
@@ -179,75 +289,18 @@ class Programs:
         with use_placement(self._placement):
             return trace_context()
 
-    def _make(self, steps: int, batch: PyTree) -> Program:
-        started = time.perf_counter()
+    def _make(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
+        functions, config = self._functions, self._functions.config
         with use_placement(self._placement):  # the placement belongs to a thread
-            repeat, first = self.dispatch.repeat_of(steps), batch
-            if repeat is not Repeat.NONE:
+            first = batch
+            if dispatch.repeat_of(steps) is not Repeat.NONE:
                 first = jax.eval_shape(lambda batches: batch_at(batches, 0), batch)
-            choice = self._steps.choose_reduction(first)
-            if repeat is not Repeat.NONE:
-                choice += self.dispatch.note
-            by_index = self._config.data_on_device
-            call = self._steps.train_program(repeat, by_index=by_index)
-            if not self._config.jit:
-                return Program(call, "steps are not compiled", None)
-            # With the shardings of the real arguments, so that the jitted function finds the
-            # program in its cache. Its calls are dispatched faster than those of `compiled`.
-            traced = call.trace(self._steps.placed_state, batch)
-            check_traced(traced, self._steps, self._placement, batch, repeat, by_index=by_index)
-            lowered = traced.lower()
-            compiled, summary = compile_step(lowered, started)
-        found: list[Collective] | str = []
-        if process_group.is_chief():  # the only process that logs it
-            mesh = self._placement.mesh
-            found = find_collectives(compiled.as_text() or "", mesh)
-            summary += f": {describe_found(found, mesh)}{choice}"
-            summary += describe_choices(traced.jaxpr.jaxpr, self._placement)
-            preset = describe_preset(self._config, self._placement, self._steps.compiler_options)
-            summary += f"; {preset}" if preset else ""
-
-        def retrace() -> Any:
-            with use_placement(self._placement):
-                return call.trace(self._steps.placed_state, batch).jaxpr
-
-        # The operations of a loop of unknown length are counted once.
-        counted = 1 if repeat is Repeat.COUNTED else steps
-        return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found)
+            plan = plan_step(functions, first, dispatch=dispatch, by_index=config.data_on_device)
+            preset = describe_preset(config, self._placement, functions.compiler_options)
+            return compile_plan(plan, steps, batch, preset)
 
 
-def check_traced(
-    traced: jax.stages.Traced,
-    steps: StepFunctions,
-    placement: Placement,
-    batch: PyTree,
-    repeat: Repeat = Repeat.NONE,
-    *,
-    by_index: bool,
-) -> None:
-    """Checks the traced program of a train step (see `check_program`).
-
-    `batch` has shapes and dtypes of the batches of a dispatch. With `by_index`, it has the indices
-    of examples on the devices.
-    """
-    places = batch_shardings(placement, repeat, by_index=by_index)
-    placed = steps.placed_state, jax.tree.map(_with_sharding, places, batch)
-    check_program(traced.jaxpr.jaxpr, placed, placement)
-
-
-def _with_sharding(sharding: Any, batch: PyTree) -> PyTree:
-    """Returns abstract arrays with a sharding."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array, with its sharding if it is on devices."""
+def _canonical(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a step's argument, with its sharding if it is on devices."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=getattr(x, "sharding", None))
-
-
-def describe_choices(jaxpr: Any, placement: Placement) -> str:
-    """Returns the choices in an open jaxpr that depend on devices or on sizes, each after "; "."""
-    attention = describe_attention(jaxpr, placement.devices[0].platform)
-    found = (attention, describe_layers(jaxpr))
-    return "".join(f"; {each}" for each in found if each)

@@ -25,7 +25,7 @@ from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.strategies import Strategy, strategy
-from spmdtrain.train.run_logger import StepProgram, next_batch
+from spmdtrain.train.run_logger import next_batch
 from spmdtrain.train.sentinel import Sentinel
 from spmdtrain.train.session import RunSession, terminal_of
 
@@ -232,8 +232,9 @@ class MeshBackend:
         first = source.steps[-1] if source and source.steps else 0
         if first >= schedule.total or functions.has_custom_reduction:
             return
-        steps = programs.dispatch.program_steps(len(next(schedule.dispatches(first))))
-        programs.begin_for(run.train_data, steps, augment, config)
+        dispatch = schedule.dispatch
+        steps = dispatch.program_steps(len(next(schedule.dispatches(first))))
+        programs.begin_for(run.train_data, dispatch, steps, augment, config)
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
@@ -250,7 +251,7 @@ class MeshExecutor:
         config, first = run.config, int(inputs.state.step)
         self._run, self._programs, self._placement = run, inputs.programs, placement
         self._functions = inputs.functions
-        dispatch = self._programs.dispatch
+        self._dispatch = dispatch = run.schedule.dispatch
         self.max_in_flight = 2 if dispatch.steps > 1 else max_in_flight(placement)
         if dispatch.is_counted:  # the devices compute one while the host prepares the next
             self.max_in_flight = 1
@@ -281,7 +282,7 @@ class MeshExecutor:
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the compiled program of these steps, and the next batch."""
         batch = next_batch(self._batches, state, self._run.logger.count_input_wait, steps[-1])
-        size = self._programs.dispatch.program_steps(len(steps))
+        size = self._dispatch.program_steps(len(steps))
         if size not in self._compiled:
             self._compiled[size] = self._compile(size, batch, state)
             self._run.logger.restart_timer(steps[0] - 1)
@@ -312,14 +313,13 @@ class MeshExecutor:
         """Compiles the program of `steps` steps for batches like `batch`; logs its description."""
         logger = self._run.logger
         with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
-            program = self._programs.get(steps, batch)
+            program = self._programs.get(self._dispatch, steps, batch)
             await_compiled(program.lowered)
         functions = self._functions
         trained, _ = functions.update.partition(state.params)
         logger.log_header(self._placement, state.params, program.summary, trained)
-        found = StepProgram(program.jaxpr, program.steps, program.collectives, program.retrace)
         params, places = functions.abstract_state.params, functions.shardings.params
-        logger.performance.describe(found, params, places, self._placement)
+        logger.performance.describe(program, params, places, self._placement)
         logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens
         return program.call
 

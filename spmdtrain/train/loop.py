@@ -19,7 +19,7 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
 from spmdtrain.data.sampling import Augment, process_rows, rows_of
 from spmdtrain.data.training_data import run_dataset
-from spmdtrain.distributed import failures, process_group
+from spmdtrain.distributed import failures
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.first_call import Together, await_compiled, call_together
 from spmdtrain.distributed.progress import Phase, end_interval, phase
@@ -31,7 +31,7 @@ from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
 from spmdtrain.sharding.rules import Rule, check_placed
 from spmdtrain.step.batch_checks import check_partitioned, check_program
-from spmdtrain.step.compile import describe_choices
+from spmdtrain.step.compile import compile_step, describe_choices
 from spmdtrain.step.functions import step_options
 from spmdtrain.step.health import Health
 from spmdtrain.step.hyperparameters import initial_values, learning_rate
@@ -66,12 +66,11 @@ from spmdtrain.train.loop_checks import (
     state_and_metrics,
 )
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.run_logger import MediaLogger, RunLogger, StepProgram, is_pending, next_batch
+from spmdtrain.train.run_logger import MediaLogger, RunLogger, is_pending, next_batch
 from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
-from spmdtrain.xla.collectives import describe_found, find_collectives
-from spmdtrain.xla.compiler import compile_step, options_for_one_run
+from spmdtrain.xla.compiler import options_for_one_run
 
 # -- The compiled train step of a `Loop` -----------------------------------------------------------
 
@@ -153,35 +152,26 @@ class LoopStep:
         return after, output
 
     def _compile(self, state: TrainState, batch: PyTree) -> None:
-        began, loop = time.perf_counter(), self._loop
-        with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
-            traced = self._program.trace(state, batch)
+        loop = self._loop
+
+        def check(traced: jax.stages.Traced) -> None:
             check_program(traced.jaxpr.jaxpr, (state, batch), loop.placement)
             check_trains(traced.jaxpr.jaxpr, (state, batch), traced.out_info)
-            lowered = traced.lower()
-            compiled, text = compile_step(lowered, began)
-            await_compiled(lowered)
-        if process_group.is_chief():
-            mesh = loop.placement.mesh
-            found = find_collectives(compiled.as_text(), mesh)
-            text += f": {describe_found(found, mesh)}"
-            text += describe_choices(traced.jaxpr.jaxpr, loop.placement)
-            loop.logger.log_header(loop.placement, state.params, text)
-            shapes = jax.tree.map(_abstract, (state, batch))
-            program = StepProgram(
-                traced.jaxpr, 1, found, lambda: self._program.trace(*shapes).jaxpr
+
+        with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
+            program = compile_step(
+                self._program,
+                state,
+                batch,
+                loop.placement,
+                check,
+                describe=partial(describe_choices, placement=loop.placement),
             )
-            params = jax.tree.map(jax.typeof, state.params)
-            loop.logger.performance.describe(
-                program, params, self._shardings.params, loop.placement
-            )
+            await_compiled(program.lowered)
+        loop.logger.log_header(loop.placement, state.params, program.summary)
+        params = jax.tree.map(jax.typeof, state.params)
+        loop.logger.performance.describe(program, params, self._shardings.params, loop.placement)
         loop.logger.restart_timer(loop.step)
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and sharding of an array or a number."""
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(x, "sharding", None))
 
 
 # -- Data and programs of a `Loop` that do not depend on its steps ---------------------------------

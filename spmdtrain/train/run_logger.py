@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -35,6 +34,7 @@ from spmdtrain.record.lines import (
 from spmdtrain.record.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.rules import describe_sharding
+from spmdtrain.step.compile import Program
 from spmdtrain.step.flops import CONVENTION, model_flops
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS
 from spmdtrain.step.state import TrainState
@@ -400,23 +400,6 @@ def _size(arrays: Any) -> int:
 PyTree = Any
 
 
-@dataclass(frozen=True)
-class StepProgram:
-    """The program of one dispatch.
-
-    Attributes:
-      jaxpr: Its operations; None if they are not known.
-      steps: Number of steps of a dispatch.
-      collectives: Its collectives, or the reason why they are not known.
-      retrace: Traces it again and returns its jaxpr; None if that is not known.
-    """
-
-    jaxpr: Any
-    steps: int
-    collectives: Sequence[Collective] | str
-    retrace: Callable[[], Any] | None = None
-
-
 class ProgramReport:
     """The content of `program.json`, computed in a thread, so that the steps do not wait.
 
@@ -426,7 +409,7 @@ class ProgramReport:
     """
 
     def __init__(
-        self, program: StepProgram, params: PyTree, places: PyTree | None, placement: Placement
+        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
     ) -> None:
         self.peak = peak_flops(placement.devices[0].device_kind)
         """Peak FLOP/s of a device; None if its chip is not known."""
@@ -462,7 +445,7 @@ class ProgramReport:
         return content
 
 
-def _flops(program: StepProgram) -> float | None:
+def _flops(program: Program) -> float | None:
     """Returns the model's FLOPs of one step, as `CONVENTION` defines them."""
     if program.jaxpr is None or program.retrace is None:
         return None
@@ -534,7 +517,7 @@ class PerformanceLog:
         self._steps += len(weights)
 
     def describe(
-        self, program: StepProgram, params: PyTree, places: PyTree | None, placement: Placement
+        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
     ) -> None:
         """Starts to compute the report of the program; arguments as for `ProgramReport`."""
         if self._files is not None and self._report is None:

@@ -66,7 +66,7 @@ class Schedule:
         """Number of steps of the run; fewer once a callback has asked to stop."""
         self.stops_at_epochs = False
         """Whether a callback reads the state after each epoch."""
-        self._dispatch = Dispatch()
+        self.dispatch = Dispatch()
         self._config, self._num_examples = config, num_examples
         self._evaluates, self._saves, self._clock = evaluates, saves, clock
         self._saved_at = clock()
@@ -81,7 +81,7 @@ class Schedule:
         A group ends where something is due. Without a counted loop (see `Dispatch`) it has either
         all steps of a dispatch or one, because each other number would need a separate program.
         """
-        size, step, end = self._dispatch.steps, first, first
+        size, step, end = self.dispatch.steps, first, first
         while step < self.total:
             if size == 1:
                 step += 1
@@ -90,7 +90,7 @@ class Schedule:
             # `end` is the last step that one dispatch from here could make.
             while end < min(step + size, self.total) and (end == step or not self._splits(end)):
                 end += 1
-            count = end - step if self._dispatch.is_counted or end == step + size else 1
+            count = end - step if self.dispatch.is_counted or end == step + size else 1
             yield range(step + 1, step + count + 1)
             step += count
 
@@ -100,7 +100,7 @@ class Schedule:
         Raises `UserError` if no dispatch would have `steps_per_dispatch` steps. Dispatches of a
         counted loop may always have fewer.
         """
-        self._dispatch, size = dispatch, dispatch.steps
+        self.dispatch, size = dispatch, dispatch.steps
         if size == 1 or self.total < size or dispatch.is_counted:
             return
         if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):

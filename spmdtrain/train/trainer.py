@@ -40,6 +40,7 @@ from spmdtrain.step.compile import Programs, check_traced
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.gradients import Reduction
 from spmdtrain.step.objective import model_output
+from spmdtrain.step.plan import plan_step
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Tracker
@@ -227,11 +228,9 @@ class ModelRunner:
         by_index = isinstance(batch, IndexedBatch)
         with use_placement(self.placement):
             shapes = jax.eval_shape(lambda batch: batch, batch)
-            self.functions.choose_reduction(shapes)
-            traced: jax.stages.Traced = self.functions.train_program(by_index=by_index).trace(
-                self.functions.abstract_state, shapes
-            )
-            check_traced(traced, self.functions, self.placement, shapes, by_index=by_index)
+            plan = plan_step(self.functions, shapes, by_index=by_index)
+            traced: jax.stages.Traced = plan.program().trace(self.functions.abstract_state, shapes)
+            check_traced(traced, plan, shapes)
         return traced
 
     # -- evaluate and predict ------------------------------------------------------------------
@@ -534,7 +533,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         self._clock, self._init_timeout = clock, init_timeout
         at_steps = self._backend.state_at_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
-        self._programs = Programs(self.functions, self.placement, self.config)
+        self._programs = Programs(self.functions)
         # Of earlier fits: sums of an unfinished epoch, written metrics, the position in a stream.
         self._epoch_sums, self._written = EpochSums(), no_metrics()
         self._stream_progress = StreamProgress()

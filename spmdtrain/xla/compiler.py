@@ -100,7 +100,7 @@ def _count_hit(event: str, **_: Any) -> None:
 jax.monitoring.register_event_listener(_count_hit)
 
 
-def compile_step(lowered: Any, began: float) -> tuple[Any, str]:
+def compile_lowered(lowered: Any, began: float) -> tuple[Any, str]:
     """Compiles a lowered train step, or reads it from the persistent cache.
 
     Returns the compiled step, and what was done in which time, for the log. `began` is when the

@@ -29,6 +29,7 @@ from spmdtrain.data.loader import train_batches
 from spmdtrain.models import mobilenet
 from spmdtrain.run import main
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh, resolve
+from spmdtrain.step.plan import plan_step
 from spmdtrain.strategies import strategy
 from spmdtrain.tree import named_leaves
 
@@ -173,7 +174,7 @@ def step_on(devices: int, experiment: Experiment, config: RunConfig) -> Step:
     start = trainer.functions.init(0)
     batch = first_batch(trainer, experiment, config)
     assert len(batch["image"].sharding.device_set) == devices
-    after, output = trainer.functions.train_program()(start, batch)
+    after, output = plan_step(trainer.functions, batch).program()(start, batch)
     found = (named_leaves(jax.device_get(x)) for x in (after.opt_state.trace, after.model_state))
     return Step(float(output.metrics["loss"]), *found)
 
@@ -419,6 +420,7 @@ import optax
 from flax import nnx
 
 from spmdtrain.models import mobilenet
+from spmdtrain.step.plan import plan_step
 
 sys.path.append({folder!r})
 from flowers_mobilenet import Config, build as whole

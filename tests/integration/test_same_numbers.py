@@ -21,6 +21,7 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.mesh import resolve
+from spmdtrain.step.plan import plan_step
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 
@@ -74,7 +75,8 @@ class Gradients:
         )
         batch = first_batch(self.trainer, self.experiment, self.config, int(state.step))
         assert len(jax.tree.leaves(batch)[0].sharding.device_set) == self.devices
-        after, output = steps.train_program()(jax.device_put(common, steps.shardings), batch)
+        step = plan_step(steps, batch).program()
+        after, output = step(jax.device_put(common, steps.shardings), batch)
         found = {name: np.asarray(x) for name, x in named_leaves(after.opt_state.trace).items()}
         return float(output.metrics["loss"]), found
 
@@ -179,7 +181,8 @@ def test_the_step_on_one_device_holds_no_collective() -> None:
 def compiled(trainer: Trainer, experiment: Experiment, config: RunConfig) -> str:
     """The optimized HLO of the train step that `fit` would run."""
     steps, batch = trainer.functions, first_batch(trainer, experiment, config, 0)
-    text: str = steps.train_program().lower(steps.abstract_state, batch).compile().as_text()
+    step = plan_step(steps, batch).program()
+    text: str = step.lower(steps.abstract_state, batch).compile().as_text()
     return text
 
 

@@ -30,6 +30,7 @@ from spmdtrain.sharding.rules import (
     checked_rules,
     describe_sharding,
 )
+from spmdtrain.step.plan import StepPlan, plan_step
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 
@@ -870,13 +871,14 @@ def test_a_state_restored_with_another_sharding_stops_the_run(
     assert str(caught.value) == f"as restored, {WRONG}"
 
 
-def test_a_step_that_changes_a_sharding_stops_the_run() -> None:
+def test_a_step_that_changes_a_sharding_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     fitted = trainer()
     steps = fitted.functions
     places = (steps.shardings, fitted.placement.batch)
     after = (replicated(fitted, steps.shardings), fitted.placement.replicated)
-    wrong = jax.jit(steps.train_program().__wrapped__, in_shardings=places, out_shardings=after)
-    vars(steps)["train_program"] = lambda *_, **__: wrong
+    step = plan_step(steps, X[:16]).program().__wrapped__
+    wrong = jax.jit(step, in_shardings=places, out_shardings=after)
+    monkeypatch.setattr(StepPlan, "program", lambda *_: wrong)
     with pytest.raises(UserError) as caught:
         fitted.fit(X, steps=2)
     assert str(caught.value) == f"after the first step, {WRONG}"

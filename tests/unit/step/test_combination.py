@@ -27,6 +27,7 @@ from spmdtrain import Combination, FunctionModel, Scalar, UserError, batch_coupl
 from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.step.metrics import Means, Sums
+from spmdtrain.step.plan import plan_step
 
 COEFFICIENTS = {"tokens": 1.0, "examples": 0.5, "penalty": 0.1}
 # Devices, microbatches, the reduction of gradients: all paths of `Gradients`.
@@ -115,7 +116,7 @@ def test_the_weights_of_a_batch_do_not_cost_a_second_pass_of_the_model() -> None
     def products(objective: Any) -> int:
         of = trainer(model=tokens_model(), objective=objective, mesh=on(1), microbatches=4)
         with use_placement(of.placement):
-            traced = of.functions.train_program().trace(of.abstract_state, batch)
+            traced = plan_step(of.functions, batch).program().trace(of.abstract_state, batch)
         return sum(x.primitive.name == "dot_general" for x in equations(traced.jaxpr))
 
     def one_loss(model: Any, batch: Any) -> dict[str, Any]:
@@ -259,7 +260,7 @@ def test_a_batch_coupled_objective_gets_the_whole_batch_or_is_refused() -> None:
     # Without the declaration, the analysis finds it.
     with pytest.raises(UserError, match=r"microbatches is 4, .* may depend .* Set microbatches"):
         gradients(contrastive(1, info_nce, microbatches=4), batch)
-    assert contrastive(1, two_losses, microbatches=4).functions.choose_reduction(batch) == ""
+    assert plan_step(contrastive(1, two_losses, microbatches=4).functions, batch).reasons == ()
 
 
 def of_batch(kind: str) -> Any:
@@ -493,7 +494,7 @@ def test_without_weight_there_is_no_gradient_and_constant_weights_cost_no_first_
     def products(objective: Any) -> int:
         of = trainer(model=model, objective=objective, mesh=on(1), microbatches=4)
         with use_placement(of.placement):
-            traced = of.functions.train_program().trace(of.abstract_state, batch)
+            traced = plan_step(of.functions, batch).program().trace(of.abstract_state, batch)
         return sum(x.primitive.name == "dot_general" for x in equations(traced.jaxpr))
 
     def of_constant_weights(model: Any, batch: Any) -> dict[str, Any]:

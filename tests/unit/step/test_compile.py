@@ -13,36 +13,35 @@ from linear_model import squared_error, trainer
 
 from spmdtrain import MappedDataset, Trainer, UserError
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.plan import StepPlan, plan_step
 
 X = np.random.default_rng(1).normal(size=(40, 4))  # of f64, which the devices make f32
 Y = X.sum(-1, keepdims=True).astype(np.float32)
 
 
 @pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The threads in which steps have been settled, and so compiled."""
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads in which steps have been planned, and so compiled."""
     threads: list[threading.Thread] = []
-    settle = StepFunctions.choose_reduction
 
-    def noted(self: StepFunctions, *args: Any) -> str:
+    def noted(*given: Any, **options: Any) -> StepPlan:
         threads.append(threading.current_thread())
-        return settle(self, *args)
+        return plan_step(*given, **options)
 
-    monkeypatch.setattr(StepFunctions, "choose_reduction", noted)
+    monkeypatch.setattr("spmdtrain.step.compile.plan_step", noted)
     return threads
 
 
 def test_it_is_compiled_while_the_state_is_restored(
-    tmp_path: Path, settled: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planned: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(workdir=str(tmp_path)).fit((X, Y), steps=3)
-    settled.clear()
+    planned.clear()
     seen = threading.Event()
 
     def waits(*args: Any) -> Any:
         for _ in range(3000):
-            if settled:
+            if planned:
                 seen.set()
                 break
             seen.wait(0.01)
@@ -50,8 +49,8 @@ def test_it_is_compiled_while_the_state_is_restored(
 
     monkeypatch.setattr("spmdtrain.train.starting_state.load_state", waits)
     assert trainer(workdir=str(tmp_path)).fit((X, Y), steps=6).step == 6
-    assert seen.is_set() and len(settled) == 1
-    assert settled[0] is not threading.main_thread()
+    assert seen.is_set() and len(planned) == 1
+    assert planned[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize(
@@ -66,14 +65,14 @@ def test_it_is_compiled_while_the_state_is_restored(
     ],
 )
 def test_what_is_compiled_ahead_is_what_is_called(
-    options: dict[str, Any], settled: list[threading.Thread]
+    options: dict[str, Any], planned: list[threading.Thread]
 ) -> None:
     """Or it would be compiled again for the batches that come."""
     fitted = trainer(**options)
     fitted.fit((X, Y), steps=6)
-    assert len(settled) == 1
+    assert len(planned) == 1
     fitted.fit((X, Y), steps=9)
-    assert len(settled) == 1
+    assert len(planned) == 1
 
 
 def compilations(fitted: Trainer, data: Any, caplog: pytest.LogCaptureFixture) -> int:
@@ -89,7 +88,7 @@ def compilations(fitted: Trainer, data: Any, caplog: pytest.LogCaptureFixture) -
 
 
 def test_thread_local_settings_of_jax_apply(
-    settled: list[threading.Thread], caplog: pytest.LogCaptureFixture
+    planned: list[threading.Thread], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device or a precision that is asked for by `with`."""
     device = jax.devices()[3]
@@ -99,9 +98,9 @@ def test_thread_local_settings_of_jax_apply(
     assert {leaf.device for leaf in jax.tree.leaves(fitted.state)} == {device}
     with jax.default_matmul_precision("highest"):
         assert compilations(trainer(), (X, Y), caplog) == 1
-    assert settled == 2 * [threading.main_thread()]
+    assert planned == 2 * [threading.main_thread()]
     assert compilations(trainer(), (X, Y), caplog) == 1
-    assert settled[2] is not threading.main_thread()
+    assert planned[2] is not threading.main_thread()
 
 
 @pytest.mark.slow
@@ -122,12 +121,12 @@ def test_a_dataset_may_give_arrays_that_are_on_a_device(
 
 
 def test_a_run_that_has_nothing_left_to_do_compiles_nothing(
-    tmp_path: Path, settled: list[threading.Thread]
+    tmp_path: Path, planned: list[threading.Thread]
 ) -> None:
     trainer(workdir=str(tmp_path)).fit((X, Y), steps=3)
-    assert len(settled) == 1
+    assert len(planned) == 1
     assert trainer(workdir=str(tmp_path)).fit((X, Y), steps=3).step == 3
-    assert len(settled) == 1
+    assert len(planned) == 1
 
 
 def test_an_error_in_a_step_is_raised_by_fit_and_leaves_no_thread() -> None:

@@ -40,6 +40,7 @@ from spmdtrain.plan import topologies
 from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.step.exact import tree_loop
+from spmdtrain.step.plan import plan_step
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 
@@ -384,8 +385,7 @@ def test_a_step_that_cannot_be_exact_is_refused_when_it_is_traced(
     of = make(**options)
     batch = (np.zeros((ROWS, 64), np.float32), np.zeros(ROWS, np.int32))
     with pytest.raises(UserError, match=message):
-        of.functions.choose_reduction(batch)
-        of.functions.train_program().trace(of.functions.abstract_state, batch)
+        plan_step(of.functions, batch).program().trace(of.functions.abstract_state, batch)
 
 
 @batch_coupled

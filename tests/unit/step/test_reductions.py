@@ -33,6 +33,7 @@ from spmdtrain.models import MLP
 from spmdtrain.sharding.mesh import build_mesh
 from spmdtrain.sharding.placement import constrain_sharding, current_strategy
 from spmdtrain.step.gradients import Reduction, all_reduce, flattened, hierarchical, one_device
+from spmdtrain.step.plan import plan_step
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
 BATCH = tokens_batch(np.random.default_rng(5))
@@ -558,5 +559,6 @@ def test_each_batch_is_judged_by_itself() -> None:
     ).functions
     alone = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
     for batch, packs in ((alone, True), (alone | {"together": np.ones(8)}, False), (alone, True)):
-        message = steps.choose_reduction(batch)
-        assert (steps.reduction is flattened, message == "") == (packs, packs), message
+        plan = plan_step(steps, batch)
+        found = plan.gradients.reduction is flattened, plan.reasons == ()
+        assert found == (packs, packs), plan.reasons

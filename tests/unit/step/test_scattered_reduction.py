@@ -36,8 +36,8 @@ from spmdtrain.models import (
 )
 from spmdtrain.models.layers import normal_param
 from spmdtrain.sharding.placement import current_strategy, use_placement
-from spmdtrain.step.functions import default_reduction
 from spmdtrain.step.gradients import ScatteredReduction, flattened
+from spmdtrain.step.plan import default_reduction, plan_step
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 
@@ -116,7 +116,7 @@ def test_an_annotated_model_has_these_numbers_too_and_gathers_a_layer_at_a_time(
     scattering, replicated = transformer(**own), transformer("mirrored", **own | default)
     check_equal(numbers(scattering), expected)
     check_equal(numbers(replicated), expected)
-    assert replicated.functions.reduction is flattened
+    assert plan_step(replicated.functions, batch()).gradients.reduction is flattened
     gathers = [x for x in compiled_step(scattering, batch()).collectives if x.kind == "all-gather"]
     assert max(x.bytes for x in gathers) == 4 * shape.width * shape.hidden  # not both layers
     assert sum(x.times for x in gathers) == 2 * 2 * 7 + 2  # the embedding and the head once
@@ -148,7 +148,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_other_placements_give_the_same_numbers(place: str) -> None:
     of = transformer(**PLACES[place])
     found = numbers(of)
-    assert isinstance(of.functions.reduction, ScatteredReduction)
+    assert isinstance(plan_step(of.functions, batch()).gradients.reduction, ScatteredReduction)
     if place == "half precision":
         for name, value in expected().items():
             np.testing.assert_allclose(found[name], value, atol=2e-3 * np.abs(value).max())
@@ -181,7 +181,7 @@ def test_what_cannot_be_scattered_is_refused() -> None:
     )
     rows = {"x": np.ones((64, 8), np.float32)}
     with pytest.raises(UserError, match="params/blocks would be gathered whole"):
-        own_loop.functions.choose_reduction(rows)
+        plan_step(own_loop.functions, rows)
 
     class Annotated(nnx.Module):
         def __init__(self, *, rngs: nnx.Rngs) -> None:
@@ -198,7 +198,7 @@ def test_what_cannot_be_scattered_is_refused() -> None:
         collectives=SCATTER,
     )
     with pytest.raises(UserError, match="params/kernel would be gathered whole"):
-        no_loop.functions.choose_reduction(rows)
+        plan_step(no_loop.functions, rows)
 
     def asks(model: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
         return {"loss": objective(model, batch)["loss"][0] * current_strategy().batch_shards}
@@ -206,7 +206,7 @@ def test_what_cannot_be_scattered_is_refused() -> None:
     asking = transformer(objective=asks)
     refused = pytest.raises(UserError, match=r"reduction=reduce_scatter .*current_strategy")
     with use_placement(asking.placement), refused:
-        asking.functions.choose_reduction(batch())
+        plan_step(asking.functions, batch())
 
 
 def replicated_here(x: jax.Array) -> jax.Array:
@@ -237,9 +237,10 @@ def test_a_model_that_depends_on_its_context_is_reduced_by_xla(uses: Any) -> Non
         objective=lambda model, batch: {"loss": model(batch["x"]).sum(-1)},
         axis_rules=AxisRules({"embed": "fsdp"}),
     )
-    note = of.functions.choose_reduction({"x": np.ones((64, 8), np.float32)})
-    assert ("depends on the mesh of JAX's context" in note) == (uses is not None)
-    assert of.functions.reduction is (None if uses else flattened)
+    plan = plan_step(of.functions, {"x": np.ones((64, 8), np.float32)})
+    reasons = " ".join(plan.reasons)
+    assert ("depends on the mesh of JAX's context" in reasons) == (uses is not None)
+    assert plan.gradients.reduction is (None if uses else flattened)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from spmdtrain import LinenModel, ShardingOptions, Trainer, UserError
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.step.exact import VIRTUAL_SHARD, synchronized_loops
+from spmdtrain.step.plan import plan_step
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.padding import why_parts_differ
 
@@ -201,7 +202,7 @@ def test_models_of_other_libraries_average_their_statistics_as_well(library: str
     """Otherwise the values of an example would depend on the examples of its virtual shard."""
     batch = tuple(x[:ROWS] for x in data(64))
     model = LinenModel(Linen(), batch[0]) if library == "linen" else keras_model()
-    make(model).functions.choose_reduction(batch)
+    plan_step(make(model).functions, batch)
 
 
 @pytest.mark.nightly
@@ -263,5 +264,4 @@ def test_statistics_that_cannot_be_exact_are_refused(
     of = make(model, **options)
     batch = tuple(x[:ROWS] for x in data(64))
     with pytest.raises(UserError, match=message):
-        of.functions.choose_reduction(batch)
-        of.functions.train_program().trace(of.functions.abstract_state, batch)
+        plan_step(of.functions, batch).program().trace(of.functions.abstract_state, batch)

@@ -33,6 +33,7 @@ from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.record.lines import read_hashes
 from spmdtrain.step.dispatch import Dispatch, Repeat
+from spmdtrain.step.plan import plan_step
 from spmdtrain.train.callbacks import CallbackRunner
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.tree import named_leaves
@@ -63,7 +64,7 @@ def test_each_step_is_made_once_and_nothing_due_is_passed_over(
     size: int, repeat: Repeat, first: int, total: int, ends: set[int]
 ) -> None:
     schedule: Any = SimpleNamespace(
-        _size=size, _dispatch=Dispatch(size, repeat), total=total, _splits=ends.__contains__
+        _size=size, dispatch=Dispatch(size, repeat), total=total, _splits=ends.__contains__
     )
     found = list(Schedule.dispatches(schedule, first))
     assert list(itertools.chain(*found)) == list(range(first + 1, total + 1))
@@ -368,7 +369,8 @@ def test_on_cpu_convolutions_of_several_steps_are_not_in_a_loop(
     assert "3 steps unrolled, because convolutions" in capsys.readouterr().out
     stacked = jax.tree.map(lambda x: x[:24].reshape(3, 8, -1), (X, Y))
     of = fitted.functions
-    program = of.train_program(Repeat.UNROLLED).lower(of.abstract_state, stacked)
+    plan = plan_step(of, (X[:24], Y[:24]))
+    program = plan.program(Repeat.UNROLLED).lower(of.abstract_state, stacked)
     inside, _, straight = program.compile().as_text().rpartition("ENTRY")
     assert straight.count(" convolution(") >= 3 and " convolution(" not in inside
 

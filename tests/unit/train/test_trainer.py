@@ -39,6 +39,7 @@ from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metrics import RESERVED
 from spmdtrain.step.objective import model_output
+from spmdtrain.step.plan import plan_step
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
@@ -324,7 +325,7 @@ def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
         assert shape == ((8, 4) if name.endswith("kernel") else leaf.shape), name
     x, y = np.ones((16, 8), np.float32), np.ones((16, 16), np.float32)
     batch = jax.device_put((x, y), placement.batch)
-    after, _ = steps.train_program()(state, batch)
+    after, _ = plan_step(steps, batch).program()(state, batch)
     assert after.opt_state[0].mu["kernel"].addressable_shards[0].data.shape == (8, 4)
 
 

@@ -1,0 +1,359 @@
+"""The plan of a train step: all that is decided before it is traced, with the reasons."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
+
+from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.sampling import as_marked, examples_of
+from spmdtrain.distributed.first_call import call_together
+from spmdtrain.errors import UserError, option
+from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.sharding import mesh
+from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import (
+    ParamGathers,
+    Placement,
+    record_strategy_queries,
+    use_gathers,
+    use_placement,
+)
+from spmdtrain.step.dispatch import Dispatch, Repeat, repeated
+from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.gradients import (
+    ON_ONE_DEVICE,
+    Gradients,
+    Reduction,
+    ScatteredReduction,
+    flattened,
+)
+from spmdtrain.step.health import Health
+from spmdtrain.step.optimizer import Update
+from spmdtrain.step.state import TrainState
+from spmdtrain.step.train_step import eager, jit_step, make_train_step
+from spmdtrain.tree import named_leaves
+from spmdtrain.xla.jaxpr import constrains_sharding
+from spmdtrain.xla.padding import why_parts_differ
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All that is decided before a train step is traced.
+
+    Attributes:
+      state: The abstract state, with the sharding of each leaf.
+      gradients: The computation of the gradients, and what reduces them.
+      update: The optimizer's update.
+      layout: The shardings of the state.
+      placement: The mesh.
+      health: The computation of finite flags and norms.
+      dispatch: How steps are repeated in a dispatch.
+      by_index: Whether batches are `IndexedBatch`.
+      jit: Whether steps are compiled. If not, operations run one by one.
+      compiler_options: Options of XLA.
+      reasons: What was decided and why, where a user may wonder.
+    """
+
+    state: TrainState
+    gradients: Gradients
+    update: Update
+    layout: Layout
+    placement: Placement
+    health: Health
+    dispatch: Dispatch
+    by_index: bool
+    jit: bool
+    compiler_options: Mapping[str, Any]
+    reasons: tuple[str, ...]
+
+    def program(self, repeat: Repeat = Repeat.NONE) -> Any:
+        """Returns the function (state, batch) -> (state, output), jitted with `jit`."""
+        step = make_train_step(self.gradients, self.update, self.layout, self.health)
+        if not self.jit:
+            return eager(step if repeat is Repeat.NONE else repeated(step, repeat))
+        return jit_step(
+            step,
+            self.layout,
+            self.placement,
+            repeat=repeat,
+            by_index=self.by_index,
+            compiler_options=self.compiler_options,
+        )
+
+
+def plan_step(
+    functions: StepFunctions,
+    batch: PyTree,
+    *,
+    dispatch: Dispatch | None = None,
+    by_index: bool = False,
+) -> StepPlan:
+    """Decides how the train step of a batch is computed.
+
+    Args:
+      batch: The batch of one step, or its shapes.
+      dispatch: How steps are repeated; by default each step is a dispatch.
+      by_index: Whether the batch is an `IndexedBatch`.
+
+    Raises:
+      UserError: If the step would not compute what the options promise.
+    """
+    marked = as_marked(jax.eval_shape(examples_of, batch))
+    # The checks read the operations of the model, and kernels cannot be analyzed.
+    with reference_kernels():
+        functions.checks.check_training(marked.rows, marked.mask)
+    gradients, reasons = _reduced(functions, marked.rows)
+    config, layout, placement = functions.config, functions.layout, functions.placement
+    return StepPlan(
+        functions.placed_state,
+        gradients,
+        functions.update,
+        layout,
+        placement,
+        Health.choose(
+            layout,
+            placement,
+            functions.abstract_state.params,
+            config.log_every,
+            order=functions.order,
+            jit=config.jit,
+        ),
+        dispatch or Dispatch(),
+        by_index,
+        config.jit,
+        functions.compiler_options,
+        reasons,
+    )
+
+
+# -- The choice of the gradient reduction: by XLA, or by a function under `shard_map` --------------
+#
+# A function under `shard_map` is used only if the gradients are the same as with XLA's reduction.
+
+OF_STATE = "the model carries state"
+"""The beginning of the reason if the model has state, which depends on the global batch."""
+
+
+def _reduced(functions: StepFunctions, batch: PyTree) -> tuple[Gradients, tuple[str, ...]]:
+    """Returns the computation of the gradients of a batch, with its reduction, and the reasons."""
+    gradients, config = functions.gradients, functions.config
+    requested = gradients.reduction is not None
+    wanted = gradients.reduction or default_reduction(config, functions.placement, functions.layout)
+    if wanted is None:
+        return gradients, ()
+    reduced = dataclasses.replace(gradients, reduction=wanted)
+    trained, frozen = functions.update.partition(functions.abstract_state.params)
+    if functions.own_reduction is not None and not mesh.is_abstract():
+        check_agrees(functions.own_reduction, functions.placement, trained)
+    with reference_kernels(), use_placement(gradients.traced_on):
+        blocker = shard_map_blocker(
+            reduced,
+            layout=functions.layout,
+            params=trained,
+            frozen=frozen,
+            model_state=functions.abstract_state.model_state,
+            batch=batch,
+            values=functions.forward.values,
+            in_context=functions.context.is_active,
+            batch_coupled=functions.forward.objective.batch_coupled,
+        )
+    if requested and blocker:
+        raise UserError(
+            f"{describe_request(config)} reduces the gradients under shard_map, "
+            f"where each device computes on its own part of the batch: {blocker}"
+        )
+    if requested:
+        return gradients, ("batch statistics of each replica",) * gradients.per_replica
+    if not blocker:
+        return reduced, ()
+    reasons = [f"reduced by XLA, because {blocker}"]
+    if blocker.startswith(OF_STATE) and wanted is flattened:
+        reasons.append(
+            f"layers wait for sums over the devices: {option('batch_statistics', 'replica')} "
+            "needs 1 collective a step (statistics of each replica's examples)"
+        )
+    return gradients, tuple(reasons)
+
+
+def describe_request(config: RunConfig) -> str:
+    """Returns the setting that requests a reduction under `shard_map`, for an error message."""
+    if config.exact is not None:
+        return f"exact={config.exact}"
+    if config.batch_statistics == "replica":
+        return "batch_statistics=replica"
+    if config.collectives.reduction is not None:
+        return f"collectives.reduction={config.collectives.reduction}"
+    if config.collectives.reduce_dtype is not None:
+        return f"collectives.reduce_dtype={config.collectives.reduce_dtype}"
+    return "a reduction function"
+
+
+def default_reduction(
+    config: RunConfig, placement: Placement, layout: Layout
+) -> Reduction | ScatteredReduction | None:
+    """Returns the reduction that is faster than XLA's; None if there is none.
+
+    On CPU this is one all-reduce of the flattened gradients, with several processes three times as
+    fast. GPU and TPU have dedicated links, and XLA combines its own collectives there. But on TPU
+    it all-reduces gradients that it should reduce-scatter. The caller checks that the reduction
+    computes the same gradients.
+    """
+    if config.collectives.reduction is not None or not config.jit or placement.batch_shards == 1:
+        return None
+    platform = placement.devices[0].platform
+    if layout.splits_gradients:
+        return ScatteredReduction(layout) if platform == "tpu" else None
+    return flattened if platform == "cpu" and layout.replicates_params else None
+
+
+def shard_map_blocker(
+    gradients: Gradients,
+    *,
+    layout: Layout,
+    params: PyTree,
+    frozen: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
+    in_context: bool = False,
+    batch_coupled: bool = False,
+) -> str | None:
+    """Returns why gradients reduced under `shard_map` could differ from XLA's; None if they cannot.
+
+    With `gradients.per_replica`, differences by batch statistics and random numbers are intended
+    and not reported. The parameters, the model state and the global batch are abstract.
+
+    Args:
+      params: The trained parameters; `frozen` are the others.
+      values: Maps (params, frozen, model_state, batch) to the objective's values, computed without
+        batch statistics.
+      in_context: Whether the model runs in a context that it does not have under `shard_map`; see
+        `ModelContext`.
+      batch_coupled: Whether the objective is declared to combine the examples of its batch.
+    """
+    if batch_coupled and gradients.parts > 1:
+        return "the objective is declared as batch_coupled"
+    name = gradients.placement.name
+    scatters = isinstance(gradients.reduction, ScatteredReduction)
+    splits = layout.splits_tensors if scatters else not layout.replicates_params
+    if gradients.placement.size("expert") > 1:
+        return "mesh.expert splits the parameters of the experts, whose gradients XLA reduces"
+    if splits and not gradients.gathers_params:
+        return (
+            f"the strategy {name} splits the parameters; use mirrored, zero, central_storage or "
+            "hybrid, without rules"
+        )
+    if gradients.placement.size("context") > 1:
+        return "mesh.context splits the tokens of each example, whose gradients XLA reduces"
+    state_leaves = jax.tree.leaves(model_state)
+    if state_leaves and not gradients.per_replica and not gradients.batch_axes:
+        return (
+            f"{OF_STATE} ({len(state_leaves)} arrays, for example batch "
+            "statistics), which would differ between devices"
+        )
+    single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
+    key = jax.eval_shape(jax.random.key, 0)
+    gathers = ParamGathers(None)
+    with record_strategy_queries() as queries, use_gathers(gathers):
+        trace = jax.make_jaxpr(single.of_sum, axis_env=gradients.batch_axes)
+        jaxpr = trace(params, frozen, model_state, batch, key)
+    if scatters and (whole := layout.gathered_whole(gathers.in_loop)):
+        return (
+            f"{min(whole)} would be gathered whole: only parameters that the model passes to "
+            "scan_layers, and whose first dim is not split, are gathered one layer at a time"
+        )
+    if queries:
+        return "the objective calls current_strategy(), which is unknown on a single device"
+    named = dict(gradients.batch_axes)
+    if effects := [x for x in jaxpr.effects if getattr(x, "name", None) not in named]:
+        return (
+            f"the objective has side effects ({', '.join(map(str, effects))}), "
+            "which each device would repeat"
+        )
+    if constrains_sharding(jaxpr.jaxpr):
+        return "the objective constrains the sharding of arrays itself"
+    _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    if is_used[-1] and not gradients.own_draws:  # the key is the last argument
+        return (
+            "the model or the objective draws random numbers (dropout), which would differ "
+            "between devices"
+        )
+    if (parts := gradients.parts) == 1:
+        return None
+    # Before the proof below, which traces the model without its context.
+    if in_context and _depends_on_context(values, params, frozen, model_state, batch):
+        return "the model depends on the mesh of JAX's context, or on Flax's logical axis rules"
+    with use_placement(gradients.part_placement):
+        why = why_parts_differ(
+            lambda given, rows: values(given[0], given[1], given[2], rows),
+            (params, frozen, model_state),
+            batch,
+            parts,
+            own_draws=gradients.own_draws,
+            gradients=True,
+            axes=gradients.batch_axes,
+        )
+    if why:
+        return (
+            "the objective's values may depend on other examples of the batch, on its size or on "
+            f"an example's position in it, and each device has only a part of the batch ({why})"
+        )
+    return None
+
+
+def _depends_on_context(values: Callable[..., PyTree], *given: PyTree) -> bool:
+    """Returns whether a model computes something else, or fails, without its `ModelContext`."""
+
+    def program() -> str:
+        text = str(jax.make_jaxpr(lambda *args: values(*args))(*given))
+        return re.sub(r"0x[0-9a-f]+", "", text)  # addresses of functions
+
+    with record_strategy_queries():
+        within = program()
+    with use_placement(ON_ONE_DEVICE):
+        try:
+            return program() != within
+        except Exception:  # of any class, as the model's code raises them
+            return True
+
+
+def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:
+    """Raises `UserError` if a user's reduction returns different gradients on the devices.
+
+    The reduction is called once, with random arrays of the parameters' shapes and dtypes. Without
+    this check the devices' copies of a parameter would differ from the first step on, without an
+    error.
+    """
+    if placement.mesh is None or placement.batch_shards == 1:
+        return
+
+    def local(key: jax.Array) -> PyTree:
+        for axis in BATCH_AXES:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        noise = jax.tree.map(lambda x: jax.random.normal(key, x.shape).astype(x.dtype), params)
+        reduced = reduction(noise, BATCH_AXES)
+        return jax.tree.map(
+            lambda x: (jax.lax.pmax(x, BATCH_AXES) == jax.lax.pmin(x, BATCH_AXES)).all(), reduced
+        )
+
+    whole = PartitionSpec()
+    program = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    agrees = call_together(jax.jit(program), jax.random.key(0))
+    by_name = named_leaves(jax.device_get(agrees))
+    if differing := [name for name, same in by_name.items() if not same]:
+        raise UserError(
+            f"the reduction returns different gradients on each device, of {differing[0]} for "
+            "example: it must return the sums over all of its axes, as "
+            "jax.lax.psum(gradients, axes) does"
+        )
