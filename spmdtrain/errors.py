@@ -504,13 +504,34 @@ def _install_in_notebook() -> None:
 # -- errors of a function --------------------------------------------------------------------------
 
 
-def locate_errors(
-    function: Callable[..., Any], what: str, *, takes: str = "(model, batch)"
-) -> Callable[..., Any]:
-    """Wraps a function so that its errors begin with the user's innermost line.
+class LocatedErrors:
+    """A context in which the errors of a user's function begin with the user's innermost line.
 
     The type of an error and its traceback stay as they are; `UserError` is left alone. A KeyError
     lists the fields of the batch, or example, if the key is none of them.
+
+    Args:
+      batch: What the function gets.
+      name: "batch" or "example".
+    """
+
+    def __init__(self, batch: Any, name: str = "batch") -> None:
+        self._batch, self._name = batch, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return
+        if (where := _own_line(error)) is not None:
+            _prepend(error, where, self._name, self._batch)
+
+
+def locate_errors(
+    function: Callable[..., Any], what: str, *, takes: str = "(model, batch)"
+) -> Callable[..., Any]:
+    """Wraps a function so that its errors are located; see `LocatedErrors`.
 
     Args:
       function: An objective for example.
@@ -520,6 +541,21 @@ def locate_errors(
     Raises:
       UserError: If it is not a function.
     """
+    check_function(function, what, takes)
+    names = takes.strip("()").split(", ")
+    name = "batch" if "batch" in names else "example"
+    position = names.index(name)
+
+    @functools.wraps(function)
+    def located(*args: Any, **kwargs: Any) -> Any:
+        with LocatedErrors(args[position] if len(args) > position else None, name):
+            return function(*args, **kwargs)
+
+    return located
+
+
+def check_function(function: Any, what: str, takes: str = "(model, batch)") -> None:
+    """Raises `UserError` if an argument of the user is not a function."""
     if not callable(function):
         several = isinstance(function, (list, tuple, dict))
         hint = (
@@ -530,23 +566,6 @@ def locate_errors(
         raise UserError(
             f"{what} is a {type(function).__name__}: it must be a function of {takes}{hint}"
         )
-    names = takes.strip("()").split(", ")
-    name = "batch" if "batch" in names else "example"
-    position = names.index(name)
-
-    @functools.wraps(function)
-    def located(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except UserError:
-            raise
-        except Exception as error:
-            where = _own_line(error)
-            if where is not None:
-                _prepend(error, where, name, args[position] if len(args) > position else None)
-            raise
-
-    return located
 
 
 def _own_line(error: Exception) -> str | None:

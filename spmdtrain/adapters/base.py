@@ -252,6 +252,12 @@ class ModelContext:
 
         return jax.tree.map(spec, batch)
 
+    @property
+    def applies(self) -> bool:
+        """Whether the context changes what the calling code computes."""
+        # Under `shard_map` each device computes alone: there is nothing to constrain.
+        return self.is_active and not is_under_shard_map(self._placement)
+
     def call(self, function: Callable[..., T], *args: PyTree, specs: Any = None) -> T:
         """Calls `function(*args)` in the context.
 
@@ -263,8 +269,7 @@ class ModelContext:
         Raises:
           UserError: If the model needs explicit axes that are automatic.
         """
-        # Under `shard_map` each device computes alone: there is nothing to constrain.
-        if not self.is_active or is_under_shard_map(self._placement):
+        if not self.applies:
             return function(*args)
         mesh = self._placement.mesh
         with (

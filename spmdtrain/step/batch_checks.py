@@ -150,7 +150,9 @@ class BatchChecks:
         def outputs(given: PyTree, rows: PyTree) -> Mapping[str, Any]:
             key = jax.random.key(0)
             params, frozen, model_state = given
-            found = self._forward.outputs(params, frozen, rows, model_state, key, mode)[0]
+            found, _ = self._forward.outputs(
+                params, model_state, key, frozen=frozen, batch=rows, mode=mode
+            )
             found = outputs_of_training(found)
             if not isinstance(found, Mapping):
                 return {}
@@ -222,7 +224,8 @@ class BatchChecks:
 
         def outputs(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
             key = jax.random.key(0)
-            return self._forward.outputs(params, frozen, batch, state.model_state, key)[0]
+            given = params, state.model_state, key
+            return self._forward.outputs(*given, frozen=frozen, batch=batch)[0]
 
         why = None
         if carried := jax.tree.leaves(state.model_state):
@@ -269,10 +272,12 @@ class BatchChecks:
         """Returns the open jaxpr of the objective's values for abstract rows of a global batch."""
         state = self._state
         params, frozen = self._update.partition(state.params)
-        program = jax.make_jaxpr(self._forward.outputs)(
-            params, frozen, batch, state.model_state, jax.eval_shape(jax.random.key, 0)
-        )
-        return program.jaxpr
+
+        def outputs(params: PyTree, frozen: PyTree, batch: PyTree, *given: PyTree) -> PyTree:
+            return self._forward.outputs(params, *given, frozen=frozen, batch=batch)
+
+        given = state.model_state, jax.eval_shape(jax.random.key, 0)
+        return jax.make_jaxpr(outputs)(params, frozen, batch, *given).jaxpr
 
 
 def check_program(jaxpr: Any, args: PyTree, placement: Placement) -> None:

@@ -413,7 +413,17 @@ class Gradients:
         first = jax.tree.map(_zeros, shapes[0])
         return metrics.batch_means(jax.lax.scan(add, (first, model_state), parts)[0][0])["loss"]
 
-    def of_sum(
+    @property
+    def of_sum(self) -> Callable[..., GradientOutput]:
+        """The function of the gradients of the loss's weighted sum, over all microbatches.
+
+        Its arguments are those of `__call__`, and `axes`: the batch is the global one, or a
+        device's part of it if `axes` split it under `shard_map`. The gradients of a `Combination`
+        are those of its mean: each term is divided already.
+        """
+        return self._of_part if self.microbatches == 1 else self._accumulated
+
+    def _accumulated(
         self,
         params: PyTree,
         frozen: PyTree,
@@ -422,19 +432,11 @@ class Gradients:
         key: jax.Array,
         axes: tuple[str, ...] = (),
     ) -> GradientOutput:
-        """Returns the gradients of the loss's weighted sum, accumulated over the microbatches.
-
-        For a `Combination` they are the gradients of its mean: each term is divided already. The
-        batch is the global one, or a device's part of it if `axes` split it under `shard_map`.
-        """
+        """Adds up the gradients of the microbatches."""
         # `optax.MultiSteps` would count each microbatch as a step, keep the accumulated gradients
         # in the state, and weight microbatches equally. `optax.microbatching.microbatch` passes
         # neither the model state from one microbatch to the next nor an index for the random key.
-        of_part = self._of_microbatch
-        if self.microbatches == 1:
-            sums_over_axes = partial(self._over_axes, axes)
-            return of_part(params, frozen, model_state, batch, key, sums_over_axes)
-
+        of_part = self._of_part
         parts = jax.tree.map(self._split, batch)
         indices = jnp.arange(self.microbatches)
         given = params, frozen, model_state, jax.tree.map(lambda x: x[0], parts), key
@@ -457,7 +459,8 @@ class Gradients:
         ) -> tuple[GradientOutput, None]:
             index, rows = part
             part_key = jax.random.fold_in(key, index)
-            output = of_part(params, frozen, total.model_state, rows, part_key, lambda *_: known)
+            state, whole = total.model_state, lambda *_: known
+            output = of_part(params, frozen, state, rows, part_key, whole=whole)
             # XLA adds each leaf as soon as its gradient exists and then reuses its memory.
             gradients = jax.tree.map(jnp.add, total.gradients, output.gradients)
             sums = jax.tree.map(jnp.add, total.metrics, output.metrics)
@@ -472,16 +475,21 @@ class Gradients:
         )
         return total._replace(gradients=gradients)
 
-    def _of_microbatch(
+    def _of_part(
         self,
         params: PyTree,
         frozen: PyTree,
         model_state: PyTree,
         batch: PyTree,
         key: jax.Array,
-        whole: Callable[[Wanted, metrics.BatchSums], PyTree],
+        axes: tuple[str, ...] = (),
+        whole: Callable[[Wanted, metrics.BatchSums], PyTree] | None = None,
     ) -> GradientOutput:
-        """Computes the gradients of one part; `whole` maps its sums to sums of the whole batch."""
+        """Computes the gradients of one part of a batch.
+
+        `whole` maps its sums to sums of the whole batch; by default they are added up over `axes`.
+        """
+        whole = whole or partial(self._over_axes, axes)
 
         def total(params: PyTree) -> tuple[PyTree, tuple[metrics.BatchSums, PyTree]]:
             sums, after = self.objective(params, frozen, model_state, batch, key)

@@ -249,9 +249,6 @@ class Found(Protocol):
     @property
     def state(self) -> Any: ...
 
-    @property
-    def loss(self) -> jax.Array: ...
-
 
 Watched = TypeVar("Watched", bound=Found)
 
@@ -393,46 +390,45 @@ class Health:
             reading = Reading.IN_UPDATE
         return cls(layout, log_every, reading, order, is_traced=jit)
 
-    def watch(
-        self,
-        update: Callable[[Any, PyTree], tuple[Watched, tuple[PyTree, PyTree]]],
-        before: Any,
-        batch: PyTree,
-        is_last: jax.Array | None,
-    ) -> tuple[Watched, jax.Array, jax.Array]:
-        """Makes an update of a state; returns its result, the finite flags and the norms.
+    def watched(
+        self, update: Callable[[Any, PyTree], tuple[Watched, tuple[PyTree, PyTree]]]
+    ) -> Callable[[Any, PyTree], tuple[Watched, Any]]:
+        """Returns an update whose second result is what `of_step` needs to know its changes.
 
-        Args:
-          update: (state, batch) -> (result, (gradients, updates)); the last two hold None in place
-            of frozen parameters.
-          before: The state before the update.
-          is_last: See `finite_flags`.
+        `update` is a function (state, batch) -> (result, (gradients, updates)); the last two hold
+        None in place of frozen parameters.
         """
         if self.reading is Reading.IN_UPDATE:
-            found, checks = fused_evaluation(update, before, batch)
-            places = self.layout.shardings
-            return found, checks.flags(found.loss, before, found.state, places), checks.norms
-        if self.reading is Reading.IN_BRANCH and self.is_traced:
-            found, changes = recomputable(update, before, batch)
-        else:
-            found, known = update(before, batch)
-            changes = partial(_same, known)
-        return found, *self.after(before, found.state, found.loss, changes, is_last)
+            return partial(fused_evaluation, update)
+        return partial(recomputable, update) if self._recomputes else update
 
-    def after(
+    def of_step(
         self,
         before: Any,
         after: Any,
         loss: jax.Array,
-        changes: Changes | None = None,
+        changes: Any = None,
         is_last: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the finite flags and the norms of a step; arguments as of `finite_flags`.
+        """Returns the finite flags and the norms of a step.
 
         The norms are those of `NORMS`, float32 (3,), or (1,) without `changes`.
+
+        Args:
+          before: The state before the update; other arguments as of `finite_flags`.
+          changes: The second result of the watched update; None if it is not known.
         """
-        flags = finite_flags(loss, before, after, self.layout.shardings, is_last=is_last)
+        places = self.layout.shardings
+        if isinstance(changes, FusedChecks):
+            return changes.flags(loss, before, after, places), changes.norms
+        flags = finite_flags(loss, before, after, places, is_last=is_last)
+        if changes is not None and not self._recomputes:
+            changes = partial(_same, changes)
         return flags, self._norms(after.params, after.step, changes)
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.reading is Reading.IN_BRANCH and self.is_traced
 
     def _norms(self, params: PyTree, step: jax.Array, changes: Changes | None) -> jax.Array:
         if self.order is not None:

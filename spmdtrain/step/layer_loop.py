@@ -127,19 +127,23 @@ def _keep_all_but_gathers(primitive: Any, *args: Any, **params: Any) -> bool:
     return primitive.name != "all_gather"
 
 
-def with_policy(objective: Callable[..., Any], policy: str, *args: Any) -> Any:
-    """Calls `objective(*args)` with rematerialization.
+def with_policy(objective: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Returns an objective with rematerialization.
 
     `policy` is the option `remat`. It applies to the parts marked by `remat`, or to the whole
     objective if it has none.
     """
     if policy == "none":
-        return objective(*args)
-    with _policy(policy):
-        traced = jax.make_jaxpr(objective)(*args)
-        if any(x.params.get("policy") is _POLICIES[policy] for x in equations(traced.jaxpr)):
-            return objective(*args)
-    return _remat(objective, policy)(*args)
+        return objective
+
+    def call(*args: Any) -> Any:
+        with _policy(policy):
+            traced = jax.make_jaxpr(objective)(*args)
+            if any(x.params.get("policy") is _POLICIES[policy] for x in equations(traced.jaxpr)):
+                return objective(*args)
+        return _remat(objective, policy)(*args)
+
+    return call
 
 
 def _remat(function: Callable[..., Any], policy: str) -> Callable[..., Any]:

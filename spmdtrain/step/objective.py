@@ -21,7 +21,7 @@ from spmdtrain.adapters.base import (
 )
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import as_marked
-from spmdtrain.errors import UserError, locate_errors
+from spmdtrain.errors import LocatedErrors, UserError, check_function
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import current_gathers
 from spmdtrain.step import metrics
@@ -154,8 +154,9 @@ class Forward:
         abstract_params: PyTree,
         frozen_state: Collection[str] = (),
     ) -> None:
-        self.objective = Declared.of(locate_errors(objective, "objective"))
-        self.predict = Declared.of(locate_errors(predict, "predict"))
+        check_function(objective, "objective")
+        check_function(predict, "predict")
+        self.objective, self.predict = Declared.of(objective), Declared.of(predict)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
         if frozen_state and isinstance(adapter, FreezesState):
             adapter = adapter.with_frozen_state(frozen_state)
@@ -181,11 +182,8 @@ class Forward:
         """
         marked = as_marked(batch)
         rows, mask = marked.rows, marked.mask
-
-        def run(params: PyTree, model_state: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
-            return self.outputs(params, frozen, rows, model_state, key, mask=mask)
-
-        outputs, after = with_policy(run, self._remat, params, model_state, key)
+        run = with_policy(partial(self.outputs, frozen=frozen, batch=rows, mask=mask), self._remat)
+        outputs, after = run(params, model_state, key)
         outputs = outputs_of_training(outputs)
         sums = metrics.training_sums(outputs, jax.tree.leaves(rows)[0].shape[0], mask)
         self._check_precise(outputs)
@@ -198,16 +196,19 @@ class Forward:
     def outputs(
         self,
         params: PyTree,
-        frozen: PyTree,
-        batch: PyTree,
         model_state: PyTree,
         key: jax.Array,
+        *,
+        frozen: PyTree,
+        batch: PyTree,
         mode: Mode = Mode.TRAIN,
         mask: jax.Array | None = None,
     ) -> tuple[PyTree, PyTree]:
         """Returns what the objective returns, and the model state after the batch."""
         variables = Variables(self._to_compute(merge(params, frozen)), model_state)
-        outputs, after = self._run(self.objective, variables, batch, key, mask, mode)
+        run, args = self._bound(self.objective, variables, batch, key, mask, mode)
+        with LocatedErrors(batch):
+            outputs, after = run(*args)
         structures: list[Any] = [jax.tree.structure(x) for x in (after, model_state)]
         if structures[0] != structures[1]:
             changed = named_leaves(after).keys() ^ named_leaves(model_state).keys()
@@ -236,8 +237,9 @@ class Forward:
     def values(self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
         """Returns the objective's values in training, without batch statistics and random draws."""
         mode = Mode.EVAL if self._per_replica else Mode.TRAIN
-        outputs = self.outputs(params, frozen, batch, model_state, jax.random.key(0), mode)[0]
-        return outputs_of_training(outputs)
+        key = jax.random.key(0)
+        found = self.outputs(params, model_state, key, frozen=frozen, batch=batch, mode=mode)[0]
+        return outputs_of_training(found)
 
     # -- evaluation ----------------------------------------------------------------------------
 
@@ -289,9 +291,11 @@ class Forward:
         placed = self._layout.to_device(variables, lambda shardings: shardings.variables)
         own = self.as_parameters(placed)
         values = Variables(self._to_compute(own.params), own.model_state)
-        return self._run(function, values, batch, eval_key(draw), mask, Mode.EVAL)[0]
+        run, args = self._bound(function, values, batch, eval_key(draw), mask, Mode.EVAL)
+        with LocatedErrors(batch):
+            return run(*args)[0]
 
-    def _run(
+    def _bound(
         self,
         function: Declared,
         variables: Variables,
@@ -299,19 +303,27 @@ class Forward:
         key: jax.Array,
         mask: jax.Array | None,
         mode: Mode,
-    ) -> tuple[PyTree, PyTree]:
-        """Returns the outputs of `function(model, batch)`, and the model state after it."""
+    ) -> tuple[Callable[..., tuple[PyTree, PyTree]], tuple[Any, ...]]:
+        """Returns a function and its arguments.
 
-        def run(variables: Variables, batch: PyTree, key: jax.Array, mask: Any) -> Any:
-            called = function.given(key, batch, mask)
-            own = with_own_containers(variables)
-            return self._adapter.run(called, own, self._cast_input(batch), key, mode)
+        It returns the outputs of `function(model, batch)`, and the model state after it.
+        """
+
+        def arguments(variables: Variables, batch: PyTree, key: jax.Array, mask: Any) -> Any:
+            called, own = function.given(key, batch, mask), with_own_containers(variables)
+            return called, own, self._cast_input(batch), key, mode
+
+        if not self._context.applies:
+            return self._adapter.run, arguments(variables, batch, key, mask)
+
+        def run(*given: Any) -> tuple[PyTree, PyTree]:
+            return self._adapter.run(*arguments(*given))
 
         def specs() -> tuple[PyTree, ...]:
             rows = self._context.batch_specs((batch, mask))
             return self._layout.in_model(variables), rows[0], PartitionSpec(), rows[1]
 
-        return self._context.call(run, variables, batch, key, mask, specs=specs)
+        return partial(self._context.call, run, specs=specs), (variables, batch, key, mask)
 
     # -- dtypes --------------------------------------------------------------------------------
 

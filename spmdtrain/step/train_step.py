@@ -111,18 +111,13 @@ class StepOutput:
     combined: dict[str, Combination] = field(default_factory=dict)
 
 
-class Updated(NamedTuple):
+class _Updated(NamedTuple):
     """The state after a step, with the metrics of its batch."""
 
     state: TrainState
     means: dict[str, jax.Array]
     sums: jax.Array
     combined: dict[str, Combination]
-
-    @property
-    def loss(self) -> jax.Array:
-        """The mean loss of the batch."""
-        return self.means["loss"]
 
 
 def make_train_step(
@@ -133,7 +128,7 @@ def make_train_step(
     `is_last` tells whether the step is the last one of a dispatch of several.
     """
 
-    def updated(state: TrainState, batch: PyTree) -> tuple[Updated, tuple[PyTree, PyTree]]:
+    def updated(state: TrainState, batch: PyTree) -> tuple[_Updated, tuple[PyTree, PyTree]]:
         # Gradients of the weighted mean loss, with sums over the global batch.
         trained, frozen = update.partition(state.params)
         computed = gradients(trained, frozen, state.model_state, batch, state.step_key)
@@ -157,21 +152,23 @@ def make_train_step(
         )
         check_same_arrays(state, after)
         combined = metrics.combinations(computed.metrics)
-        return Updated(after, means, sums, combined), (new.gradients, new.updates)
+        return _Updated(after, means, sums, combined), (new.gradients, new.updates)
 
     def train_step(
         state: TrainState, batch: PyTree, is_last: jax.Array | None = None
     ) -> tuple[TrainState, StepOutput]:
         batch = examples_of(batch)
         state = layout.to_device(state, lambda shardings: shardings)  # from host memory
+        found, changes = watched(state, batch)
+        after, means = found.state, found.means
         # The finite flags of this loss and state. They are read before this state is saved.
-        found, finite, norms = health.watch(updated, state, batch, is_last)
-        rate = step_rate(update.optimizer, state.opt_state, found.state.opt_state)
-        output = StepOutput(
-            *(found.means, finite), sums=found.sums, rate=rate, norms=norms, combined=found.combined
+        finite, norms = health.of_step(state, after, means["loss"], changes, is_last)
+        rate = step_rate(update.optimizer, state.opt_state, after.opt_state)
+        return after, StepOutput(
+            means, finite, sums=found.sums, rate=rate, norms=norms, combined=found.combined
         )
-        return found.state, output
 
+    watched = health.watched(updated)
     return train_step
 
 

@@ -104,7 +104,7 @@ def make_program(
             )
         after = dataclasses.replace(after, step=state.step + 1, key=state.key)
         means = as_scalars(metrics)
-        finite, norms = health.after(state, after, jnp.stack(list(means.values())))
+        finite, norms = health.of_step(state, after, jnp.stack(list(means.values())))
         rate = learning_rate(after.opt_state)
         return after, StepOutput(means, finite, after.step, rate=rate, norms=norms)
 
