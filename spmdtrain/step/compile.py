@@ -78,7 +78,7 @@ def compile_step(
     """Compiles a jitted train step.
 
     Args:
-      call: The result of `jit_step`.
+      call: The program of a `StepPlan`.
       state: Arrays, or shapes with the shardings of the real arguments, so that `call` finds the
         program in its cache. Calls of it are dispatched faster than those of `jax.stages.Compiled`.
       batch: As `state`.
@@ -121,41 +121,13 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 # -- The programs of a `Trainer`, by plan ----------------------------------------------------------
 
 
-def compile_plan(plan: StepPlan, steps: int, batch: PyTree, preset: str = "") -> Program:
-    """Compiles the program of a plan for a number of steps.
-
-    `batch` has the shapes and shardings of the batch of a call, and `preset` describes the options
-    of XLA's preset.
-    """
-    repeat = plan.dispatch.repeat_of(steps)
-    call = plan.program(repeat)
-    if not plan.jit:
-        return Program(call, "steps are not compiled")
-    # The operations of a loop of unknown length are counted once.
-    counted = 1 if repeat is Repeat.COUNTED else steps
-    note = "" if repeat is Repeat.NONE else plan.dispatch.note
-    before = "".join(f"; {reason}" for reason in plan.reasons) + note
-    after = f"; {preset}" if preset else ""
-    return compile_step(
-        call,
-        plan.state,
-        batch,
-        plan.placement,
-        partial(check_traced, plan=plan, batch=batch, repeat=repeat),
-        describe=lambda jaxpr: before + describe_choices(jaxpr, plan.placement) + after,
-        steps=counted,
-    )
-
-
-def check_traced(
-    traced: jax.stages.Traced, plan: StepPlan, batch: PyTree, repeat: Repeat = Repeat.NONE
-) -> None:
+def check_traced(traced: jax.stages.Traced, plan: StepPlan, batch: PyTree) -> None:
     """Checks the traced program of a train step (see `check_program`).
 
     `batch` has shapes and dtypes of the batches of a dispatch; with `by_index`, it has the indices
     of examples on the devices.
     """
-    places = batch_shardings(plan.placement, repeat, by_index=plan.by_index)
+    places = batch_shardings(plan.placement, plan.repeat, by_index=plan.by_index)
     placed = plan.state, jax.tree.map(_with_sharding, places, batch)
     check_program(traced.jaxpr.jaxpr, placed, plan.placement)
 
@@ -214,8 +186,15 @@ class Programs:
         trained, _ = update.partition(state.params)
         return update_program(update.optimizer, trained, state.opt_state)
 
-    def begin(self, dispatch: Dispatch, steps: int, batch: PyTree) -> None:
-        """Starts to compile in the background.
+    def begin(
+        self,
+        dispatch: Dispatch,
+        steps: int,
+        dataset: TrainingData,
+        augment: Augment | None,
+        config: RunConfig,
+    ) -> None:
+        """Starts to compile in the background, for the batches of a dataset.
 
         Nothing is started if the worker thread would compile another program: many JAX options
         (`jax.default_device`, `jax.default_matmul_precision`) belong to a thread.
@@ -223,23 +202,13 @@ class Programs:
         Args:
           dispatch: How the steps of the run are dispatched.
           steps: Number of steps of a call.
-          batch: Arrays or abstract arrays of the shapes and shardings of the batches of a call.
+          dataset: See `abstract_batch`; so are `augment` and `config`.
         """
+        batch = self._abstract_batch(dataset, dispatch, steps, augment, config)
         if self._worker.submit(self._context).result() == self._context():
             shapes = jax.tree.map(_canonical, batch)
             made = self._worker.submit(self._make, dispatch, steps, shapes)
             self._programs[steps] = (dispatch, shapes), made
-
-    def begin_for(
-        self,
-        dataset: TrainingData,
-        dispatch: Dispatch,
-        steps: int,
-        augment: Augment | None,
-        config: RunConfig,
-    ) -> None:
-        """Starts to compile for the batches of a dataset; arguments as for `abstract_batch`."""
-        self.begin(dispatch, steps, self._abstract_batch(dataset, dispatch, steps, augment, config))
 
     def _abstract_batch(
         self,
@@ -262,7 +231,7 @@ class Programs:
         )
 
     def get(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
-        """Returns the compiled program; arguments as of `begin`.
+        """Returns the compiled program of a number of steps, for batches like this one.
 
         It raises the errors of the compilation, and the next call compiles again.
         """
@@ -290,14 +259,28 @@ class Programs:
             return trace_context()
 
     def _make(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
-        functions, config = self._functions, self._functions.config
-        with use_placement(self._placement):  # the placement belongs to a thread
-            first = batch
-            if dispatch.repeat_of(steps) is not Repeat.NONE:
+        functions, placement, repeat = self._functions, self._placement, dispatch.repeat_of(steps)
+        config, note, first = functions.config, "", batch
+        with use_placement(placement):  # the placement belongs to a thread
+            if repeat is not Repeat.NONE:
+                note = dispatch.note
                 first = jax.eval_shape(lambda batches: batch_at(batches, 0), batch)
-            plan = plan_step(functions, first, dispatch=dispatch, by_index=config.data_on_device)
-            preset = describe_preset(config, self._placement, functions.compiler_options)
-            return compile_plan(plan, steps, batch, preset)
+            plan = plan_step(functions, first, repeat=repeat, by_index=config.data_on_device)
+            call = plan.program()
+            if not plan.jit:
+                return Program(call, "steps are not compiled")
+            preset = describe_preset(config, placement, functions.compiler_options)
+
+            def describe(jaxpr: Any) -> str:
+                reasons = "".join(f"; {reason}" for reason in plan.reasons) + note
+                choices = describe_choices(jaxpr, placement)
+                return reasons + choices + (f"; {preset}" if preset else "")
+
+            # The operations of a loop of unknown length are counted once.
+            counted = 1 if repeat is Repeat.COUNTED else steps
+            check = partial(check_traced, plan=plan, batch=batch)
+            given = call, plan.state, batch, placement, check
+            return compile_step(*given, describe=describe, steps=counted)
 
 
 def _canonical(x: Any) -> jax.ShapeDtypeStruct:

@@ -25,7 +25,7 @@ from spmdtrain.sharding.placement import (
     use_gathers,
     use_placement,
 )
-from spmdtrain.step.dispatch import Dispatch, Repeat, repeated
+from spmdtrain.step.dispatch import Repeat, batch_shardings, repeated
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.gradients import (
     ON_ONE_DEVICE,
@@ -35,9 +35,8 @@ from spmdtrain.step.gradients import (
     flattened,
 )
 from spmdtrain.step.health import Health
-from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import eager, jit_step, make_train_step
+from spmdtrain.step.train_step import StepOutput, eager, make_train_step
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import constrains_sharding
 from spmdtrain.xla.padding import why_parts_differ
@@ -50,43 +49,47 @@ class StepPlan:
     """All that is decided before a train step is traced.
 
     Attributes:
+      step: (state, batch) -> (state, output). If steps are repeated, it also takes whether it is
+        the last one of its dispatch.
       state: The abstract state, with the sharding of each leaf.
-      gradients: The computation of the gradients, and what reduces them.
-      update: The optimizer's update.
-      layout: The shardings of the state.
-      placement: The mesh.
-      health: The computation of finite flags and norms.
-      dispatch: How steps are repeated in a dispatch.
+      layout: The shardings of the state, before and after a step.
+      placement: The shardings of the batch and of the output.
+      compiler_options: Options of XLA.
+      reduction: What reduces the gradients under `shard_map`; None if XLA does, and in a `Loop`,
+        whose step the user writes.
+      repeat: How steps are repeated in a dispatch.
       by_index: Whether batches are `IndexedBatch`.
       jit: Whether steps are compiled. If not, operations run one by one.
-      compiler_options: Options of XLA.
       reasons: What was decided and why, where a user may wonder.
     """
 
+    step: Callable[..., tuple[TrainState, StepOutput]]
     state: TrainState
-    gradients: Gradients
-    update: Update
     layout: Layout
     placement: Placement
-    health: Health
-    dispatch: Dispatch
-    by_index: bool
-    jit: bool
     compiler_options: Mapping[str, Any]
-    reasons: tuple[str, ...]
+    reduction: Reduction | ScatteredReduction | None = None
+    repeat: Repeat = Repeat.NONE
+    by_index: bool = False
+    jit: bool = True
+    reasons: tuple[str, ...] = ()
 
-    def program(self, repeat: Repeat = Repeat.NONE) -> Any:
-        """Returns the function (state, batch) -> (state, output), jitted with `jit`."""
-        step = make_train_step(self.gradients, self.update, self.layout, self.health)
+    def program(self) -> Any:
+        """Returns the function (state, batch) -> (state, output), jitted with `jit`.
+
+        If steps are repeated, the arrays of batch and output have a leading dim of steps.
+        """
+        is_single = self.repeat is Repeat.NONE
+        function = self.step if is_single else repeated(self.step, self.repeat)
         if not self.jit:
-            return eager(step if repeat is Repeat.NONE else repeated(step, repeat))
-        return jit_step(
-            step,
-            self.layout,
-            self.placement,
-            repeat=repeat,
-            by_index=self.by_index,
-            compiler_options=self.compiler_options,
+            return eager(function)
+        batch = batch_shardings(self.placement, self.repeat, by_index=self.by_index)
+        return jax.jit(
+            function,
+            in_shardings=(self.layout.shardings, batch),
+            out_shardings=(self.layout.shardings, self.placement.replicated),
+            donate_argnums=0,  # the new state reuses the old one's memory
+            compiler_options=dict(self.compiler_options) or None,
         )
 
 
@@ -94,14 +97,14 @@ def plan_step(
     functions: StepFunctions,
     batch: PyTree,
     *,
-    dispatch: Dispatch | None = None,
+    repeat: Repeat = Repeat.NONE,
     by_index: bool = False,
 ) -> StepPlan:
     """Decides how the train step of a batch is computed.
 
     Args:
       batch: The batch of one step, or its shapes.
-      dispatch: How steps are repeated; by default each step is a dispatch.
+      repeat: How steps are repeated in a dispatch.
       by_index: Whether the batch is an `IndexedBatch`.
 
     Raises:
@@ -113,24 +116,24 @@ def plan_step(
         functions.checks.check_training(marked.rows, marked.mask)
     gradients, reasons = _reduced(functions, marked.rows)
     config, layout, placement = functions.config, functions.layout, functions.placement
-    return StepPlan(
-        functions.placed_state,
-        gradients,
-        functions.update,
+    health = Health.choose(
         layout,
         placement,
-        Health.choose(
-            layout,
-            placement,
-            functions.abstract_state.params,
-            config.log_every,
-            order=functions.order,
-            jit=config.jit,
-        ),
-        dispatch or Dispatch(),
+        functions.abstract_state.params,
+        config.log_every,
+        order=functions.order,
+        jit=config.jit,
+    )
+    return StepPlan(
+        make_train_step(gradients, functions.update, layout, health),
+        functions.placed_state,
+        layout,
+        placement,
+        functions.compiler_options,
+        gradients.reduction,
+        repeat,
         by_index,
         config.jit,
-        functions.compiler_options,
         reasons,
     )
 

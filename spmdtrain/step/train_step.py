@@ -1,6 +1,6 @@
 """The train step, and the steps of one dispatch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step import metrics
 from spmdtrain.step.batch_checks import check_partitioned
-from spmdtrain.step.dispatch import Repeat, batch_shardings, repeated
 from spmdtrain.step.exact import exist
 from spmdtrain.step.gradients import Gradients, difference
 from spmdtrain.step.health import Health
@@ -170,34 +169,6 @@ def make_train_step(
 
     watched = health.watched(updated)
     return train_step
-
-
-def jit_step(
-    step: Callable[..., tuple[TrainState, Any]],
-    layout: Layout,
-    placement: Placement,
-    *,
-    repeat: Repeat = Repeat.NONE,
-    by_index: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> Any:
-    """Returns the jitted program of a step: (state, batch) -> (state, output).
-
-    Args:
-      step: (state, batch) -> (state, output).
-      layout: The shardings of the state, before and after the step.
-      placement: The shardings of the batch and of the output.
-      repeat: How the steps of a call are repeated. If at all, the arrays of batch and output have a
-        leading dim of steps, and the step is (state, batch, is_last) -> (state, output).
-      by_index: Whether the batch is an `IndexedBatch`.
-    """
-    return jax.jit(
-        step if repeat is Repeat.NONE else repeated(step, repeat),
-        in_shardings=(layout.shardings, batch_shardings(placement, repeat, by_index=by_index)),
-        out_shardings=(layout.shardings, placement.replicated),
-        donate_argnums=0,  # the new state reuses the old one's memory
-        compiler_options=dict(compiler_options or {}) or None,
-    )
 
 
 def make_gradient_step(

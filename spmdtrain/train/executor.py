@@ -234,7 +234,7 @@ class MeshBackend:
             return
         dispatch = schedule.dispatch
         steps = dispatch.program_steps(len(next(schedule.dispatches(first))))
-        programs.begin_for(run.train_data, dispatch, steps, augment, config)
+        programs.begin(dispatch, steps, run.train_data, augment, config)
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:

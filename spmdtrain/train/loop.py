@@ -38,8 +38,9 @@ from spmdtrain.step.hyperparameters import initial_values, learning_rate
 from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
+from spmdtrain.step.plan import StepPlan
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput, jit_step
+from spmdtrain.step.train_step import StepOutput
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.callbacks import (
@@ -77,19 +78,15 @@ from spmdtrain.xla.compiler import options_for_one_run
 PyTree = Any
 
 
-def make_program(
+def plan_loop_step(
     function: Step,
     abstract: TrainState,
     layout: Layout,
     placement: Placement,
     compiler_options: Mapping[str, Any],
     log_every: int,
-) -> Any:
-    """Returns the jitted program of a user's step: (state, batch) -> (state, output).
-
-    `abstract` has the shapes and dtypes of the state. Other arguments as of `jit_step` and
-    `Health`.
-    """
+) -> StepPlan:
+    """Returns the plan of a user's step. `abstract` has the shapes and dtypes of the state."""
     health = Health(layout, log_every)
     function = locate_errors(function, "the step function", takes="(state, batch, key)")
 
@@ -108,7 +105,7 @@ def make_program(
         rate = learning_rate(after.opt_state)
         return after, StepOutput(means, finite, after.step, rate=rate, norms=norms)
 
-    return jit_step(program, layout, placement, compiler_options=compiler_options)
+    return StepPlan(program, abstract, layout, placement, compiler_options)
 
 
 class LoopOfStep(Protocol):
@@ -129,8 +126,8 @@ class LoopStep:
     The shardings of the state are checked after the first step.
     """
 
-    def __init__(self, loop: LoopOfStep, program: Any, shardings: TrainState) -> None:
-        self._loop, self._program, self._shardings = loop, program, shardings
+    def __init__(self, loop: LoopOfStep, plan: StepPlan) -> None:
+        self._loop, self._program, self._shardings = loop, plan.program(), plan.layout.shardings
         self._compiled: set[Any] = set()
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
@@ -570,7 +567,7 @@ class Loop(LoopTools, MediaLogger):
         self._steps += 1
         parts.run.add_function("step" + (f" {self._steps}" * (self._steps > 1)), function)
         abstract = jax.tree.map(jax.typeof, parts.state)
-        program = make_program(
+        plan = plan_loop_step(
             function,
             abstract,
             parts.layout,
@@ -578,7 +575,7 @@ class Loop(LoopTools, MediaLogger):
             self._compiler_options,
             self.config.log_every,
         )
-        return LoopStep(self, program, parts.layout.shardings)
+        return LoopStep(self, plan)
 
     # -- steps and evaluations -----------------------------------------------------------------
 

@@ -560,5 +560,5 @@ def test_each_batch_is_judged_by_itself() -> None:
     alone = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
     for batch, packs in ((alone, True), (alone | {"together": np.ones(8)}, False), (alone, True)):
         plan = plan_step(steps, batch)
-        found = plan.gradients.reduction is flattened, plan.reasons == ()
+        found = plan.reduction is flattened, plan.reasons == ()
         assert found == (packs, packs), plan.reasons

@@ -116,7 +116,7 @@ def test_an_annotated_model_has_these_numbers_too_and_gathers_a_layer_at_a_time(
     scattering, replicated = transformer(**own), transformer("mirrored", **own | default)
     check_equal(numbers(scattering), expected)
     check_equal(numbers(replicated), expected)
-    assert plan_step(replicated.functions, batch()).gradients.reduction is flattened
+    assert plan_step(replicated.functions, batch()).reduction is flattened
     gathers = [x for x in compiled_step(scattering, batch()).collectives if x.kind == "all-gather"]
     assert max(x.bytes for x in gathers) == 4 * shape.width * shape.hidden  # not both layers
     assert sum(x.times for x in gathers) == 2 * 2 * 7 + 2  # the embedding and the head once
@@ -148,7 +148,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_other_placements_give_the_same_numbers(place: str) -> None:
     of = transformer(**PLACES[place])
     found = numbers(of)
-    assert isinstance(plan_step(of.functions, batch()).gradients.reduction, ScatteredReduction)
+    assert isinstance(plan_step(of.functions, batch()).reduction, ScatteredReduction)
     if place == "half precision":
         for name, value in expected().items():
             np.testing.assert_allclose(found[name], value, atol=2e-3 * np.abs(value).max())
@@ -240,7 +240,7 @@ def test_a_model_that_depends_on_its_context_is_reduced_by_xla(uses: Any) -> Non
     plan = plan_step(of.functions, {"x": np.ones((64, 8), np.float32)})
     reasons = " ".join(plan.reasons)
     assert ("depends on the mesh of JAX's context" in reasons) == (uses is not None)
-    assert plan.gradients.reduction is (None if uses else flattened)
+    assert plan.reduction is (None if uses else flattened)
 
 
 @pytest.mark.parametrize(
