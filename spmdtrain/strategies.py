@@ -1,12 +1,78 @@
 """Strategies by name: plain data about the mesh and about what is sharded over it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spmdtrain.errors import UserError, did_you_mean
 
-AXES = ("replica", "data", "fsdp", "expert", "context", "tensor")  # the slowest links first
 STATE = ("params", "opt_state", "averaged")  # fields of the state with the size of the parameters
+
+# -- The axes of the mesh: other modules ask for their properties, not for their names -------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis of the mesh."""
+
+    name: str
+    spans_hosts: bool = False
+    """It is the outer axis, over hosts or slices and the slow links between them."""
+    splits_batch: bool = False
+    """The examples of a batch are split over it."""
+    takes_rest: bool = False
+    """By default its size is the number of remaining devices."""
+    splits_params: bool = False
+    """Strategies that shard the parameters split all large arrays of the state over it."""
+    splits_optimizer: bool = False
+    """Strategies that shard only the optimizer's state split that over it."""
+    splits_experts: bool = False
+    """Its devices hold different experts, and send each other their tokens."""
+    splits_sequence: bool = False
+    """The tokens of each example are split over it."""
+    splits_tensors: bool = False
+    """Single tensors, and the products with them, are split over it."""
+    only_by_rules: bool = False
+    """Parameters are split over it by rules and annotations alone."""
+    adds_up: str = "sums are added up"
+    """What happens over it in another order than on one device, for messages."""
+
+    @property
+    def shares_examples(self) -> bool:
+        """Whether several devices along it compute an example together."""
+        return self.splits_experts or self.splits_sequence or self.splits_tensors
+
+
+MESH = (  # the slowest links first
+    Axis(name="replica", spans_hosts=True, splits_batch=True),
+    Axis(name="data", splits_batch=True, takes_rest=True, splits_optimizer=True),
+    Axis(name="fsdp", splits_batch=True, splits_params=True),
+    Axis(
+        name="expert",
+        splits_batch=True,
+        splits_experts=True,
+        only_by_rules=True,
+        adds_up="the gradients of an expert are added up",
+    ),
+    Axis(name="context", splits_sequence=True, adds_up="attention adds up its parts"),
+    Axis(name="tensor", splits_tensors=True, only_by_rules=True),
+)
+AXES = tuple(axis.name for axis in MESH)
+
+
+def axes_that(has: Callable[[Axis], bool]) -> tuple[str, ...]:
+    """Returns the names of the axes with a property, in mesh order."""
+    return tuple(axis.name for axis in MESH if has(axis))
+
+
+(OUTER_AXIS,) = axes_that(lambda axis: axis.spans_hosts)
+(REST_AXIS,) = axes_that(lambda axis: axis.takes_rest)
+(PARAMS_AXIS,) = axes_that(lambda axis: axis.splits_params)
+(OPTIMIZER_AXIS,) = axes_that(lambda axis: axis.splits_optimizer)
+(EXPERT_AXIS,) = axes_that(lambda axis: axis.splits_experts)
+(SEQUENCE_AXIS,) = axes_that(lambda axis: axis.splits_sequence)
+(TENSOR_AXIS,) = axes_that(lambda axis: axis.splits_tensors)
+
+# -- Strategies ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +100,12 @@ class Strategy:
     steps asynchronously."""
     backend: str = "spmdtrain.train.executor:MeshBackend"
     """`module:class` that creates the executor of steps (`spmdtrain.train.executor.Backend`)."""
+
+    def split_axes(self, field: str) -> tuple[str, ...]:
+        """Returns the axes over which large arrays of a field of the state are split by default."""
+        by_params = self.shards_params and field in STATE
+        by_optimizer = self.shards_optimizer and field == "opt_state"
+        return (PARAMS_AXIS,) * by_params + (OPTIMIZER_AXIS,) * by_optimizer
 
 
 _ALL = (
@@ -109,11 +181,11 @@ def mesh_sizes(of: Strategy, given: Mapping[str, int | None]) -> dict[str, int]:
     (the remaining devices), unless the user gives -1 twice. A replica of -1 means one group for
     each host or slice (see `mesh.build_mesh`).
     """
-    own = dict(of.sizes)
+    own, inner = dict(of.sizes), axes_that(lambda axis: not axis.spans_hosts)
     sizes = {axis: own.get(axis, 1) if given.get(axis) is None else given[axis] for axis in AXES}
-    taken = [axis for axis in AXES[1:] if given.get(axis) == -1]
+    taken = [axis for axis in inner if given.get(axis) == -1]
     if taken:  # a given -1 takes the remaining devices, so the strategy's -1 becomes 1
-        sizes |= {axis: 1 for axis in AXES[1:] if given.get(axis) is None and own.get(axis) == -1}
-    elif all(sizes[axis] != -1 for axis in AXES[1:]) and given.get("data") is None:
-        sizes["data"] = -1
+        sizes |= {axis: 1 for axis in inner if given.get(axis) is None and own.get(axis) == -1}
+    elif all(sizes[axis] != -1 for axis in inner) and given.get(REST_AXIS) is None:
+        sizes[REST_AXIS] = -1
     return {axis: size for axis, size in sizes.items() if size is not None}

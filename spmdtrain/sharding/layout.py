@@ -16,7 +16,7 @@ from rich.table import Table
 from spmdtrain.config.options import ShardingOptions
 from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, did_you_mean, option
-from spmdtrain.sharding.mesh import EXPERT, GATHER_AXES
+from spmdtrain.sharding.mesh import GATHER_AXES
 from spmdtrain.sharding.placement import ParamGathers, Placement, computes_alone, current_gathers
 from spmdtrain.sharding.rules import (
     REPLICATED,
@@ -37,7 +37,7 @@ from spmdtrain.sharding.rules import (
     specs_of,
     split_dims,
 )
-from spmdtrain.strategies import AXES, STATE
+from spmdtrain.strategies import AXES, MESH, REST_AXIS, STATE, TENSOR_AXIS
 from spmdtrain.tree import named_leaves, path_name
 
 # -- The sharding of every leaf of the state, from rules, the model's annotations and the strategy
@@ -105,9 +105,8 @@ class Layout:
         Parameters that a rule replicates are not included.
         """
         strategy = self._placement.strategy
-        field, axis = ("params", "fsdp") if strategy.shards_params else ("opt_state", "data")
-        splits = strategy.shards_params or strategy.shards_optimizer
-        if not splits or self._placement.size(axis) == 1:
+        field = "params" if strategy.shards_params else "opt_state"
+        if all(self._placement.size(axis) == 1 for axis in strategy.split_axes(field)):
             return []
         names = []
         for name, shape in self._shapes.items():
@@ -288,10 +287,8 @@ class Layout:
         if rule is not None and rule.spec == REPLICATED:
             return REPLICATED, rule
         spec = REPLICATED if rule is None else rule.spec
-        if field in STATE and strategy.shards_params:
-            spec = self._also_over("fsdp", spec, shape)
-        if field == "opt_state" and strategy.shards_optimizer:
-            spec = self._also_over("data", spec, shape)
+        for axis in strategy.split_axes(field):
+            spec = self._also_over(axis, spec, shape)
         return spec, rule
 
     def _rule(self, name: str, shape: Shape) -> Rule | None:
@@ -412,7 +409,7 @@ class Layout:
         sizes = " and ".join(f"{axis}={self._placement.size(axis)}" for axis in axes)
         dims = ", ".join(division(n, self._placement.size(axes[0])) for n in leaf.shape)
         why = f"no dim divides ({dims}). Make a dim divide, or give"
-        if axes == ["tensor"]:
+        if axes == [TENSOR_AXIS]:
             why = "only rules split over that. Give"
         raise NotSplitError(
             f"{name}, shape {tuple(leaf.shape)}, would be replicated, {byte_size(held)}: "
@@ -421,17 +418,11 @@ class Layout:
             f"{option('sharding.replicated_limit')})"
         )
 
-    def _splitting(self, field: str) -> Iterable[str]:
-        """Yields the axes over which the strategy splits the large leaves of a field."""
+    def _splitting(self, field: str) -> tuple[str, ...]:
+        """Returns the axes over which the strategy and its rules split large leaves of a field."""
         strategy = self._placement.strategy
-        if field not in STATE:
-            return
-        if strategy.shards_params:
-            yield "fsdp"
-        if strategy.shards_optimizer and field == "opt_state":
-            yield "data"
-        if strategy.needs_rules:
-            yield "tensor"
+        by_rules = strategy.needs_rules and field in STATE
+        return strategy.split_axes(field) + (TENSOR_AXIS,) * by_rules
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(name: str, x: jax.Array) -> jax.Array:
@@ -456,22 +447,22 @@ def check_axes_used(placement: Placement, rules: Sequence[Rule], annotated: Sequ
     model's annotations.
     """
     named = {axis for rule in (*rules, *annotated) for axis in axes_of_spec(rule.spec)}
-    used = {*named, *GATHER_AXES, "context"}  # attention uses the last: `check_context_used`
-    for axis in [axis for axis in AXES if axis not in used]:
-        size, needed = placement.size(axis), axis == "tensor" and placement.strategy.needs_rules
+    for axis in [each for each in MESH if each.only_by_rules and each.name not in named]:
+        name, size = axis.name, placement.size(axis.name)
+        needed = axis.splits_tensors and placement.strategy.needs_rules
         if size == 1 and not needed:
             continue
         or_annotations = f" and {len(annotated)} annotations" if annotated else ""
         effect, instead = (
             "its devices would repeat each other's work",
-            "choose another strategy" if needed else f"remove mesh.{axis}",
+            "choose another strategy" if needed else f"remove mesh.{name}",
         )
-        if axis == EXPERT:
-            effect, instead = "every device would hold all parameters", "use mesh.data"
+        if axis.splits_batch:
+            effect, instead = "every device would hold all parameters", f"use mesh.{REST_AXIS}"
         raise UserError(
-            f"mesh axis {axis}={size} is not used: under strategy {placement.name} only "
-            f"sharding rules split over {axis}, and none of the {len(rules)} rules"
-            f"{or_annotations} names it, so {effect}. Give rules that name {axis} or {instead}"
+            f"mesh axis {name}={size} is not used: under strategy {placement.name} only "
+            f"sharding rules split over {name}, and none of the {len(rules)} rules"
+            f"{or_annotations} names it, so {effect}. Give rules that name {name} or {instead}"
         )
 
 

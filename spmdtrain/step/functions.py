@@ -65,6 +65,7 @@ from spmdtrain.step.optimizer import BaseModel, Update, extra_names
 from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import Repeat, eager, make_gradient_step, make_train_step
+from spmdtrain.strategies import EXPERT_AXIS, SEQUENCE_AXIS
 from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compiler import (
     Flag,
@@ -617,15 +618,19 @@ def shard_map_blocker(
     name = gradients.placement.name
     scatters = isinstance(gradients.reduction, ScatteredReduction)
     splits = layout.splits_tensors if scatters else not layout.replicates_params
-    if gradients.placement.size("expert") > 1:
-        return "mesh.expert splits the parameters of the experts, whose gradients XLA reduces"
+    if gradients.placement.size(EXPERT_AXIS) > 1:
+        return (
+            f"mesh.{EXPERT_AXIS} splits the parameters of the experts, whose gradients XLA reduces"
+        )
     if splits and not gradients.gathers_params:
         return (
             f"the strategy {name} splits the parameters; use mirrored, zero, central_storage or "
             "hybrid, without rules"
         )
-    if gradients.placement.size("context") > 1:
-        return "mesh.context splits the tokens of each example, whose gradients XLA reduces"
+    if gradients.placement.size(SEQUENCE_AXIS) > 1:
+        return (
+            f"mesh.{SEQUENCE_AXIS} splits the tokens of each example, whose gradients XLA reduces"
+        )
     state_leaves = jax.tree.leaves(model_state)
     if state_leaves and not gradients.per_replica and not gradients.batch_axes:
         return (

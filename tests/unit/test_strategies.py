@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.errors import UserError
-from spmdtrain.strategies import AXES, DEFAULT, STATE, STRATEGIES, mesh_sizes, strategy
+from spmdtrain.strategies import (
+    AXES,
+    DEFAULT,
+    MESH,
+    STATE,
+    STRATEGIES,
+    Axis,
+    axes_that,
+    mesh_sizes,
+    strategy,
+)
 
 ALONE = ("default", "one_device")
 JOINED = [name for name in STRATEGIES if name not in (*ALONE, "parameter_server")]
@@ -78,6 +88,26 @@ def test_an_unknown_strategy_is_refused_with_the_nearest_name(name: str, nearest
 @pytest.mark.parametrize("name", ["", "+", "zero+", "+zero", "zero++hybrid", "zero hybrid"])
 def test_a_name_with_an_empty_part_is_refused(name: str) -> None:
     assert "there is no strategy" in refusal(name)
+
+
+# --- Axes ---
+
+
+def test_the_axes_with_each_property() -> None:
+    properties = {
+        "splits_batch": ("replica", "data", "fsdp", "expert"),
+        "shares_examples": ("expert", "context", "tensor"),
+        "only_by_rules": ("expert", "tensor"),
+    }
+    for name, axes in properties.items():
+
+        def has(axis: Axis, name: str = name) -> bool:
+            return bool(getattr(axis, name))
+
+        assert axes_that(has) == axes
+    assert all(axis.splits_batch or axis.shares_examples for axis in MESH)
+    assert MESH[0].spans_hosts  # `build_mesh` stacks its groups, so it is the first axis
+    assert AXES == ("replica", "data", "fsdp", "expert", "context", "tensor")
 
 
 # --- Several ---
