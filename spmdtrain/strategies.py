@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from spmdtrain.errors import UserError, did_you_mean
 
-STATE = ("params", "opt_state", "averaged")  # fields of the state with the size of the parameters
-
 # -- The axes of the mesh: other modules ask for their properties, not for their names -------------
 
 
@@ -72,6 +70,34 @@ def axes_that(has: Callable[[Axis], bool]) -> tuple[str, ...]:
 (SEQUENCE_AXIS,) = axes_that(lambda axis: axis.splits_sequence)
 (TENSOR_AXIS,) = axes_that(lambda axis: axis.splits_tensors)
 
+# -- The fields of the state, whose rows are in `step/state.py` ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateField:
+    """The properties of a field of the state. Other modules ask for these where they can."""
+
+    item: str
+    """The item of a checkpoint that contains it."""
+    is_tree: bool = True
+    """It is a tree of arrays, not a single number or key."""
+    replicated: bool = False
+    """Every device has all of it, and no rule applies to it."""
+    like_params: bool = False
+    """Its arrays have the parameters' paths and are split like them. Strategies can shard them and
+    keep them in host memory."""
+    of_model: bool = False
+    """The paths of its arrays are those of the model's arrays."""
+    of_optimizer: bool = False
+    """It is the optimizer's, which ZeRO shards and `sharding.offload` selects."""
+    evaluated: bool = False
+    """Evaluations use it in place of the parameters, if it has arrays."""
+    title: str = ""
+    """Its name in tables."""
+    kind: str = "model"
+    """What two runs differ in if it has other arrays, for messages."""
+
+
 # -- Strategies ------------------------------------------------------------------------------------
 
 
@@ -93,18 +119,18 @@ class Strategy:
     """The optimizer state is sharded over the data axis."""
     needs_rules: bool = False
     """The experiment's rules must say what is sharded over tensor: there is no default rule."""
-    on_host: frozenset[str] = frozenset()
-    """Fields of the state that stay in host memory between steps."""
+    on_host: bool = False
+    """Arrays of the state with the parameters' shapes stay in host memory between steps."""
     by_servers: bool = False
     """Parameter servers hold the state. Workers, each mirrored over its own devices, compute the
     steps asynchronously."""
     backend: str = "spmdtrain.train.executor:MeshBackend"
     """`module:class` that creates the executor of steps (`spmdtrain.train.executor.Backend`)."""
 
-    def split_axes(self, field: str) -> tuple[str, ...]:
+    def split_axes(self, field: StateField) -> tuple[str, ...]:
         """Returns the axes over which large arrays of a field of the state are split by default."""
-        by_params = self.shards_params and field in STATE
-        by_optimizer = self.shards_optimizer and field == "opt_state"
+        by_params = self.shards_params and field.like_params
+        by_optimizer = self.shards_optimizer and field.of_optimizer
         return (PARAMS_AXIS,) * by_params + (OPTIMIZER_AXIS,) * by_optimizer
 
 
@@ -129,7 +155,7 @@ _ALL = (
     # Tensors sharded over tensor by the experiment's rules.
     Strategy(name="tensor_parallel", sizes=(("tensor", 2),), needs_rules=True),
     # Parameters and optimizer state in host memory, copied to the devices for each step.
-    Strategy(name="central_storage", on_host=frozenset(STATE)),
+    Strategy(name="central_storage", on_host=True),
     # An outer axis over hosts or slices, and the other axes within each.
     Strategy(name="hybrid", sizes=(("replica", -1),)),
     # Parameter servers and asynchronous workers.
@@ -170,7 +196,7 @@ def strategy(name: str) -> Strategy:
         shards_params=any(member.shards_params for member in members),
         shards_optimizer=any(member.shards_optimizer for member in members),
         needs_rules=any(member.needs_rules for member in members),
-        on_host=frozenset().union(*(member.on_host for member in members)),
+        on_host=any(member.on_host for member in members),
     )
 
 

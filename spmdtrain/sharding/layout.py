@@ -37,7 +37,7 @@ from spmdtrain.sharding.rules import (
     specs_of,
     split_dims,
 )
-from spmdtrain.strategies import AXES, MESH, REST_AXIS, STATE, TENSOR_AXIS
+from spmdtrain.strategies import AXES, MESH, REST_AXIS, TENSOR_AXIS, StateField
 from spmdtrain.tree import named_leaves, path_name
 
 # -- The sharding of every leaf of the state, from rules, the model's annotations and the strategy
@@ -85,6 +85,7 @@ class Layout:
         self._derived = derived or {}
         self._placement, self._rules, self._options = placement, tuple(rules), options
         self._unused = dict(enumerate(self._rules))
+        self._fields: Mapping[str, StateField] = state.FIELDS
         named = named_leaves(state)
         self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
         self._annotated = self._annotation_rules(annotations or {}, axis_rules)
@@ -106,7 +107,8 @@ class Layout:
         """
         strategy = self._placement.strategy
         field = "params" if strategy.shards_params else "opt_state"
-        if all(self._placement.size(axis) == 1 for axis in strategy.split_axes(field)):
+        axes = strategy.split_axes(self._fields[field])
+        if all(self._placement.size(axis) == 1 for axis in axes):
             return []
         names = []
         for name, shape in self._shapes.items():
@@ -270,29 +272,30 @@ class Layout:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
 
     def _rests_on_host(self, name: str) -> bool:
-        field = field_of(name)
-        if self._options.offload == "optimizer" and field != "opt_state":
+        field = self._fields[field_of(name)]
+        if self._options.offload == "optimizer" and not field.of_optimizer:
             return False
-        return field in self._placement.strategy.on_host
+        return field.like_params and self._placement.strategy.on_host
 
     def _spec(
         self, name: str, shape: Shape, field: str | None = None
     ) -> tuple[PartitionSpec, Rule | None]:
         """Returns the spec of a leaf, or of a parameter's leaf in another field, and its rule."""
-        strategy = self._placement.strategy
-        field = field or field_of(name)
-        if field in ("step", "key") or self._placement.mesh is None:
+        row = self._fields[field or field_of(name)]
+        if row.replicated or self._placement.mesh is None:
             return REPLICATED, None
         rule = self._rule(name, shape)
         if rule is not None and rule.spec == REPLICATED:
             return REPLICATED, rule
         spec = REPLICATED if rule is None else rule.spec
-        for axis in strategy.split_axes(field):
+        for axis in self._placement.strategy.split_axes(row):
             spec = self._also_over(axis, spec, shape)
         return spec, rule
 
     def _rule(self, name: str, shape: Shape) -> Rule | None:
-        owner = parameter_of(name, shape, self._shapes)
+        field = field_of(name)
+        like_params = self._fields[field].like_params
+        owner = parameter_of(name, shape, self._shapes) if like_params else None
         if owner is not None and self._shapes[owner] == shape[1:] and owner != name:
             # A stack of arrays of its parameter's shape: the memory of `optax.lbfgs`.
             rule = self._rule(owner, shape[1:])
@@ -305,7 +308,7 @@ class Layout:
             # A leaf of the optimizer's state has the rule of its parameter if both have the same
             # shape (a factored second moment has another), or a rule whose pattern names the field.
             names = [str(owner)] if follows else []
-            if field_of(name) not in ("opt_state", "averaged") or field_of(name) in rule.pattern:
+            if not like_params or field == "params" or field in rule.pattern:
                 names.append(name)
             if derived:
                 names = [derived.parameter]
@@ -398,8 +401,7 @@ class Layout:
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that a large leaf is split if the strategy splits such leaves."""
-        field = field_of(name)
-        axes = [axis for axis in self._splitting(field) if self._placement.size(axis) > 1]
+        axes = [axis for axis in self._splitting(field_of(name)) if self._placement.size(axis) > 1]
         if not axes or self._used(spec):
             return
         elements = math.prod(leaf.shape)
@@ -421,8 +423,9 @@ class Layout:
     def _splitting(self, field: str) -> tuple[str, ...]:
         """Returns the axes over which the strategy and its rules split large leaves of a field."""
         strategy = self._placement.strategy
-        by_rules = strategy.needs_rules and field in STATE
-        return strategy.split_axes(field) + (TENSOR_AXIS,) * by_rules
+        row = self._fields[field]
+        by_rules = strategy.needs_rules and row.like_params
+        return strategy.split_axes(row) + (TENSOR_AXIS,) * by_rules
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(name: str, x: jax.Array) -> jax.Array:
@@ -578,6 +581,7 @@ def tabulate(
     A leaf of the optimizer's state of any shape counts for its parameter (see `parameter_of`).
     `sources` are as in `Layout.sources`.
     """
+    fields: Mapping[str, StateField] = abstract_state.FIELDS
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
     shapes = {n: tuple(leaf.shape) for n, leaf in leaves.items() if field_of(n) == "params"}
@@ -586,17 +590,17 @@ def tabulate(
     places = _Places()
     for name, leaf in leaves.items():
         held = places.add(leaf, where[name])
-        owner = parameter_of(name, tuple(leaf.shape), shapes)
+        field = fields[field_of(name)]
+        owner = parameter_of(name, tuple(leaf.shape), shapes) if field.like_params else None
         row = other if owner is None else sums[owner]
         if owner is None:
             others.append(name)
-        match field_of(name):
-            case "opt_state":
-                row.optimizer += held
-            case "averaged":
-                row.average += held
-            case _:
-                row.own += held
+        if field.of_optimizer:
+            row.optimizer += held
+        elif field.evaluated:
+            row.average += held
+        else:
+            row.own += held
     rows = [
         Row(
             name=name.removeprefix("params/"),

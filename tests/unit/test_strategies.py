@@ -11,7 +11,6 @@ from spmdtrain.strategies import (
     AXES,
     DEFAULT,
     MESH,
-    STATE,
     STRATEGIES,
     Axis,
     axes_that,
@@ -64,7 +63,7 @@ def test_what_a_strategy_splits_and_where_it_keeps_it() -> None:
     assert those("by_servers") == ["parameter_server"]
     assert those("needs_rules") == ["tensor_parallel"]
     assert those("on_host") == ["central_storage"]
-    assert strategy("central_storage").on_host == set(STATE)
+    assert strategy("central_storage").on_host is True
     assert those("devices") == list(ALONE)
     assert [name for name, one in STRATEGIES.items() if not one.has_mesh] == ["default"]
     assert DEFAULT is STRATEGIES["default"]
@@ -118,10 +117,10 @@ def test_joined_strategies_split_what_each_of_them_splits() -> None:
     assert found.name == "hybrid+fully_sharded+tensor_parallel"
     assert dict(found.sizes) == {"replica": -1, "data": 1, "fsdp": -1, "tensor": 2}
     assert (found.shards_params, found.needs_rules) == (True, True)
-    assert (found.shards_optimizer, found.on_host) == (False, frozenset())
+    assert (found.shards_optimizer, found.on_host) == (False, False)
     found = strategy("zero+central_storage")
     assert (found.shards_params, found.shards_optimizer) == (False, True)
-    assert found.on_host == set(STATE)
+    assert found.on_host is True
 
 
 @pytest.mark.parametrize("alone", ALONE)
