@@ -1,12 +1,104 @@
 """Strategies by name: plain data about the mesh and about what is sharded over it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spmdtrain.errors import UserError, did_you_mean
 
-AXES = ("replica", "data", "fsdp", "expert", "context", "tensor")  # the slowest links first
-STATE = ("params", "opt_state", "averaged")  # fields of the state with the size of the parameters
+# -- The axes of the mesh: other modules ask for their properties, not for their names -------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis of the mesh."""
+
+    name: str
+    spans_hosts: bool = False
+    """It is the outer axis, over hosts or slices and the slow links between them."""
+    splits_batch: bool = False
+    """The examples of a batch are split over it."""
+    takes_rest: bool = False
+    """By default its size is the number of remaining devices."""
+    splits_params: bool = False
+    """Strategies that shard the parameters split all large arrays of the state over it."""
+    splits_optimizer: bool = False
+    """Strategies that shard only the optimizer's state split that over it."""
+    splits_experts: bool = False
+    """Its devices hold different experts, and send each other their tokens."""
+    splits_sequence: bool = False
+    """The tokens of each example are split over it."""
+    splits_tensors: bool = False
+    """Single tensors, and the products with them, are split over it."""
+    only_by_rules: bool = False
+    """Parameters are split over it by rules and annotations alone."""
+    adds_up: str = "sums are added up"
+    """What happens over it in another order than on one device, for messages."""
+
+    @property
+    def shares_examples(self) -> bool:
+        """Whether several devices along it compute an example together."""
+        return self.splits_experts or self.splits_sequence or self.splits_tensors
+
+
+MESH = (  # the slowest links first
+    Axis(name="replica", spans_hosts=True, splits_batch=True),
+    Axis(name="data", splits_batch=True, takes_rest=True, splits_optimizer=True),
+    Axis(name="fsdp", splits_batch=True, splits_params=True),
+    Axis(
+        name="expert",
+        splits_batch=True,
+        splits_experts=True,
+        only_by_rules=True,
+        adds_up="the gradients of an expert are added up",
+    ),
+    Axis(name="context", splits_sequence=True, adds_up="attention adds up its parts"),
+    Axis(name="tensor", splits_tensors=True, only_by_rules=True),
+)
+AXES = tuple(axis.name for axis in MESH)
+
+
+def axes_that(has: Callable[[Axis], bool]) -> tuple[str, ...]:
+    """Returns the names of the axes with a property, in mesh order."""
+    return tuple(axis.name for axis in MESH if has(axis))
+
+
+(OUTER_AXIS,) = axes_that(lambda axis: axis.spans_hosts)
+(REST_AXIS,) = axes_that(lambda axis: axis.takes_rest)
+(PARAMS_AXIS,) = axes_that(lambda axis: axis.splits_params)
+(OPTIMIZER_AXIS,) = axes_that(lambda axis: axis.splits_optimizer)
+(EXPERT_AXIS,) = axes_that(lambda axis: axis.splits_experts)
+(SEQUENCE_AXIS,) = axes_that(lambda axis: axis.splits_sequence)
+(TENSOR_AXIS,) = axes_that(lambda axis: axis.splits_tensors)
+
+# -- The fields of the state, whose rows are in `step/state.py` ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateField:
+    """The properties of a field of the state. Other modules ask for these where they can."""
+
+    item: str
+    """The item of a checkpoint that contains it."""
+    is_tree: bool = True
+    """It is a tree of arrays, not a single number or key."""
+    replicated: bool = False
+    """Every device has all of it, and no rule applies to it."""
+    like_params: bool = False
+    """Its arrays have the parameters' paths and are split like them. Strategies can shard them and
+    keep them in host memory."""
+    of_model: bool = False
+    """The paths of its arrays are those of the model's arrays."""
+    of_optimizer: bool = False
+    """It is the optimizer's, which ZeRO shards and `sharding.offload` selects."""
+    evaluated: bool = False
+    """Evaluations use it in place of the parameters, if it has arrays."""
+    title: str = ""
+    """Its name in tables."""
+    kind: str = "model"
+    """What two runs differ in if it has other arrays, for messages."""
+
+
+# -- Strategies ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +119,19 @@ class Strategy:
     """The optimizer state is sharded over the data axis."""
     needs_rules: bool = False
     """The experiment's rules must say what is sharded over tensor: there is no default rule."""
-    on_host: frozenset[str] = frozenset()
-    """Fields of the state that stay in host memory between steps."""
+    on_host: bool = False
+    """Arrays of the state with the parameters' shapes stay in host memory between steps."""
     by_servers: bool = False
     """Parameter servers hold the state. Workers, each mirrored over its own devices, compute the
     steps asynchronously."""
     backend: str = "spmdtrain.train.executor:MeshBackend"
     """`module:class` that creates the executor of steps (`spmdtrain.train.executor.Backend`)."""
+
+    def split_axes(self, field: StateField) -> tuple[str, ...]:
+        """Returns the axes over which large arrays of a field of the state are split by default."""
+        by_params = self.shards_params and field.like_params
+        by_optimizer = self.shards_optimizer and field.of_optimizer
+        return (PARAMS_AXIS,) * by_params + (OPTIMIZER_AXIS,) * by_optimizer
 
 
 _ALL = (
@@ -57,7 +155,7 @@ _ALL = (
     # Tensors sharded over tensor by the experiment's rules.
     Strategy(name="tensor_parallel", sizes=(("tensor", 2),), needs_rules=True),
     # Parameters and optimizer state in host memory, copied to the devices for each step.
-    Strategy(name="central_storage", on_host=frozenset(STATE)),
+    Strategy(name="central_storage", on_host=True),
     # An outer axis over hosts or slices, and the other axes within each.
     Strategy(name="hybrid", sizes=(("replica", -1),)),
     # Parameter servers and asynchronous workers.
@@ -98,7 +196,7 @@ def strategy(name: str) -> Strategy:
         shards_params=any(member.shards_params for member in members),
         shards_optimizer=any(member.shards_optimizer for member in members),
         needs_rules=any(member.needs_rules for member in members),
-        on_host=frozenset().union(*(member.on_host for member in members)),
+        on_host=any(member.on_host for member in members),
     )
 
 
@@ -109,11 +207,11 @@ def mesh_sizes(of: Strategy, given: Mapping[str, int | None]) -> dict[str, int]:
     (the remaining devices), unless the user gives -1 twice. A replica of -1 means one group for
     each host or slice (see `mesh.build_mesh`).
     """
-    own = dict(of.sizes)
+    own, inner = dict(of.sizes), axes_that(lambda axis: not axis.spans_hosts)
     sizes = {axis: own.get(axis, 1) if given.get(axis) is None else given[axis] for axis in AXES}
-    taken = [axis for axis in AXES[1:] if given.get(axis) == -1]
+    taken = [axis for axis in inner if given.get(axis) == -1]
     if taken:  # a given -1 takes the remaining devices, so the strategy's -1 becomes 1
-        sizes |= {axis: 1 for axis in AXES[1:] if given.get(axis) is None and own.get(axis) == -1}
-    elif all(sizes[axis] != -1 for axis in AXES[1:]) and given.get("data") is None:
-        sizes["data"] = -1
+        sizes |= {axis: 1 for axis in inner if given.get(axis) is None and own.get(axis) == -1}
+    elif all(sizes[axis] != -1 for axis in inner) and given.get(REST_AXIS) is None:
+        sizes[REST_AXIS] = -1
     return {axis: size for axis, size in sizes.items() if size is not None}

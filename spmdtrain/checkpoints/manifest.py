@@ -297,14 +297,13 @@ def digest(content: Mapping[str, Any]) -> str:
 
 PyTree = Any
 
+_ROWS = TrainState.FIELDS.items()
 ITEMS: Mapping[str, tuple[str, ...]] = {
-    "params": ("params",),
-    "averaged": ("averaged",),  # only with an average of the parameters
-    "averaging": ("averaged_before",),  # only with a moving average
-    "model_state": ("model_state",),  # only if the model has one
-    "training": ("step", "opt_state", "key"),  # what else a resumed run needs
+    item: tuple(name for name, row in _ROWS if row.item == item)
+    for item in ("params", *sorted({row.item for _, row in _ROWS} - {"params"}))
 }
-"""The fields of the state in each item of a checkpoint; items are read independently."""
+"""The fields of the state in each item of a checkpoint; items are read independently. One without
+arrays is left out. `training` has what only a resumed run needs."""
 
 _NOT_STORED = (
     *("int1", "uint1", "uint2", "uint4"),

@@ -50,7 +50,7 @@ from spmdtrain.errors import StorageError, UserError, foreign, option
 from spmdtrain.record import no_follow
 from spmdtrain.record.storage import failures, folder_of, in_short, is_url, storage_reason
 from spmdtrain.record.validation import write_npz
-from spmdtrain.step.state import TrainState, average_of
+from spmdtrain.step.state import TREES, TrainState, average_of, evaluated_field
 from spmdtrain.tree import as_numpy, named_leaves, path_name
 
 # -- Loading of states, models and parameters from checkpoints -------------------------------------
@@ -70,10 +70,8 @@ def load_state(
     `CheckpointCorruptedError` or `StorageError`.
     """
     target: TrainState = jax.tree.map(_with_sharding, abstract, shardings)
-    fields: dict[str, PyTree] = {"params": {}, "averaged": {}, "model_state": {}} | read_arrays(
-        folder, manifest, items_of(target)
-    )
-    return TrainState(**fields)
+    empty: dict[str, PyTree] = {name: {} for name in TREES}  # of items that are left out
+    return TrainState(**empty | read_arrays(folder, manifest, items_of(target)))
 
 
 def _with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
@@ -94,17 +92,16 @@ def load_initial_variables(
     `StorageError`.
     """
     check_same_model(manifest.identity, config, describe_leaves(abstract), str(folder))
-    averaged = holds(manifest, "averaged")
-    like = average_of(abstract.params) if averaged else abstract.params
+    name = evaluated_field(functools.partial(holds, manifest))
+    like = average_of(abstract.params) if TrainState.FIELDS[name].evaluated else abstract.params
     # A run without an average has no shardings for one: that of the parameters applies.
-    places = shardings.averaged if averaged and shardings.averaged else shardings.params
+    places = getattr(shardings, name) or shardings.params
     params = jax.tree.map(_with_sharding, like, places)
     state = jax.tree.map(_with_sharding, abstract.model_state, shardings.model_state)
-    targets = {"averaged": {"averaged": params}} if averaged else {"params": {"params": params}}
-    if jax.tree.leaves(state):
-        targets["model_state"] = {"model_state": state}
+    found = {name: params} | ({"model_state": state} if jax.tree.leaves(state) else {})
+    targets = {TrainState.FIELDS[n].item: {n: tree} for n, tree in found.items()}
     fields = read_arrays(folder, manifest, targets)
-    return Variables(fields["averaged" if averaged else "params"], fields.get("model_state", {}))
+    return Variables(fields[name], fields.get("model_state", {}))
 
 
 # -- outside a run -----------------------------------------------------------------------------
@@ -131,13 +128,15 @@ def read_variables(
     """
 
     def load(folder: epath.Path, manifest: Manifest) -> Variables:
-        average = holds(manifest, "averaged") if averaged is None else averaged
-        if average and not holds(manifest, "averaged"):
+        name = "params"
+        if averaged or averaged is None:
+            name = evaluated_field(functools.partial(holds, manifest))
+        if averaged and not TrainState.FIELDS[name].evaluated:
             raise UserError(
                 f"{folder} holds no averaged parameters: its run had neither ema_decay nor a "
                 "schedule-free optimizer"
             )
-        params = read_host_arrays(folder, manifest, "averaged" if average else "params")
+        params = read_host_arrays(folder, manifest, name)
         has_state = holds(manifest, "model_state")
         state = read_host_arrays(folder, manifest, "model_state") if has_state else {}
         params, state = merged_variables(Variables(params, state), manifest, folder)
@@ -384,12 +383,9 @@ def merged_variables(variables: Variables, manifest: Manifest, folder: epath.Pat
     if lora.source:
         base = _read_base(manifest, folder)
         variables = Variables(
-            *(_filled(tree, base, f) for tree, f in zip(variables, _FIELDS, strict=True))
+            *(_filled(tree, base, f) for tree, f in zip(variables, Variables._fields, strict=True))
         )
     return variables._replace(params=merge_factors(variables.params, lora.alpha, np.einsum))
-
-
-_FIELDS = ("params", "model_state")
 
 
 def _filled(tree: PyTree, values: Mapping[str, np.ndarray], field: str) -> PyTree:
@@ -419,7 +415,7 @@ def _read_base(manifest: Manifest, folder: epath.Path) -> dict[str, np.ndarray]:
         targets = {
             name.partition("/")[2]: _target(text)
             for name, text in described.items()
-            if name.split("/")[0] in _FIELDS
+            if name.split("/")[0] in Variables._fields
             and not name.startswith(f"params/{FACTORS}/")
             and not text.startswith("key<")
         }
@@ -459,7 +455,7 @@ def base_sums(base: Variables) -> dict[str, str]:
 
     All processes of a job call it. `base` has None in place of variables that are not base weights.
     """
-    started = start_sums(dict(zip(_FIELDS, base, strict=True)))
+    started = start_sums(base._asdict())
     return format_sums(process_group.summed(read_parts(started)))
 
 
@@ -499,7 +495,7 @@ class RunWeights:
     def __init__(self, folder: epath.Path, manifest: Manifest) -> None:
         self.path = str(folder)
         self._folder, self._manifest = folder, manifest
-        fields = ["averaged" if holds(manifest, "averaged") else "params"]
+        fields = [evaluated_field(functools.partial(holds, manifest))]
         fields += ["model_state"] if holds(manifest, "model_state") else []
         check_saved_items(folder, manifest, fields)
         headers: dict[str, ArrayHeader] = {}

@@ -11,12 +11,14 @@ from typing import Any, NoReturn, TypedDict
 
 import jax
 
+from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.weights.weight_map import WeightMap, WeightRule
 from spmdtrain.config.run_config import RunConfig, SkippedBatches, config_as_json
 from spmdtrain.data.mixture import examples_per_period
 from spmdtrain.distributed import numeric_settings
 from spmdtrain.errors import UserError, foreign, option
 from spmdtrain.step.optimizer_record import OptimizerRecord, changed_arguments, changed_constants
+from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 
 # -- Differences between the programs of two starts of a run: optimizer, code, settings, versions
@@ -178,12 +180,7 @@ def record_rules(weight_map: WeightMap) -> list[RuleRecord]:
 # Fields that may not change, because they determine what is computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
 _ALONE = {"global_batch_size": "batch_size_per_device"}  # the other one must be left out
-_KINDS = {
-    "opt_state": "optimizer",
-    "averaged": "moving average",
-    "averaged_before": "moving average",
-    "key": "random number generator",
-}
+_KINDS = {name: row.kind for name, row in TrainState.FIELDS.items()}
 _OTHER_WORKDIR = "another workdir"
 _MAX_MESSAGE = 4000  # characters, because a message can list two optimizers
 _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
@@ -507,7 +504,7 @@ def check_same_model(
     messages. Raises `UserError` if an array differs.
     """
     before, here = (
-        {n: x for n, x in all_leaves.items() if n.split("/")[0] in ("params", "model_state")}
+        {n: x for n, x in all_leaves.items() if n.split("/")[0] in Variables._fields}
         for all_leaves in (saved.leaves, leaves)
     )
     _check_same_leaves(before, here, source, _remedy(saved.config, config))

@@ -25,7 +25,7 @@ from spmdtrain.config.options import (
     not_default,
 )
 from spmdtrain.errors import UserError, foreign, is_text
-from spmdtrain.strategies import strategy
+from spmdtrain.strategies import EXPERT_AXIS, SEQUENCE_AXIS, strategy
 
 # -- Checks of the values and combinations of a configuration's fields -----------------------------
 
@@ -277,10 +277,10 @@ def _check_servers(config: "RunConfig") -> None:
             )
         return
     for name, why in (
-        ("expert", "each worker reads whole parameters from the servers"),
-        ("context", "a worker's devices split its batch alone"),
+        (EXPERT_AXIS, "each worker reads whole parameters from the servers"),
+        (SEQUENCE_AXIS, "a worker's devices split its batch alone"),
     ):
-        if (size := getattr(config.mesh, name)) not in (None, 1):
+        if (size := config.mesh.given()[name]) not in (None, 1):
             raise UserError(
                 f"mesh.{name} is {size}, but under parameter_server {why}: leave it out"
             )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.adapters.base import Variables
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
@@ -341,7 +342,7 @@ class KerasCallbacks:
         def place(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             return _like(leaf, values[path_name(path)])
 
-        of_model = {"params": state.params, "model_state": state.model_state}
+        of_model = {name: getattr(state, name) for name in Variables._fields}
         placed = {n: jax.tree_util.tree_map_with_path(place, x) for n, x in of_model.items()}
         return dataclasses.replace(state, **placed)
 

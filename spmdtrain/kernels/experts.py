@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec
 from spmdtrain.config.options import ExpertOptions
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.reference import optimized_implementation, uses_reference, varying_alike
-from spmdtrain.sharding.mesh import BATCH_AXES, EXPERT
+from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (
     CurrentMesh,
     current_device,
     current_expert_options,
     current_mesh,
 )
+from spmdtrain.strategies import EXPERT_AXIS
 from spmdtrain.xla.hlo import RARE_BRANCH
 from spmdtrain.xla.padding import why_parts_differ
 
@@ -173,7 +174,7 @@ class _Exchange(Protocol):
 
 def _swap(x: jax.Array) -> jax.Array:
     """Sends entry i of the leading dim to device i of the axis."""
-    return jax.lax.all_to_all(x, EXPERT, 0, 0, tiled=True)
+    return jax.lax.all_to_all(x, EXPERT_AXIS, 0, 0, tiled=True)
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
@@ -231,12 +232,12 @@ class _Ragged:
     def send(self, x: jax.Array, tokens: jax.Array) -> jax.Array:
         empty = jnp.zeros((self._rows, x.shape[1]), x.dtype)
         offsets = self._from, self._sent, _swap(self._to), self._received
-        return jax.lax.ragged_all_to_all(x[tokens], empty, *offsets, axis_name=EXPERT)
+        return jax.lax.ragged_all_to_all(x[tokens], empty, *offsets, axis_name=EXPERT_AXIS)
 
     def back(self, rows: jax.Array) -> jax.Array:
         empty = jnp.zeros((self._choices, rows.shape[1]), rows.dtype)
         offsets = self._to, self._received, _swap(self._from), self._sent
-        return jax.lax.ragged_all_to_all(rows, empty, *offsets, axis_name=EXPERT)
+        return jax.lax.ragged_all_to_all(rows, empty, *offsets, axis_name=EXPERT_AXIS)
 
 
 # -- a layer ---------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class ExpertLayer:
     ) -> jax.Array:
         """Returns the tokens' weighted sums f32 (n, width), for any choices."""
         held = self.experts // self.devices
-        first = jax.lax.axis_index(EXPERT) * held
+        first = jax.lax.axis_index(EXPERT_AXIS) * held
 
         @jax.checkpoint
         def of_device(tokens: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -321,8 +322,8 @@ class ExpertLayer:
 
         # In a loop over the devices, whose hidden values are no more than with buffers.
         tokens = x.astype(jnp.float32) if self.on_cpu else x
-        everything = jax.lax.all_gather((tokens, chosen, scale), EXPERT)
-        return jax.lax.psum_scatter(jax.lax.map(of_device, everything), EXPERT)
+        everything = jax.lax.all_gather((tokens, chosen, scale), EXPERT_AXIS)
+        return jax.lax.psum_scatter(jax.lax.map(of_device, everything), EXPERT_AXIS)
 
     def _capacity(self, choices: int) -> int:
         """Returns the number of rows that a device can send to each other device."""
@@ -447,7 +448,7 @@ def experts(
     if over is None or not over.free or uses_reference():
         over = CurrentMesh(None, {}, ())
     manual = {axis for axis in over.free if axis != "tensor" or over.parts(axis) == 1}
-    count, devices = router_logits.shape[-1], over.parts(EXPERT)
+    count, devices = router_logits.shape[-1], over.parts(EXPERT_AXIS)
     layer = _layer(ffn, count, devices, tuple(sorted(manual))) if devices > 1 else None
 
     operands = (x, probabilities, weights)
@@ -484,7 +485,7 @@ def experts(
         local = jax.shard_map(
             local,
             mesh=over.mesh,
-            in_specs=(split, split, PartitionSpec(EXPERT if layer else None)),
+            in_specs=(split, split, PartitionSpec(EXPERT_AXIS if layer else None)),
             out_specs=(split, split, PartitionSpec()),
             axis_names=manual,
             check_vma=False,

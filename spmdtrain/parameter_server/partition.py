@@ -19,7 +19,7 @@ from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerSt
 from spmdtrain.step.metrics import Combination
 from spmdtrain.step.optimizer import ExtraArguments, Update, evaluates_loss, update_with
 from spmdtrain.step.optimizer_record import name_of, parts_of
-from spmdtrain.step.state import TrainState
+from spmdtrain.step.state import TREES, TrainState
 from spmdtrain.tree import named_leaves, path_name
 
 # -- Partitions of arrays, and of trees of arrays, over parameter servers --------------------------
@@ -427,31 +427,28 @@ class ServerPartition:
         )
 
     @property
+    def trees(self) -> dict[str, TreePartition]:
+        """The partition of each tree of the state, by its field."""
+        return {name: getattr(self, name) for name in TREES}
+
+    @property
     def servers(self) -> int:
         """Number of servers."""
         return len(self.params.parts)
 
     def held_by(self, server: int, state: TrainState) -> ServerState:
         """Returns a server's part of a state."""
-        return ServerState(
-            params=self.params.cut(state.params, server),
-            opt_state=self.opt_state.cut(state.opt_state, server),
-            averaged=self.averaged.cut(state.averaged, server),
-            model_state=self.model_state.cut(state.model_state, server),
-            averaged_before=state.averaged_before,
-        )
+        parts = {name: tree.cut(getattr(state, name), server) for name, tree in self.trees.items()}
+        return ServerState(**parts, averaged_before=state.averaged_before)
 
     def state(self, held: Sequence[ServerState], step: int, key: Any) -> TrainState:
         """Returns the whole state, NumPy arrays, from the parts of all servers in their order."""
-        return TrainState(
-            step=np.asarray(step, np.int32),  # type: ignore[arg-type]
-            params=self.params.join([part.params for part in held]),
-            opt_state=self.opt_state.join([part.opt_state for part in held]),
-            averaged=self.averaged.join([part.averaged for part in held]),
-            model_state=self.model_state.join([part.model_state for part in held]),
-            key=key,
-            averaged_before=held[0].averaged_before,
-        )
+        whole: dict[str, Any] = {
+            name: tree.join([getattr(part, name) for part in held])
+            for name, tree in self.trees.items()
+        }
+        whole |= {"step": np.asarray(step, np.int32), "key": key}
+        return TrainState(**whole, averaged_before=held[0].averaged_before)
 
     def pulled(self, parts: Sequence[Pulled]) -> tuple[PyTree, PyTree]:
         """Returns the whole parameters and model state from the answers of all servers."""
@@ -517,11 +514,9 @@ def print_partition(terminal: Terminal, partition: ServerPartition) -> None:
     for name, shape in shapes.items():
         table.add_row(name, str(shape), *_row_ranges(shape, [part[name].shape for part in parts]))
     table.add_section()
-    fields = {"parameters": partition.params, "optimizer": partition.opt_state}
-    fields |= {"average": partition.averaged, "model state": partition.model_state}
-    for name, tree in fields.items():
+    for name, tree in partition.trees.items():
         if jax.tree.leaves(tree.whole):
-            table.add_row(name, "", *_sizes(tree, partition.servers))
+            table.add_row(TrainState.FIELDS[name].title, "", *_sizes(tree, partition.servers))
     terminal.console.print(table)
 
 

@@ -15,7 +15,7 @@ from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.time_model import PlannedCollective
 from spmdtrain.plan.topologies import Topology, has_compiler
 from spmdtrain.sharding.layout import Row
-from spmdtrain.strategies import strategy
+from spmdtrain.strategies import EXPERT_AXIS, SEQUENCE_AXIS, strategy
 
 # -- Advice for a plan: options that fix known problems, with the figures before and after ---------
 
@@ -240,7 +240,8 @@ def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     current = strategy(config.strategy)
     tries: list[list[str]] = []
     # The explicit reduction needs all parameters on each device, and whole examples.
-    splits_examples = {config.mesh.context, config.mesh.expert} - {None, 1}
+    given = config.mesh.given()
+    splits_examples = {given[SEQUENCE_AXIS], given[EXPERT_AXIS]} - {None, 1}
     if not (current.shards_params or current.needs_rules or splits_examples):
         tries = [once, [*once, "--collectives.reduce-dtype", "bfloat16"]] if narrow else [once]
     why = "automatic partitioning reduces it for each use"

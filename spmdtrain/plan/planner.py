@@ -46,7 +46,7 @@ from spmdtrain.sharding.rules import field_of
 from spmdtrain.step.flops import CostBasis, Flops, KernelFlops, count_flops, model_flops
 from spmdtrain.step.functions import describe_preset
 from spmdtrain.step.state import TrainState
-from spmdtrain.strategies import strategy
+from spmdtrain.strategies import SEQUENCE_AXIS, axes_that, strategy
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
 from spmdtrain.xla.chips import Chip
@@ -467,7 +467,8 @@ def _traffic(
     """
     placement = trainer.placement
     least = None
-    is_known = placement.size("tensor") == placement.size("expert") == config.microbatches == 1
+    sizes = [placement.size(axis) for axis in axes_that(lambda axis: axis.only_by_rules)]
+    is_known = {*sizes, config.microbatches} == {1}
     if placement.mesh is not None and is_known:
         least = {}
         for row in rows:
@@ -475,7 +476,7 @@ def _traffic(
             least[row.name] = least_sent(
                 row,
                 placement.batch_shards,
-                context=placement.size("context"),
+                context=placement.size(SEQUENCE_AXIS),
                 compute_width=min(width, jnp.dtype(config.compute_dtype).itemsize),
                 width=width,
                 is_trained=not _is_frozen(row.name, trainer),

@@ -13,6 +13,7 @@ from spmdtrain.plan.instruction_work import Work
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.layout import Row
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.strategies import SEQUENCE_AXIS
 from spmdtrain.xla.chips import Chip
 from spmdtrain.xla.collectives import Carried, Collective
 
@@ -547,7 +548,7 @@ class _Crossed:
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """How often the whole parameter crosses, by kind of collective."""
     exchanged: float = 0.0
-    """Bytes sent to exchange keys and values over the axis "context"."""
+    """Bytes sent to exchange keys and values between devices that share sequences."""
 
 
 def traffic_of(
@@ -557,8 +558,8 @@ def traffic_of(
 ) -> Traffic:
     """Returns the traffic of a step by parameter.
 
-    What is exchanged over the axis "context", such as keys and values, counts as necessary. `least`
-    is None if there is no formula for the minimum.
+    What devices that share sequences exchange, such as keys and values, counts as necessary.
+    `least` is None if there is no formula for the minimum.
     """
     elements = {row.name: row.elements for row in rows if row.elements}
     crossed = {name: _Crossed() for name in (*elements, _REST)}
@@ -583,7 +584,7 @@ def traffic_of(
                 totals.kinds[collective.kind] += times
             if known < 1 and sent:
                 crossed[_REST].produced.bytes += (1 - known) * sent
-                if collective.axes == ("context",) and collective.kind != "all-reduce":
+                if collective.axes == (SEQUENCE_AXIS,) and collective.kind != "all-reduce":
                     crossed[_REST].exchanged += (1 - known) * sent
                 crossed[_REST].kinds[collective.kind] += 1
     if least is None:

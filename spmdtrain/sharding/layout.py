@@ -16,7 +16,7 @@ from rich.table import Table
 from spmdtrain.config.options import ShardingOptions
 from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, did_you_mean, option
-from spmdtrain.sharding.mesh import EXPERT, GATHER_AXES
+from spmdtrain.sharding.mesh import GATHER_AXES
 from spmdtrain.sharding.placement import ParamGathers, Placement, computes_alone, current_gathers
 from spmdtrain.sharding.rules import (
     REPLICATED,
@@ -37,7 +37,7 @@ from spmdtrain.sharding.rules import (
     specs_of,
     split_dims,
 )
-from spmdtrain.strategies import AXES, STATE
+from spmdtrain.strategies import AXES, MESH, REST_AXIS, TENSOR_AXIS, StateField
 from spmdtrain.tree import named_leaves, path_name
 
 # -- The sharding of every leaf of the state, from rules, the model's annotations and the strategy
@@ -85,6 +85,7 @@ class Layout:
         self._derived = derived or {}
         self._placement, self._rules, self._options = placement, tuple(rules), options
         self._unused = dict(enumerate(self._rules))
+        self._fields: Mapping[str, StateField] = state.FIELDS
         named = named_leaves(state)
         self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
         self._annotated = self._annotation_rules(annotations or {}, axis_rules)
@@ -105,9 +106,9 @@ class Layout:
         Parameters that a rule replicates are not included.
         """
         strategy = self._placement.strategy
-        field, axis = ("params", "fsdp") if strategy.shards_params else ("opt_state", "data")
-        splits = strategy.shards_params or strategy.shards_optimizer
-        if not splits or self._placement.size(axis) == 1:
+        field = "params" if strategy.shards_params else "opt_state"
+        axes = strategy.split_axes(self._fields[field])
+        if all(self._placement.size(axis) == 1 for axis in axes):
             return []
         names = []
         for name, shape in self._shapes.items():
@@ -271,31 +272,30 @@ class Layout:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
 
     def _rests_on_host(self, name: str) -> bool:
-        field = field_of(name)
-        if self._options.offload == "optimizer" and field != "opt_state":
+        field = self._fields[field_of(name)]
+        if self._options.offload == "optimizer" and not field.of_optimizer:
             return False
-        return field in self._placement.strategy.on_host
+        return field.like_params and self._placement.strategy.on_host
 
     def _spec(
         self, name: str, shape: Shape, field: str | None = None
     ) -> tuple[PartitionSpec, Rule | None]:
         """Returns the spec of a leaf, or of a parameter's leaf in another field, and its rule."""
-        strategy = self._placement.strategy
-        field = field or field_of(name)
-        if field in ("step", "key") or self._placement.mesh is None:
+        row = self._fields[field or field_of(name)]
+        if row.replicated or self._placement.mesh is None:
             return REPLICATED, None
         rule = self._rule(name, shape)
         if rule is not None and rule.spec == REPLICATED:
             return REPLICATED, rule
         spec = REPLICATED if rule is None else rule.spec
-        if field in STATE and strategy.shards_params:
-            spec = self._also_over("fsdp", spec, shape)
-        if field == "opt_state" and strategy.shards_optimizer:
-            spec = self._also_over("data", spec, shape)
+        for axis in self._placement.strategy.split_axes(row):
+            spec = self._also_over(axis, spec, shape)
         return spec, rule
 
     def _rule(self, name: str, shape: Shape) -> Rule | None:
-        owner = parameter_of(name, shape, self._shapes)
+        field = field_of(name)
+        like_params = self._fields[field].like_params
+        owner = parameter_of(name, shape, self._shapes) if like_params else None
         if owner is not None and self._shapes[owner] == shape[1:] and owner != name:
             # A stack of arrays of its parameter's shape: the memory of `optax.lbfgs`.
             rule = self._rule(owner, shape[1:])
@@ -308,7 +308,7 @@ class Layout:
             # A leaf of the optimizer's state has the rule of its parameter if both have the same
             # shape (a factored second moment has another), or a rule whose pattern names the field.
             names = [str(owner)] if follows else []
-            if field_of(name) not in ("opt_state", "averaged") or field_of(name) in rule.pattern:
+            if not like_params or field == "params" or field in rule.pattern:
                 names.append(name)
             if derived:
                 names = [derived.parameter]
@@ -401,8 +401,7 @@ class Layout:
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that a large leaf is split if the strategy splits such leaves."""
-        field = field_of(name)
-        axes = [axis for axis in self._splitting(field) if self._placement.size(axis) > 1]
+        axes = [axis for axis in self._splitting(field_of(name)) if self._placement.size(axis) > 1]
         if not axes or self._used(spec):
             return
         elements = math.prod(leaf.shape)
@@ -412,7 +411,7 @@ class Layout:
         sizes = " and ".join(f"{axis}={self._placement.size(axis)}" for axis in axes)
         dims = ", ".join(division(n, self._placement.size(axes[0])) for n in leaf.shape)
         why = f"no dim divides ({dims}). Make a dim divide, or give"
-        if axes == ["tensor"]:
+        if axes == [TENSOR_AXIS]:
             why = "only rules split over that. Give"
         raise NotSplitError(
             f"{name}, shape {tuple(leaf.shape)}, would be replicated, {byte_size(held)}: "
@@ -421,17 +420,12 @@ class Layout:
             f"{option('sharding.replicated_limit')})"
         )
 
-    def _splitting(self, field: str) -> Iterable[str]:
-        """Yields the axes over which the strategy splits the large leaves of a field."""
+    def _splitting(self, field: str) -> tuple[str, ...]:
+        """Returns the axes over which the strategy and its rules split large leaves of a field."""
         strategy = self._placement.strategy
-        if field not in STATE:
-            return
-        if strategy.shards_params:
-            yield "fsdp"
-        if strategy.shards_optimizer and field == "opt_state":
-            yield "data"
-        if strategy.needs_rules:
-            yield "tensor"
+        row = self._fields[field]
+        by_rules = strategy.needs_rules and row.like_params
+        return strategy.split_axes(row) + (TENSOR_AXIS,) * by_rules
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(name: str, x: jax.Array) -> jax.Array:
@@ -456,22 +450,22 @@ def check_axes_used(placement: Placement, rules: Sequence[Rule], annotated: Sequ
     model's annotations.
     """
     named = {axis for rule in (*rules, *annotated) for axis in axes_of_spec(rule.spec)}
-    used = {*named, *GATHER_AXES, "context"}  # attention uses the last: `check_context_used`
-    for axis in [axis for axis in AXES if axis not in used]:
-        size, needed = placement.size(axis), axis == "tensor" and placement.strategy.needs_rules
+    for axis in [each for each in MESH if each.only_by_rules and each.name not in named]:
+        name, size = axis.name, placement.size(axis.name)
+        needed = axis.splits_tensors and placement.strategy.needs_rules
         if size == 1 and not needed:
             continue
         or_annotations = f" and {len(annotated)} annotations" if annotated else ""
         effect, instead = (
             "its devices would repeat each other's work",
-            "choose another strategy" if needed else f"remove mesh.{axis}",
+            "choose another strategy" if needed else f"remove mesh.{name}",
         )
-        if axis == EXPERT:
-            effect, instead = "every device would hold all parameters", "use mesh.data"
+        if axis.splits_batch:
+            effect, instead = "every device would hold all parameters", f"use mesh.{REST_AXIS}"
         raise UserError(
-            f"mesh axis {axis}={size} is not used: under strategy {placement.name} only "
-            f"sharding rules split over {axis}, and none of the {len(rules)} rules"
-            f"{or_annotations} names it, so {effect}. Give rules that name {axis} or {instead}"
+            f"mesh axis {name}={size} is not used: under strategy {placement.name} only "
+            f"sharding rules split over {name}, and none of the {len(rules)} rules"
+            f"{or_annotations} names it, so {effect}. Give rules that name {name} or {instead}"
         )
 
 
@@ -587,6 +581,7 @@ def tabulate(
     A leaf of the optimizer's state of any shape counts for its parameter (see `parameter_of`).
     `sources` are as in `Layout.sources`.
     """
+    fields: Mapping[str, StateField] = abstract_state.FIELDS
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
     shapes = {n: tuple(leaf.shape) for n, leaf in leaves.items() if field_of(n) == "params"}
@@ -595,17 +590,17 @@ def tabulate(
     places = _Places()
     for name, leaf in leaves.items():
         held = places.add(leaf, where[name])
-        owner = parameter_of(name, tuple(leaf.shape), shapes)
+        field = fields[field_of(name)]
+        owner = parameter_of(name, tuple(leaf.shape), shapes) if field.like_params else None
         row = other if owner is None else sums[owner]
         if owner is None:
             others.append(name)
-        match field_of(name):
-            case "opt_state":
-                row.optimizer += held
-            case "averaged":
-                row.average += held
-            case _:
-                row.own += held
+        if field.of_optimizer:
+            row.optimizer += held
+        elif field.evaluated:
+            row.average += held
+        else:
+            row.own += held
     rows = [
         Row(
             name=name.removeprefix("params/"),

@@ -18,15 +18,22 @@ from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
-from spmdtrain.strategies import STRATEGIES, Strategy, mesh_sizes
+from spmdtrain.strategies import (
+    OPTIMIZER_AXIS,
+    OUTER_AXIS,
+    PARAMS_AXIS,
+    REST_AXIS,
+    STRATEGIES,
+    Strategy,
+    axes_that,
+    mesh_sizes,
+)
 
 # -- Meshes: devices arranged along named axes -----------------------------------------------------
 
-GATHER_AXES = ("replica", "data", "fsdp")
+GATHER_AXES = axes_that(lambda axis: axis.splits_batch and not axis.splits_experts)
 """Axes of the batch over which a device gathers the parameters that it needs."""
-EXPERT = "expert"
-"""The axis of the batch whose devices hold different experts and send each other their tokens."""
-BATCH_AXES = (*GATHER_AXES, EXPERT)  # the axes over which a batch's examples are split
+BATCH_AXES = axes_that(lambda axis: axis.splits_batch)
 
 
 def make_cpu_devices(count: int | None) -> None:
@@ -163,36 +170,43 @@ def build_mesh(
     """
     assert of.has_mesh
     devices = _single_device(spec) if of.devices == 1 else choose_devices(spec.devices)
-    sizes = mesh_sizes(of, spec.given())
+    given = spec.given()
+    sizes = mesh_sizes(of, given)
     if len(devices) == 1:  # every strategy accepts one device: there is nothing to split over
-        sizes |= {axis: 1 for axis, size in of.sizes if size > 1 and getattr(spec, axis) is None}
-    hosts = _hosts(devices) if sizes["replica"] != 1 else []
-    if sizes["replica"] == -1:
-        sizes["replica"] = len(hosts) if len(hosts) > 1 else min(2, len(devices))
-    if sizes["fsdp"] == -1:
+        sizes |= {axis: 1 for axis, size in of.sizes if size > 1 and given[axis] is None}
+    hosts = _hosts(devices) if sizes[OUTER_AXIS] != 1 else []
+    if sizes[OUTER_AXIS] == -1:
+        sizes[OUTER_AXIS] = len(hosts) if len(hosts) > 1 else min(2, len(devices))
+    if sizes[PARAMS_AXIS] == -1:
         others = math.prod(size for size in sizes.values() if size != -1)
         rest = max(1, len(devices) // others)
         shards = _largest_divisor(rest, max_shards or rest)
-        if max_shards is None and of.max_shards and spec.fsdp is None and spec.data is None:
+        if of.max_shards and may_limit_shards(spec, max_shards):
             fewer = _largest_divisor(rest, of.max_shards)
             # Of a number of devices with few divisors, the shards would be much larger.
             shards = fewer if 2 * fewer > of.max_shards else shards
         if shards < rest:
-            sizes["fsdp"] = shards
-            sizes["data"] = -1 if spec.data is None else sizes["data"]
+            sizes[PARAMS_AXIS] = shards
+            sizes[REST_AXIS] = -1 if given[REST_AXIS] is None else sizes[REST_AXIS]
     sizes = _resolve_rest(sizes, devices)
     _check_used(of, sizes, devices)
     shape = tuple(sizes.values())
-    if sizes["replica"] > 1:
+    if sizes[OUTER_AXIS] > 1:
         grid = np.stack(
             [
                 _grid(shape[1:], group, spec)
-                for group in host_groups(devices, hosts, sizes["replica"])
+                for group in host_groups(devices, hosts, sizes[OUTER_AXIS])
             ]
         )
     else:
         grid = _grid(shape, devices, spec)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def may_limit_shards(spec: MeshSpec, max_shards: int | None) -> bool:
+    """Returns whether the user leaves the number of shards to the strategy's `max_shards`."""
+    given = spec.given()
+    return max_shards is None and given[PARAMS_AXIS] is None and given[REST_AXIS] is None
 
 
 def _largest_divisor(number: int, most: int) -> int:
@@ -236,8 +250,8 @@ def _resolve_rest(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[
 
 def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
     """Checks that the axes over which the strategy splits have more than one device."""
-    # No strategy's sizes include the data axis; with shards_params, fsdp takes its role.
-    zero = ["data"] if of.shards_optimizer and not of.shards_params else []
+    # No strategy's sizes include this axis; with shards_params, that of the parameters replaces it.
+    zero = [OPTIMIZER_AXIS] if of.shards_optimizer and not of.shards_params else []
     for axis in [*zero, *(axis for axis, size in of.sizes if size != 1)]:
         if sizes[axis] == 1 and len(devices) > 1:
             raise UserError(
@@ -299,9 +313,9 @@ def host_groups(
     if not whole:
         counts = sorted({len(host) for host in hosts})
         raise UserError(
-            f"mesh: replica={number} does not divide {describe_devices(devices)} on {len(hosts)} "
-            f"host{'s' if len(hosts) > 1 else ''} of {' or '.join(map(str, counts))} into groups "
-            "of whole hosts, or hosts into whole groups"
+            f"mesh: {OUTER_AXIS}={number} does not divide {describe_devices(devices)} on "
+            f"{len(hosts)} host{'s' if len(hosts) > 1 else ''} of {' or '.join(map(str, counts))} "
+            "into groups of whole hosts, or hosts into whole groups"
         )
     return groups
 
@@ -327,7 +341,7 @@ def batch_shards(mesh: Mesh) -> int:
 def describe_mesh(mesh: Mesh) -> str:
     """Returns the axes in use as text, for example "data=4 tensor=2"."""
     used = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
-    return " ".join(used) or "data=1"
+    return " ".join(used) or f"{REST_AXIS}=1"
 
 
 # -- Resolution of a configuration: its batch size and learning rate on the devices of a run -------

@@ -36,9 +36,10 @@ from spmdtrain.sharding.mesh import (
     describe_devices,
     describe_mesh,
     make_cpu_devices,
+    may_limit_shards,
     resolve,
 )
-from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
+from spmdtrain.strategies import AXES, DEFAULT, MESH, REST_AXIS, Axis, Strategy, strategy
 from spmdtrain.xla.compiler import configure_collectives, keep_programs
 
 # -- Placements: a strategy with its mesh, and access to the current one from model code -----------
@@ -101,6 +102,11 @@ class Placement:
             raise UserError(f"{axis!r} is not an axis of a mesh.{did_you_mean(str(axis), AXES)}")
         return 1 if self.mesh is None else self.mesh.shape[axis]
 
+    @property
+    def shared_axes(self) -> list[Axis]:
+        """The axes in use along which several devices compute an example together."""
+        return [axis for axis in MESH if axis.shares_examples and self.size(axis.name) > 1]
+
     def is_virtual(self) -> bool:
         """Returns whether the devices are virtual devices of a CPU."""
         return len(self.devices) > 1 and self.devices[0].platform == "cpu"
@@ -136,8 +142,8 @@ def make_placement(config: RunConfig) -> Placement:
                 f"on which of the {mesh.size} devices arrays belong: leave it out. "
                 f"{option('jit', value=False)} runs the steps operation by operation"
             )
-        chooses = shards is None and spec.fsdp is None and spec.data is None
-        limits = chooses and of.max_shards is not None and mesh.shape["data"] > 1
+        limits = of.max_shards is not None and mesh.shape[REST_AXIS] > 1
+        limits = limits and may_limit_shards(spec, shards)
         method, expert = config.context.method, config.expert
         return Placement(of, mesh, limits_shards=limits, context_method=method, expert=expert)
     if process_group.count() > 1:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import describe_devices
-from spmdtrain.strategies import AXES, STATE
+from spmdtrain.strategies import AXES
 from spmdtrain.tree import named_leaves
 
 # -- Sharding rules: a pattern for paths in the state, and the spec of the leaves that it matches
@@ -371,12 +371,10 @@ def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> st
 
     The parameter's path ends the leaf's path: `opt_state/0/mu/blocks/q` belongs to
     `params/blocks/q`. With several optimizers, `opt_state/actor/0/mu/q` belongs to
-    `params/actor/q`. A parameter of the leaf's shape is preferred, then the longest path. Leaves
-    of other fields than `params`, `opt_state` and `averaged` belong to none.
+    `params/actor/q`. A parameter of the leaf's shape is preferred, then the longest path. The leaf
+    is of a field with `like_params`.
     """
-    root, *parts = name.split("/")
-    if root not in ("params", *STATE):
-        return None
+    _, *parts = name.split("/")
     tails = [parts[start:] for start in range(len(parts) + 1)]
     if not "".join(parts[:1]).isdecimal():  # a number is an index in a chain of optimizers
         tails += [parts[:1] + tail for tail in tails]

@@ -29,7 +29,7 @@ from spmdtrain.step.gradients import (
 from spmdtrain.step.metrics import EvaluationSums, PredictedRows, Sums
 from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer import ExtraArguments, Update, Updated, extra_names
-from spmdtrain.strategies import DEFAULT
+from spmdtrain.strategies import DEFAULT, TENSOR_AXIS
 from spmdtrain.tree import path_name, promoted
 from spmdtrain.xla.jaxpr import equations, evaluate, inner_jaxprs, variables
 from spmdtrain.xla.padding_rules import CALLS
@@ -48,27 +48,19 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
         raise UserError(
             _message(f"strategy {placement.name} has no mesh", "use one_device for a single device")
         )
-    if (tensor := placement.size("tensor")) > 1 or placement.strategy.needs_rules:
+    if (tensor := placement.size(TENSOR_AXIS)) > 1 or placement.strategy.needs_rules:
         raise UserError(
             _message(
-                f"strategy {placement.name} splits matrix products over tensor={tensor}, which "
-                "adds up their parts in another order",
+                f"strategy {placement.name} splits matrix products over {TENSOR_AXIS}={tensor}, "
+                "which adds up their parts in another order",
                 "use mirrored, zero, fully_sharded or hybrid",
             )
         )
-    if (context := placement.size("context")) > 1:
+    for axis in reversed(placement.shared_axes):
+        size = placement.size(axis.name)
         raise UserError(
             _message(
-                f"mesh.context is {context}, over which attention adds up its parts in another "
-                "order",
-                "leave it out",
-            )
-        )
-    if (expert := placement.size("expert")) > 1:
-        raise UserError(
-            _message(
-                f"mesh.expert is {expert}, over which the gradients of an expert are added up in "
-                "another order",
+                f"mesh.{axis.name} is {size}, over which {axis.adds_up} in another order",
                 "leave it out",
             )
         )

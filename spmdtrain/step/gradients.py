@@ -27,7 +27,7 @@ from spmdtrain.sharding.placement import (
 from spmdtrain.sharding.rules import axes_of_spec, split_dims
 from spmdtrain.step import metrics
 from spmdtrain.step.metrics import Combination, loss_terms
-from spmdtrain.strategies import DEFAULT
+from spmdtrain.strategies import DEFAULT, OUTER_AXIS
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import is_differentiated
 
@@ -60,13 +60,13 @@ def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     device all-reduces its part over the slow links between the groups; then the parts are gathered
     within the group. This is tf.distribute's HierarchicalCopyAllReduce.
     """
-    inner = tuple(axis for axis in axes if axis != "replica")
+    inner = tuple(axis for axis in axes if axis != OUTER_AXIS)
     parts = jax.lax.axis_size(inner)
 
     def reduce(x: jax.Array) -> jax.Array:
         flat = jnp.pad(x.ravel(), (0, -x.size % parts))
         part = jax.lax.psum_scatter(flat, inner, tiled=True)
-        part = jax.lax.psum(part, "replica") if "replica" in axes else part
+        part = jax.lax.psum(part, OUTER_AXIS) if OUTER_AXIS in axes else part
         return jax.lax.all_gather(part, inner, tiled=True)[: x.size].reshape(x.shape)
 
     return jax.tree.map(reduce, gradients)

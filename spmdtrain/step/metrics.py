@@ -13,8 +13,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from spmdtrain.errors import UserError, did_you_mean, is_text
-from spmdtrain.sharding.mesh import EXPERT
 from spmdtrain.sharding.placement import current_device, current_mesh
+from spmdtrain.strategies import EXPERT_AXIS
 
 # -- Types that an objective may return besides per-example values ---------------------------------
 
@@ -584,7 +584,7 @@ def _after(values: jax.Array, weights: jax.Array) -> jax.Array:
     the weights, which does not need the loop. The dependency makes it wait for the loop.
     """
     over = current_mesh()
-    if over is None or over.parts(EXPERT) == 1 or current_device().platform != "cpu":
+    if over is None or over.parts(EXPERT_AXIS) == 1 or current_device().platform != "cpu":
         return weights
     return jnp.where(values > jnp.inf, 0.0, weights)  # never, but XLA does not know that
 

@@ -538,12 +538,9 @@ class BaseModel:
 
     def without_base(self, state: TrainState) -> TrainState:
         """Returns a state, or its shapes or shardings, with None in place of the base model."""
-        return dataclasses.replace(
-            state,
-            params=self._part(state.params, base=False),
-            averaged=self._part(state.averaged, base=False),
-            model_state=self._part(state.model_state, base=False),
-        )
+        of_model = [name for name, row in state.FIELDS.items() if row.of_model]
+        own = {name: self._part(getattr(state, name), base=False) for name in of_model}
+        return dataclasses.replace(state, **own)
 
     def values(self, variables: Variables) -> Variables:
         """Returns variables with None in place of all that are not of the base model."""

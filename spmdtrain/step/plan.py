@@ -37,6 +37,7 @@ from spmdtrain.step.gradients import (
 from spmdtrain.step.health import Health
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput, eager, make_train_step
+from spmdtrain.strategies import EXPERT_AXIS, SEQUENCE_AXIS
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import constrains_sharding
 from spmdtrain.xla.padding import why_parts_differ
@@ -248,15 +249,19 @@ def shard_map_blocker(
     name = gradients.placement.name
     scatters = isinstance(gradients.reduction, ScatteredReduction)
     splits = layout.splits_tensors if scatters else not layout.replicates_params
-    if gradients.placement.size("expert") > 1:
-        return "mesh.expert splits the parameters of the experts, whose gradients XLA reduces"
+    if gradients.placement.size(EXPERT_AXIS) > 1:
+        return (
+            f"mesh.{EXPERT_AXIS} splits the parameters of the experts, whose gradients XLA reduces"
+        )
     if splits and not gradients.gathers_params:
         return (
             f"the strategy {name} splits the parameters; use mirrored, zero, central_storage or "
             "hybrid, without rules"
         )
-    if gradients.placement.size("context") > 1:
-        return "mesh.context splits the tokens of each example, whose gradients XLA reduces"
+    if gradients.placement.size(SEQUENCE_AXIS) > 1:
+        return (
+            f"mesh.{SEQUENCE_AXIS} splits the tokens of each example, whose gradients XLA reduces"
+        )
     state_leaves = jax.tree.leaves(model_state)
     if state_leaves and not gradients.per_replica and not gradients.batch_axes:
         return (

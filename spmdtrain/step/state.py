@@ -1,7 +1,8 @@
 """The training state."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from spmdtrain.adapters.base import Variables
 from spmdtrain.errors import UserError
 from spmdtrain.step.gradients import accumulation_dtype
+from spmdtrain.strategies import StateField
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
@@ -39,6 +41,31 @@ class TrainState:
     key: jax.Array
     averaged_before: PyTree = field(default_factory=dict)
 
+    FIELDS: ClassVar[Mapping[str, StateField]] = {
+        "step": StateField(item="training", is_tree=False, replicated=True),
+        "params": StateField(item="params", title="parameters", like_params=True, of_model=True),
+        "opt_state": StateField(
+            item="training",
+            title="optimizer",
+            kind="optimizer",
+            like_params=True,
+            of_optimizer=True,
+        ),
+        "averaged": StateField(
+            item="averaged",
+            title="average",
+            kind="moving average",
+            like_params=True,
+            of_model=True,
+            evaluated=True,
+        ),
+        "model_state": StateField(item="model_state", title="model state", of_model=True),
+        "key": StateField(
+            item="training", kind="random number generator", is_tree=False, replicated=True
+        ),
+        "averaged_before": StateField(item="averaging", kind="moving average", is_tree=False),
+    }
+
     @property
     def step_key(self) -> jax.Array:
         """The random key of the next step: fold_in(key, step)."""
@@ -50,8 +77,17 @@ class TrainState:
 
         An average has at least float32, even if the parameters are narrower (see `first_average`).
         """
-        averaged = jax.tree.leaves(self.averaged)
-        return Variables(self.averaged if averaged else self.params, self.model_state)
+        name = evaluated_field(lambda name: bool(jax.tree.leaves(getattr(self, name))))
+        return Variables(getattr(self, name), self.model_state)
+
+
+TREES = tuple(name for name, row in TrainState.FIELDS.items() if row.is_tree)
+
+
+def evaluated_field(has_arrays: Callable[[str], bool]) -> str:
+    """Returns the field with the parameters for evaluations, of a state that has arrays in some."""
+    rows = TrainState.FIELDS.items()
+    return next((n for n, row in rows if row.evaluated and has_arrays(n)), "params")
 
 
 def check_same_arrays(before: PyTree, after: PyTree) -> None:

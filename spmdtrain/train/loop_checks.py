@@ -13,14 +13,14 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.gradients import NO_SLOPE
 from spmdtrain.step.metrics import NORMS_OF_GRADIENTS, check_names, loss_first
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
-from spmdtrain.step.state import TrainState
+from spmdtrain.step.state import TREES, TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations
 
 PyTree = Any
 Init = Callable[[jax.Array], Mapping[str, PyTree]]
-"""key -> the parts of the state by name: `params`, and any of the other `PARTS`."""
+"""key -> the parts of the state by name: `params`, and any of the other `TREES`."""
 Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
 """(state, batch, key) -> the state after it, and metrics: scalars by name."""
 
@@ -46,8 +46,6 @@ TRAINER_ONLY: Mapping[str, Any] = {
 }
 """Options that only the Trainer's step implements, with the values that a Loop accepts."""
 
-PARTS = ("params", "opt_state", "averaged", "model_state")
-
 
 def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
     """Returns the function of the init and step keys that makes the first state.
@@ -65,12 +63,12 @@ def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainStat
         names = list(parts) if isinstance(parts, Mapping) else _described(parts)
         if not isinstance(parts, Mapping) or "params" not in parts:
             raise UserError(f"init returned {names}: it must return a dictionary with 'params'")
-        if unknown := [name for name in parts if name not in PARTS]:
+        if unknown := [name for name in parts if name not in TREES]:
             raise UserError(
                 f"init returned {unknown[0]!r}, which is no part of the state."
-                + did_you_mean(unknown[0], PARTS)
+                + did_you_mean(unknown[0], TREES)
             )
-        empty: dict[str, PyTree] = {name: {} for name in PARTS}
+        empty: dict[str, PyTree] = {name: {} for name in TREES}
         numbers = jax.random.key_data(step_key)
         return TrainState(step=jnp.zeros((), jnp.int32), key=numbers, **empty | dict(parts))
 

@@ -379,13 +379,12 @@ class GradientSums:
                 f"sentinel_every: strategy {placement.name} on {len(placement.devices)} device(s) "
                 "has no second device that could compute the same examples: use 2 or more"
             )
-        for axis in ("expert", "context", "tensor"):
-            if (parts := placement.size(axis)) > 1:
-                raise UserError(
-                    f"sentinel_every: mesh.{axis} is {parts}, so several devices compute an "
-                    "example together, which the sentinel does not support: leave one of the two "
-                    "out"
-                )
+        for axis in placement.shared_axes:
+            raise UserError(
+                f"sentinel_every: mesh.{axis.name} is {placement.size(axis.name)}, so several "
+                "devices compute an example together, which the sentinel does not support: leave "
+                "one of the two out"
+            )
         self.count: int = placement.batch_shards
         trained, _ = functions.update.partition(functions.abstract_state.params)
         self.names = list(named_leaves(trained))

@@ -55,7 +55,7 @@ from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.optimizer import average_in, is_schedule_free, merge, with_base
-from spmdtrain.step.state import TrainState, averaged_steps, first_average
+from spmdtrain.step.state import TREES, TrainState, averaged_steps, first_average
 from spmdtrain.train.session import RunSession, Trainable
 from spmdtrain.tree import in_dtype_of, named_leaves, path_name
 
@@ -316,8 +316,7 @@ def _record_base(run: RunSession, trained: Trainable, state: TrainState, lora: L
     if trained.base is None or trained.base.is_saved:
         return
     base = trained.base.values(Variables(state.params, state.model_state))
-    shapes = {"params": base.params, "model_state": base.model_state}
-    lora = replace(lora, leaves=describe_leaves(shapes), sums=base_sums(base))
+    lora = replace(lora, leaves=describe_leaves(base._asdict()), sums=base_sums(base))
     run.identity = replace(run.identity, lora=lora)
 
 
@@ -363,7 +362,8 @@ class ValueLoader:
         if not config.init_from:
             return InitialState(state)
         # Freed before others are loaded: the devices need not hold two models.
-        state = dataclasses.replace(state, params={}, opt_state={}, averaged={}, model_state={})
+        freed: dict[str, PyTree] = {name: {} for name in TREES}
+        state = dataclasses.replace(state, **freed)
         loaded = self.load(config.init_from, config.checkpoint)
         found, places = loaded.variables, steps.shardings
         params, model_state = steps.as_parameters(found)

@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.errors import UserError
-from spmdtrain.strategies import AXES, DEFAULT, STATE, STRATEGIES, mesh_sizes, strategy
+from spmdtrain.strategies import (
+    AXES,
+    DEFAULT,
+    MESH,
+    STRATEGIES,
+    Axis,
+    axes_that,
+    mesh_sizes,
+    strategy,
+)
 
 ALONE = ("default", "one_device")
 JOINED = [name for name in STRATEGIES if name not in (*ALONE, "parameter_server")]
@@ -54,7 +63,7 @@ def test_what_a_strategy_splits_and_where_it_keeps_it() -> None:
     assert those("by_servers") == ["parameter_server"]
     assert those("needs_rules") == ["tensor_parallel"]
     assert those("on_host") == ["central_storage"]
-    assert strategy("central_storage").on_host == set(STATE)
+    assert strategy("central_storage").on_host is True
     assert those("devices") == list(ALONE)
     assert [name for name, one in STRATEGIES.items() if not one.has_mesh] == ["default"]
     assert DEFAULT is STRATEGIES["default"]
@@ -80,6 +89,26 @@ def test_a_name_with_an_empty_part_is_refused(name: str) -> None:
     assert "there is no strategy" in refusal(name)
 
 
+# --- Axes ---
+
+
+def test_the_axes_with_each_property() -> None:
+    properties = {
+        "splits_batch": ("replica", "data", "fsdp", "expert"),
+        "shares_examples": ("expert", "context", "tensor"),
+        "only_by_rules": ("expert", "tensor"),
+    }
+    for name, axes in properties.items():
+
+        def has(axis: Axis, name: str = name) -> bool:
+            return bool(getattr(axis, name))
+
+        assert axes_that(has) == axes
+    assert all(axis.splits_batch or axis.shares_examples for axis in MESH)
+    assert MESH[0].spans_hosts  # `build_mesh` stacks its groups, so it is the first axis
+    assert AXES == ("replica", "data", "fsdp", "expert", "context", "tensor")
+
+
 # --- Several ---
 
 
@@ -88,10 +117,10 @@ def test_joined_strategies_split_what_each_of_them_splits() -> None:
     assert found.name == "hybrid+fully_sharded+tensor_parallel"
     assert dict(found.sizes) == {"replica": -1, "data": 1, "fsdp": -1, "tensor": 2}
     assert (found.shards_params, found.needs_rules) == (True, True)
-    assert (found.shards_optimizer, found.on_host) == (False, frozenset())
+    assert (found.shards_optimizer, found.on_host) == (False, False)
     found = strategy("zero+central_storage")
     assert (found.shards_params, found.shards_optimizer) == (False, True)
-    assert found.on_host == set(STATE)
+    assert found.on_host is True
 
 
 @pytest.mark.parametrize("alone", ALONE)
