@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,8 +41,8 @@ from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.trackers.base import Tracker
-from spmdtrain.trackers.run_trackers import RunTrackers
+from spmdtrain.trackers.base import Media, Tracker
+from spmdtrain.trackers.run_trackers import checked_split
 from spmdtrain.train.callbacks import (
     AddableMetrics,
     CallbackEvent,
@@ -66,7 +67,7 @@ from spmdtrain.train.loop_checks import (
     state_and_metrics,
 )
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.run_logger import MediaLogger, RunLogger, StepProgram, is_pending, next_batch
+from spmdtrain.train.run_logger import RunLogger, StepProgram, is_pending, next_batch
 from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
@@ -224,112 +225,6 @@ class StartedLoop:
     reader: MetricsReader
 
 
-class LoopTools:
-    """Batches of evaluations, placement of arrays and compiled functions. The base of `Loop`."""
-
-    config: RunConfig
-    placement: Placement
-    _parts: StartedLoop | None
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The device mesh; None under the default strategy."""
-        return self.placement.mesh
-
-    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
-        """Returns an iterator over the batches of a dataset, in order; each example occurs once.
-
-        Args:
-          data: A dataset, or arrays in a tuple or dictionary.
-
-        Returns:
-          Pairs (rows, mask), placed on the mesh. The mask, (B,), is 0 for rows that pad the last
-          batch: a weight for `weighted_mean`.
-        """
-        batches, _ = ordered_batches(
-            run_dataset(data, self.config),
-            self.config.eval_batch_size or self.config.resolved_batch_size,
-            self.placement.batch,
-            threads=self.config.data_threads,
-        )
-        return batches
-
-    def eval_key(self, number: int) -> jax.Array:
-        """Returns the random key of batch `number` of an evaluation, counted from 0.
-
-        It is the same in each evaluation.
-
-        Args:
-          number: Number of the batch.
-        """
-        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
-        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
-        return key
-
-    def shard_batch(self, batch: PyTree) -> PyTree:
-        """Returns a global batch as arrays that are split over the mesh.
-
-        Args:
-          batch: NumPy arrays of a leading dim of examples, the same in all processes.
-        """
-        check_batch(batch, self.placement.batch_shards)
-        sharding = self.placement.batch
-
-        def placed(leaf: Any) -> jax.Array:
-            array = np.asarray(leaf)
-            check_fits(array)
-            local = array[process_rows(sharding, len(array))]
-            return jax.make_array_from_process_local_data(sharding, local, array.shape)
-
-        return jax.tree.map(placed, batch)
-
-    def gather_params(self, params: PyTree) -> PyTree:
-        """Returns the parameters of the state, gathered if the strategy splits them.
-
-        Call it in a step. Without it XLA may move activations instead of parameters, which costs
-        less for small batches and more for large ones.
-
-        Args:
-          params: The parameters of the state that the step receives.
-
-        Raises:
-          UserError: Before `start`.
-        """
-        if self._parts is None:
-            raise UserError("the loop has not begun: call start(init) first")
-        return self._parts.layout.gather(params)
-
-    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Compiles any other function of arrays.
-
-        Args:
-          function: A function of arrays, such as the computation of an evaluation.
-
-        Returns:
-          The function, compiled; each process gets its whole result. It raises `NotReducedError` if
-          the result holds a `PerReplica`.
-        """
-
-        def reduced(*args: PyTree) -> PyTree:
-            found = function(*args)
-            if replicas_in(found):
-                raise NotReducedError(
-                    "the function of compile() returns a PerReplica, but each process must get the "
-                    "whole result: reduce the values in the function, or use jax.jit, which "
-                    "leaves them on their devices"
-                )
-            return found
-
-        check = partial(check_partitioned, placement=self.placement)
-        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated), check=check)
-
-        def call(*args: PyTree) -> PyTree:
-            with use_placement(self.placement):
-                return jitted(*jax.tree.map(_in_device_memory, args))
-
-        return call
-
-
 def _in_device_memory(x: Any) -> Any:
     if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
         return jax.device_put(x, x.sharding.with_memory_kind("device"))
@@ -343,7 +238,7 @@ def _in_device_memory(x: Any) -> Any:
 _PURPOSES = (Purpose.INIT, Purpose.STEP)
 
 
-class Loop(LoopTools, MediaLogger):
+class Loop:
     """The parts of a run, for a training loop that the user writes.
 
         with Loop(strategy="mirrored", steps=1000, workdir="runs/mine") as loop:
@@ -401,6 +296,11 @@ class Loop(LoopTools, MediaLogger):
         self.stopped_early = False
         """Whether the loop ended before its last step without `stop()`, for example by `break`."""
         self._bar = contextlib.ExitStack()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
 
     @property
     def started(self) -> bool:
@@ -570,6 +470,53 @@ class Loop(LoopTools, MediaLogger):
             self._boundary()
         self._bar.close()
 
+    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
+        """Returns an iterator over the batches of a dataset, in order; each example occurs once.
+
+        Args:
+          data: A dataset, or arrays in a tuple or dictionary.
+
+        Returns:
+          Pairs (rows, mask), placed on the mesh. The mask, (B,), is 0 for rows that pad the last
+          batch: a weight for `weighted_mean`.
+        """
+        batches, _ = ordered_batches(
+            run_dataset(data, self.config),
+            self.config.eval_batch_size or self.config.resolved_batch_size,
+            self.placement.batch,
+            threads=self.config.data_threads,
+        )
+        return batches
+
+    def eval_key(self, number: int) -> jax.Array:
+        """Returns the random key of batch `number` of an evaluation, counted from 0.
+
+        It is the same in each evaluation.
+
+        Args:
+          number: Number of the batch.
+        """
+        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
+        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
+        return key
+
+    def shard_batch(self, batch: PyTree) -> PyTree:
+        """Returns a global batch as arrays that are split over the mesh.
+
+        Args:
+          batch: NumPy arrays of a leading dim of examples, the same in all processes.
+        """
+        check_batch(batch, self.placement.batch_shards)
+        sharding = self.placement.batch
+
+        def placed(leaf: Any) -> jax.Array:
+            array = np.asarray(leaf)
+            check_fits(array)
+            local = array[process_rows(sharding, len(array))]
+            return jax.make_array_from_process_local_data(sharding, local, array.shape)
+
+        return jax.tree.map(placed, batch)
+
     # -- programs ------------------------------------------------------------------------------
 
     def compile_step(
@@ -598,6 +545,52 @@ class Loop(LoopTools, MediaLogger):
             self.config.log_every,
         )
         return LoopStep(self, program, parts.layout.shardings)
+
+    def gather_params(self, params: PyTree) -> PyTree:
+        """Returns the parameters of the state, gathered if the strategy splits them.
+
+        Call it in a step. Without it XLA may move activations instead of parameters, which costs
+        less for small batches and more for large ones.
+
+        Args:
+          params: The parameters of the state that the step receives.
+
+        Raises:
+          UserError: Before `start`.
+        """
+        if self._parts is None:
+            raise UserError("the loop has not begun: call start(init) first")
+        return self._parts.layout.gather(params)
+
+    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Compiles any other function of arrays.
+
+        Args:
+          function: A function of arrays, such as the computation of an evaluation.
+
+        Returns:
+          The function, compiled; each process gets its whole result. It raises `NotReducedError` if
+          the result holds a `PerReplica`.
+        """
+
+        def reduced(*args: PyTree) -> PyTree:
+            found = function(*args)
+            if replicas_in(found):
+                raise NotReducedError(
+                    "the function of compile() returns a PerReplica, but each process must get the "
+                    "whole result: reduce the values in the function, or use jax.jit, which "
+                    "leaves them on their devices"
+                )
+            return found
+
+        check = partial(check_partitioned, placement=self.placement)
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated), check=check)
+
+        def call(*args: PyTree) -> PyTree:
+            with use_placement(self.placement):
+                return jitted(*jax.tree.map(_in_device_memory, args))
+
+        return call
 
     # -- steps and evaluations -----------------------------------------------------------------
 
@@ -670,9 +663,38 @@ class Loop(LoopTools, MediaLogger):
         if not logger.read_metrics(Split(split), self.step):
             logger.log_evaluation(Split(split), self.step, metrics)
 
-    @property
-    def _trackers_and_step(self) -> tuple[RunTrackers, int]:
-        return self._started().run.logger.trackers, self.step
+    def log(
+        self, media: Mapping[str, Media], step: int | None = None, *, split: str = "train"
+    ) -> None:
+        """Logs images, texts, histograms, tables and figures, without waiting for the devices.
+
+        They are written to `media.jsonl` and `media/` of the workdir, and passed to the trackers,
+        by process 0. All processes may call it.
+
+        Args:
+          media: Name to `Image`, `Text`, `Histogram`, `Table` or `Figure`.
+          step: The step; by default the step of the callback, or the last one.
+          split: "train", "eval" or "test".
+
+        Raises:
+          UserError: If a name or an item is not valid, or no run is in progress.
+        """
+        of_split = checked_split(split)
+        self.logger.trackers.log(media, self.step if step is None else step, of_split)
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Passes a file to the trackers that keep files: W&B, MLflow and Trackio.
+
+        It is read later, so it must not change until the run has ended.
+
+        Args:
+          path: The path of the file.
+          name: The name of the artifact; by default the name of the file.
+
+        Raises:
+          UserError: If there is no such file, or no run is in progress.
+        """
+        self.logger.trackers.log_artifact(path, name)
 
     def stop(self) -> None:
         """Makes the last recorded step the last one of the run. All processes call it.
