@@ -68,7 +68,7 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import RunLogger, StepProgram, is_pending, next_batch
-from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
+from spmdtrain.train.session import Boundary, RunSession, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
 from spmdtrain.xla.collectives import describe_found, find_collectives
@@ -209,20 +209,46 @@ class PlacedState:
     base: None = None
 
 
-@dataclass
-class StartedLoop:
-    """The parts of a loop that exist once `start` has returned.
+class StartedLoop(Boundary):
+    """The parts of a loop that exist once `start` has returned, and its boundary between steps.
 
-    Attributes:
+    Args:
       augment: (example, NumPy generator) -> example.
-      state: The state after the last recorded step.
+      state: The first state; later the state after the last recorded step.
+      saved: The last step with a checkpoint.
     """
 
-    run: RunSession
-    layout: Layout
-    augment: Augment | None
-    state: TrainState
-    reader: MetricsReader
+    def __init__(
+        self,
+        run: RunSession,
+        callbacks: CallbackRunner,
+        layout: Layout,
+        augment: Augment | None,
+        state: TrainState,
+        saved: int | None,
+        in_flight: int,
+    ) -> None:
+        super().__init__(run, MetricsReader(run, in_flight, lambda: self.state))
+        self.callbacks, self.layout, self.augment = callbacks, layout, augment
+        self.state, self.saved = state, saved
+        self.is_stopped = False  # by `Loop.stop`
+        self.last_eval: tuple[int, dict[str, float]] | None = None  # its step and metrics
+
+    def stop_requested(self) -> bool:
+        return self.is_stopped
+
+    def evaluate(self, step: int, *, is_due: bool = False) -> dict[str, float] | None:
+        """Returns the metrics of the user's evaluation after a step, if there was one."""
+        at, found = self.last_eval or (None, None)
+        return found if at == step else None
+
+    def save(self, step: int, metrics: dict[str, float] | None) -> None:
+        check_not_donated(self.state, step)
+        self.reader.flush()
+        self.run.save(self.state, step, metrics, stopped=self.is_stopped)
+        self.saved = step
+        if self.run.checkpoints is not None:
+            self.callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
 
 
 def _in_device_memory(x: Any) -> Any:
@@ -281,7 +307,6 @@ class Loop:
         self.step = 0
         """Number of steps of the whole run that `end_step` has recorded."""
         self._compiler_options = step_options(self.config, self.placement)
-        self._callbacks = CallbackRunner(self, {}, state_at_steps=True)  # until `start`
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
@@ -289,9 +314,7 @@ class Loop:
         # The step that this start resumed from; the last step whose boundary is done.
         self.first_step = self._done = 0
         self._steps = 0  # step functions that were compiled
-        self._saved: int | None = None  # the last step with a checkpoint
-        self._stop = self._over = False
-        self._last_eval: tuple[int, dict[str, float]] | None = None  # its step and metrics
+        self._over = False
         self._evaluated: set[tuple[str, int]] = set()  # splits and steps since the start
         self.stopped_early = False
         """Whether the loop ended before its last step without `stop()`, for example by `break`."""
@@ -345,8 +368,8 @@ class Loop:
         """
         if not self._entered or self._parts is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
-        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=True)
-        self._callbacks.check_events({"step", "log", "epoch_end"}, "a Loop")
+        runner = CallbackRunner(self, callbacks or {}, state_at_steps=True)
+        runner.check_events({"step", "log", "epoch_end"}, "a Loop")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
         begin = make_initial_state(init)
         abstract = jax.eval_shape(begin, *keys)
@@ -363,24 +386,22 @@ class Loop:
             self._own_trackers,
             {"init": code_record(init), "augment": code_record(augment)},
         )
-        run.callback_states = self._callbacks.states
+        run.callback_states = runner.states
         options = options_for_one_run(self.placement.devices[0].platform)
         program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
         state, is_restored = first_state(
             run, placed, lambda: InitialState(call_together(program, *keys))
         )
-        if is_restored:
-            self._saved = int(state.step)
-        reader = MetricsReader(run, max_in_flight(self.placement), lambda: parts.state)
-        self._parts = parts = StartedLoop(run, layout, augment, state, reader)
+        saved, in_flight = int(state.step) if is_restored else None, max_in_flight(self.placement)
+        self._parts = parts = StartedLoop(run, runner, layout, augment, state, saved, in_flight)
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement, is_new=run.is_new)
         self._stack.enter_context(run.record_outcome())
         evaluates = self.config.eval_every_steps is not None  # the option of `should_evaluate`
         run.name_unsaved_evaluation(self.step, evaluates=evaluates)
-        self._callbacks(CallbackEvent.FIT_START, self.step)
+        runner(CallbackEvent.FIT_START, self.step)
         if run.should_save_at_start(self.step):
-            self._save()
+            parts.save(self.step, parts.evaluate(self.step))
         return state
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -402,16 +423,16 @@ class Loop:
         parts.reader.flush()
         # If a step was run and not recorded, it has consumed even the first state.
         nothing = self.step == self.first_step and parts.state.step.is_deleted()
-        if self.step != self._saved and not nothing:
-            self._save()
+        if self.step != parts.saved and not nothing:
+            parts.save(self.step, parts.evaluate(self.step))
         run.wait_for_save()
         self.stopped_early = self.step < run.schedule.total
         if self.stopped_early:
             why = f"the loop was left after {self.step} of {run.schedule.total} steps"
-            run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
+            run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == parts.saved)
         else:
             run.logger.log_end(Status.FINISHED, self.step)
-        self._callbacks(CallbackEvent.FIT_END, self.step)
+        parts.callbacks(CallbackEvent.FIT_END, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -654,10 +675,10 @@ class Loop:
             )
         if split == Split.EVAL:
             reported = AddableMetrics(metrics)
-            self._callbacks(CallbackEvent.EVALUATION, self.step, reported)
+            parts.callbacks(CallbackEvent.EVALUATION, self.step, reported)
             metrics = reported.with_added()
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
-            self._last_eval = self.step, metrics
+            parts.last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
         logger = parts.run.logger
         if not logger.read_metrics(Split(split), self.step):
@@ -701,46 +722,19 @@ class Loop:
 
         A later start then finds the run finished, unless it asks for more steps.
         """
-        self._started().run.schedule.total = self.step
-        self._stop = True
+        parts = self._started()
+        parts.run.schedule.total = self.step
+        parts.is_stopped = True
 
     def _boundary(self) -> None:
         """Does what is due after the last step, once."""
-        run = self._started().run
+        parts = self._started()
         if self._done == self.step:
             return
         self._done = self.step
-        due = run.due(self.step)
-        if due or self._metrics():
-            run.boundary(self.step, due, self._actions)
-
-    @property
-    def _actions(self) -> BoundaryActions:
-        """What a loop does at the boundary between two steps."""
-        return BoundaryActions(
-            flush=self._started().reader.flush,
-            end_epoch=lambda step, evaluates: None,
-            evaluate=lambda step, is_due: self._metrics(),  # the user has evaluated already
-            save=lambda step, metrics: self._save(),
-            hash_last=self._started().reader.hash_last,
-            report=lambda: None,
-            stop_requested=lambda: self._stop,
-        )
-
-    def _save(self) -> None:
-        parts = self._started()
-        check_not_donated(parts.state, self.step)
-        parts.reader.flush()
-        parts.run.save(parts.state, self.step, self._metrics(), stopped=self._stop)
-        self._saved = self.step
-        if parts.run.checkpoints is not None:
-            metrics = FrozenMetrics(self._metrics() or {})
-            self._callbacks(CallbackEvent.CHECKPOINT, self.step, metrics)
-
-    def _metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of the last step's evaluation, if there was one."""
-        step, found = self._last_eval or (None, None)
-        return found if step == self.step else None
+        due = parts.run.due(self.step)
+        if due or parts.evaluate(self.step):
+            parts.pass_step(self.step, due)
 
     @property
     def logger(self) -> RunLogger:

@@ -67,7 +67,7 @@ from spmdtrain.train.loop_checks import check_best
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import Metrics, checked_media, no_metrics
 from spmdtrain.train.schedule import EpochSums, FitResult
-from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
+from spmdtrain.train.session import Boundary, RunSession, terminal_of
 from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, parse_fork
 
 PyTree = Any
@@ -669,7 +669,7 @@ class Trainer:
         reader = MetricsReader(
             run, executor.max_in_flight, lambda: executor.sync(self._current), self._log
         )
-        actions = self._boundary_actions(run, executor, reader)
+        boundary = TrainerBoundary(self, run, executor, reader)
         with (
             self.terminal.progress("train", done=first, total=schedule.total),
             profiled_steps(run.config, first, self.terminal.line) as profile,
@@ -692,7 +692,7 @@ class Trainer:
                 due = run.due(step)
                 # With parameter servers, later steps may be pending: first the loop reads them too.
                 if due and executor.stop_dispatch(step) == step:
-                    run.boundary(step, due, actions)
+                    boundary.pass_step(step, due)
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
         """Calls the first callbacks, saves step 0, and runs an evaluation that was interrupted."""
@@ -710,39 +710,6 @@ class Trainer:
             run.schedule.total = first
         if first > (total := run.schedule.total):
             self.terminal.line(f"nothing to do: the run is at step {first} of {total} requested")
-
-    def _boundary_actions(
-        self, run: RunSession, executor: Executor, reader: MetricsReader
-    ) -> BoundaryActions:
-        """Returns the actions of this trainer at the boundary between two steps."""
-
-        def flush() -> None:
-            self._state = executor.sync(self._current)
-            reader.flush()
-
-        def end_epoch(step: int, evaluates: bool) -> None:
-            written = run.logger.written[Split.EPOCH].get(step, {})
-            means = FrozenMetrics({"epoch": run.epochs.completed(step)} | written)
-            last, event = step == run.schedule.total, CallbackEvent.EPOCH_END
-            self._callbacks(event, step, means, evaluates=evaluates, is_last=last)
-
-        def evaluate(step: int, is_due: bool) -> Metrics | None:
-            if not is_due:
-                return None
-            try:
-                return self._run_validation(run, step)
-            except PreemptedExit:  # `RunSession.boundary` saves first, and raises it again
-                return None
-
-        return BoundaryActions(
-            flush=flush,
-            end_epoch=end_epoch,
-            evaluate=evaluate,
-            save=functools.partial(self._save, run),
-            hash_last=reader.hash_last,
-            report=executor.report,
-            stop_requested=lambda: self._callbacks.stop_requested,
-        )
 
     def _finish(self, run: RunSession) -> None:
         found = run.finish(self.step, lambda data: self._evaluate_split(run, Split.TEST, data))
@@ -790,6 +757,44 @@ class Trainer:
         run.save(self._current, step, metrics, stopped=self._callbacks.stop_requested)
         if run.checkpoints is not None:
             self._callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
+
+
+class TrainerBoundary(Boundary):
+    """The boundary between two steps of a trainer, which calls its methods for one fit."""
+
+    def __init__(
+        self, trainer: Trainer, run: RunSession, executor: Executor, reader: MetricsReader
+    ) -> None:
+        super().__init__(run, reader)
+        self._trainer, self._executor = trainer, executor
+
+    def flush(self) -> None:
+        self._trainer._state = self._executor.sync(self._trainer._current)
+        super().flush()
+
+    def end_epoch(self, step: int, *, evaluates: bool) -> None:
+        written = self.run.logger.written[Split.EPOCH].get(step, {})
+        means = FrozenMetrics({"epoch": self.run.epochs.completed(step)} | written)
+        last, event = step == self.run.schedule.total, CallbackEvent.EPOCH_END
+        self._trainer._callbacks(event, step, means, evaluates=evaluates, is_last=last)
+
+    def stop_requested(self) -> bool:
+        return self._trainer._callbacks.stop_requested
+
+    def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
+        """Returns the metrics of the evaluation; None also if a signal interrupts it."""
+        if not is_due:
+            return None
+        try:
+            return self._trainer._run_validation(self.run, step)
+        except PreemptedExit:  # `pass_step` saves first, and raises it again
+            return None
+
+    def save(self, step: int, metrics: Metrics | None) -> None:
+        self._trainer._save(self.run, step, metrics)
+
+    def report(self) -> None:
+        self._executor.report()
 
 
 # -- Checks of a second `fit` of a trainer, which continues the first one or starts again ----------
