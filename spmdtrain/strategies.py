@@ -32,7 +32,7 @@ class Strategy:
     by_servers: bool = False
     """Parameter servers hold the state. Workers, each mirrored over its own devices, compute the
     steps asynchronously."""
-    backend: str = "spmdtrain.train.executor:MeshBackend"
+    backend: str = "spmdtrain.train.executor:Backend"
     """`module:class` that creates the executor of steps (`spmdtrain.train.executor.Backend`)."""
 
 

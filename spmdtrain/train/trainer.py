@@ -55,10 +55,9 @@ from spmdtrain.train.callbacks import (
 )
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import (
+    Backend,
     DeviceExamples,
     Executor,
-    ExecutorInputs,
-    MakeExecutor,
     backend_of,
     is_evaluator,
     join_job,
@@ -172,13 +171,13 @@ class Trainer:
         overrides.check_augment(augment, self.config)
         self._augment, self._code["augment"] = augment, code_record(augment)
         self._clock, self._init_timeout = clock, init_timeout
-        at_steps = self._backend.state_at_steps
+        at_steps = self._backend.runs_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
         self._programs = Programs(self.functions, self.placement, self.config)
         # Of earlier fits: sums of an unfinished epoch, written metrics, the position in a stream.
         self._epoch_sums, self._written = EpochSums(), no_metrics()
         self._stream_progress = StreamProgress()
-        self._all_examples = DeviceExamples(self.placement, self.terminal)
+        self._examples = DeviceExamples(self.placement, self.terminal)
         self._trackers: RunTrackers | None = None  # during a fit
 
     @classmethod
@@ -597,13 +596,14 @@ class Trainer:
             stack.callback(self._end_fit)
             self._fitting, self._trackers = True, run.logger.trackers
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
-            make_executor = stack.enter_context(self._backend.open(self._init_timeout))
+            backend = stack.enter_context(self._backend.open(self._init_timeout))
+            executors = stack.enter_context(contextlib.ExitStack())  # ends after `record_outcome`
             before = self._state, self._identity
             self._start(run, stack, restart=restart)
             first = self._state
             stack.enter_context(run.record_outcome())
             try:
-                self._train(run, make_executor)
+                self._train(run, backend, executors)
                 self._finish(run)
             except StateError:
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
@@ -634,7 +634,8 @@ class Trainer:
         run.callback_states = self._callbacks.begin(from_step_zero=restart or self._state is None)
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
-            self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
+            if self._backend.runs_steps:
+                self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
             values = ValueLoader(self.functions, self.config, self._weight_map, self.terminal)
             functions = self.functions, values.initial_state, values.base_weights
             self._state, _ = first_state(run, *functions)
@@ -660,12 +661,22 @@ class Trainer:
         self._epoch_sums, self._written = run.epochs.sums, run.logger.written
         self._stream_progress = run.stream_progress
 
-    def _train(self, run: RunSession, make_executor: MakeExecutor) -> None:
+    def _train(self, run: RunSession, backend: Backend, executors: contextlib.ExitStack) -> None:
         first, schedule = self.step, run.schedule
         self._before_first_step(run, first)
         if first >= schedule.total:
             return
-        executor = make_executor(self._executor_inputs(run))
+        executor = backend.make_executor(
+            run=run,
+            state=self._current,
+            functions=self.functions,
+            make_functions=self._make_functions,
+            programs=self._programs,
+            placement=self.placement,
+            augment=self._augment,
+            examples=self._examples,
+        )
+        executors.callback(executor.close)
         reader = MetricsReader(
             run, executor.max_in_flight, lambda: executor.sync(self._current), self._log
         )
@@ -714,19 +725,6 @@ class Trainer:
     def _finish(self, run: RunSession) -> None:
         found = run.finish(self.step, lambda data: self._evaluate_split(run, Split.TEST, data))
         self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
-
-    def _executor_inputs(self, run: RunSession) -> ExecutorInputs:
-        """Returns the inputs of the executor of a run."""
-        return ExecutorInputs(
-            run=run,
-            state=self._current,
-            functions=self.functions,
-            make_functions=self._make_functions,
-            programs=self._programs,
-            placement=self.placement,
-            augment=self._augment,
-            all_examples=self._all_examples,
-        )
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Calls the log callbacks; returns the metrics, including the ones that they added."""
