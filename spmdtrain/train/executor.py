@@ -312,9 +312,8 @@ def is_evaluator() -> bool:
 def join_job(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
     """Takes the role of this process in the job; returns the configuration for this process.
 
-    A process that trains joins the others. A worker or parameter server of strategy
-    parameter_server serves the chief and exits with the job. An evaluator has separate devices, and
-    so another configuration.
+    A process that trains joins the others. A worker or a parameter server serves the chief and
+    exits with the job. An evaluator has separate devices, and so another configuration.
 
     Args:
       timeout: Seconds to wait for the chief of parameter servers.

@@ -643,8 +643,8 @@ class RunSession:
 class Boundary:
     """The boundary between two steps of a run, at which it evaluates, saves and stops.
 
-    `pass_step` has the order; the other methods are its parts. Their defaults are for the training
-    loop of a user, who evaluates, and has no epochs.
+    `pass_step` has the order; the other methods are its parts. The defaults are those of a `Loop`,
+    which has no callbacks of epochs, and whose steps are all dispatched by this process.
     """
 
     def __init__(self, run: RunSession, reader: "MetricsReader") -> None:
