@@ -121,10 +121,10 @@ class Strategy:
     """The experiment's rules must say what is sharded over tensor: there is no default rule."""
     on_host: bool = False
     """Arrays of the state with the parameters' shapes stay in host memory between steps."""
-    by_servers: bool = False
-    """Parameter servers hold the state. Workers, each mirrored over its own devices, compute the
-    steps asynchronously."""
-    backend: str = "spmdtrain.train.executor:MeshBackend"
+    is_asynchronous: bool = False
+    """Workers, each mirrored over its own devices, compute the steps independently of each other,
+    and parameter servers hold the state. Otherwise one program on a mesh computes each step."""
+    backend: str = "spmdtrain.train.executor:Backend"
     """`module:class` that creates the executor of steps (`spmdtrain.train.executor.Backend`)."""
 
     def split_axes(self, field: StateField) -> tuple[str, ...]:
@@ -161,12 +161,14 @@ _ALL = (
     # Parameter servers and asynchronous workers.
     Strategy(
         name="parameter_server",
-        by_servers=True,
+        is_asynchronous=True,
         backend="spmdtrain.parameter_server.executor:ServerBackend",
     ),
 )
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 DEFAULT = STRATEGIES["default"]
+ASYNCHRONOUS = next(name for name, each in STRATEGIES.items() if each.is_asynchronous)
+"""The name of the strategy with parameter servers, for messages."""
 
 
 def strategy(name: str) -> Strategy:
@@ -182,7 +184,7 @@ def strategy(name: str) -> Strategy:
     if len(members) == 1:
         return members[0]
     for member in members:
-        if member.by_servers:
+        if member.is_asynchronous:
             raise UserError(f"strategy {name}: {member.name} cannot be combined with another")
         if member.devices == 1:
             raise UserError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed
+from spmdtrain.strategies import ASYNCHRONOUS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,16 +30,16 @@ class Finding:
 
 
 def check_servers(spec: ClusterSpec) -> list[Finding]:
-    """Checks that strategy parameter_server can run in a cluster with `ps` tasks."""
+    """Checks that parameter servers can run in a cluster with `ps` tasks."""
     if not spec.has_ps:
         return []
     if missing := spec.why_no_servers:
-        needed = "strategy parameter_server needs a chief, a worker and a ps task"
+        needed = f"strategy {ASYNCHRONOUS} needs a chief, a worker and a ps task"
         text = f"{needed}; this cluster has {missing}"
         return [Finding("error", "parameter servers", text)]
     workers = [str(task) for task in spec.processes[1:]]
     shown = ", ".join(workers[:4]) + (f" and {len(workers) - 4} more" if len(workers) > 4 else "")
-    text = f"with strategy parameter_server {spec.chief} is the chief, and these compute: {shown}"
+    text = f"with strategy {ASYNCHRONOUS} {spec.chief} is the chief, and these compute: {shown}"
     return [Finding("ok", "parameter servers", text)]
 
 

@@ -368,7 +368,7 @@ class ClusterSpec:
 
     @property
     def why_no_servers(self) -> str | None:
-        """The tasks that strategy parameter_server needs and this cluster lacks; None if none."""
+        """The tasks that parameter servers need and this cluster lacks; None if none."""
         missing = [] if self.processes else ["chief"]
         missing += [] if len(self.processes) > 1 else ["worker besides the chief"]
         missing += [] if self.has_ps else ["ps task"]

@@ -151,7 +151,7 @@ def _check_sentinel(config: "RunConfig") -> None:
     placed = strategy(config.strategy)
     if not config.jit:
         problem = "jit is False, and it compares runs of one compiled program"
-    elif placed.by_servers or placed.needs_rules or placed.devices == 1:
+    elif placed.is_asynchronous or placed.needs_rules or placed.devices == 1:
         problem = (
             f"strategy {placed.name} is not supported: it needs devices that each compute whole "
             "examples of their own: mirrored, zero, fully_sharded, central_storage or hybrid"
@@ -250,7 +250,7 @@ def _check_exact(config: "RunConfig") -> None:
         ),
     ]
     found = [(name, value, why) for name, value, default, why in conflicts if value != default]
-    if strategy(config.strategy).by_servers:
+    if strategy(config.strategy).is_asynchronous:
         found.insert(0, ("strategy", config.strategy, "the order of the workers' updates varies"))
     for name, value, why in found:
         raise UserError(
@@ -262,15 +262,15 @@ def _check_exact(config: "RunConfig") -> None:
 def can_pad(options: Mapping[str, Any]) -> bool:
     """Returns whether other options of a run, by name, allow `uneven_batch` to be `pad`."""
     name = options.get("strategy")
-    by_servers = name is not None and strategy(name).by_servers
-    return options.get("exact") is None and not by_servers
+    is_asynchronous = name is not None and strategy(name).is_asynchronous
+    return options.get("exact") is None and not is_asynchronous
 
 
 _OWN_ORDER = "it adds up gradients in an order of its own"
 
 
 def _check_servers(config: "RunConfig") -> None:
-    if not strategy(config.strategy).by_servers:
+    if not strategy(config.strategy).is_asynchronous:
         for name in not_default(config.servers):
             raise UserError(
                 f"servers.{name} is for parameter_server, but the strategy is {config.strategy}"

@@ -66,7 +66,7 @@ def training_data(data: Any, config: RunConfig) -> TrainingData:
         return dataset
     if config.steps is None:
         raise UserError("a stream has no number of examples, so it has no epochs: give steps")
-    if strategy(config.strategy).by_servers:
+    if strategy(config.strategy).is_asynchronous:
         raise UserError(
             f"strategy {config.strategy} assigns batches to workers by number, and a stream has no "
             "random access: give a dataset, or use another strategy"

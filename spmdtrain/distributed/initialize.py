@@ -21,6 +21,7 @@ from spmdtrain.cluster.spec import Address, ClusterSpec, Role, from_environment
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
 from spmdtrain.distributed.progress import CONTEXT
 from spmdtrain.errors import UserError, install_hook, option
+from spmdtrain.strategies import ASYNCHRONOUS
 from spmdtrain.strategies import strategy as strategy_of
 
 _HEARTBEAT = 20  # seconds after which JAX considers a silent process dead
@@ -99,19 +100,19 @@ def initialize(
     for name, seconds in (("timeout", timeout), ("hang_timeout", hang_timeout)):
         if seconds is not None and not seconds >= 0:
             raise UserError(f"{name} is {seconds}: it must be 0 or more seconds")
-    by_servers = None if strategy is None else strategy_of(strategy).by_servers
+    is_asynchronous = None if strategy is None else strategy_of(strategy).is_asynchronous
     if (job := process_group.current()) is not None:  # the script initialized JAX itself
         _start_watching(job, hang_timeout)
         process_group.check_same(process_properties())
         return
     spec = spec or from_environment()
-    if spec.role is Role.EVALUATE or by_servers:
+    if spec.role is Role.EVALUATE or is_asynchronous:
         # An evaluator waits for checkpoints, and an executor of servers for its workers.
         CONTEXT.initialized = True
         if given:
             failures.watch_alone(given)
         return
-    if spec.has_ps and by_servers is None:
+    if spec.has_ps and is_asynchronous is None:
         CONTEXT.deferred = functools.partial(
             initialize,
             spec,
@@ -126,7 +127,7 @@ def initialize(
         raise UserError(
             f"according to TF_CONFIG this process is {spec.name}, a parameter server, which "
             f"strategy {strategy} does not use: start only the chief, the workers and the "
-            "evaluator, or choose strategy parameter_server"
+            f"evaluator, or choose strategy {ASYNCHRONOUS}"
         )
     party = find_party(spec, auto_detect, explicit or ClusterOptions())
     if party is None or len(party.names) == 1:

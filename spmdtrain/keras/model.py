@@ -25,6 +25,7 @@ from spmdtrain.keras.internals import all_layers, saved_variables, with_moments
 from spmdtrain.kernels.reference import moments
 from spmdtrain.record.storage import one_line
 from spmdtrain.sharding.placement import current_batch_axis, current_batch_shards
+from spmdtrain.strategies import ASYNCHRONOUS
 
 # -- The adapter of Keras 3 models on the JAX backend ----------------------------------------------
 
@@ -492,7 +493,7 @@ class KerasOptimizer:
             raise UserError(
                 "a Keras optimizer updates all trainable variables of its model at once: instead "
                 "of freeze, set layer.trainable = False before model.compile; with strategy "
-                "parameter_server, pass an optax optimizer"
+                f"{ASYNCHRONOUS}, pass an optax optimizer"
             )
         return self._state([_constant(value) for value in self._initial])
 

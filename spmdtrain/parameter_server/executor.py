@@ -1,10 +1,9 @@
 """The executor of strategy parameter_server, and the statistics of its runs."""
 
 import dataclasses
-import functools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from spmdtrain.cluster.spec import ClusterSpec, from_environment
+from spmdtrain.cluster.spec import from_environment
 from spmdtrain.config.command_line import JOB_OPTIONS, Command
 from spmdtrain.config.options import MeshSpec, ParameterServerOptions
 from spmdtrain.config.run_config import RunConfig
@@ -39,7 +38,7 @@ from spmdtrain.step.compile import Program, Programs
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
+from spmdtrain.train.executor import Backend, DeviceExamples, Executor, StepCall
 from spmdtrain.train.session import RunSession
 
 # -- The executor of strategy parameter_server -----------------------------------------------------
@@ -53,7 +52,7 @@ _NOT_SAVED = "the state cannot be saved"
 _ANSWER_TIMEOUT = 2.0  # seconds in which a server has to answer when no batch completes
 
 
-class ServerExecutor:
+class ServerExecutor(Executor):
     """Executor that runs steps on workers, each with the servers' current parameters.
 
     Raises:
@@ -62,8 +61,15 @@ class ServerExecutor:
 
     max_in_flight = 0  # because a dispatch returns after its batch is applied
 
-    def __init__(self, job: RayJob, inputs: ExecutorInputs) -> None:
-        run, state, functions = inputs.run, inputs.state, inputs.functions
+    def __init__(
+        self,
+        job: RayJob,
+        run: RunSession,
+        state: TrainState,
+        functions: StepFunctions,
+        make_functions: Callable[[RunConfig, Placement], StepFunctions],
+        augment: Augment | None,
+    ) -> None:
         options, terminal = run.config.servers, run.logger.terminal
         self._run, self._functions, self._key = run, functions, np.asarray(state.key)
         initial: TrainState = jax.tree.map(np.asarray, state)
@@ -79,11 +85,11 @@ class ServerExecutor:
                 check_interrupt=run.signals.stop_if_received,
             )
         make_worker = WorkerFactory(
-            PickledProgram.of(inputs.make_functions),
+            PickledProgram.of(make_functions),
             for_worker(run.config),
             self._partition,
             run.train_dataset,
-            inputs.augment,
+            augment,
             self._key,
             self._servers,
         )
@@ -118,9 +124,6 @@ class ServerExecutor:
                 limit += 1
             queue.limit = limit
         return self._wait, step - 1
-
-    def check_devices(self, step: int, state: TrainState, batch: int) -> None:
-        """Does nothing, because the configuration refuses the sentinel under parameter servers."""
 
     def _wait(self, state: TrainState, batch: int) -> tuple[TrainState, StepOutput]:
         """Waits until the batch is applied; the state remains with the servers."""
@@ -235,10 +238,17 @@ def server_partition(
     return ServerPartition.of(functions.abstract_state, functions.update, servers, partitioner)
 
 
-class ServerBackend:
-    """Makes steps by the workers of TF_CONFIG, with the state on its parameter servers."""
+class ServerBackend(Backend):
+    """Makes steps by the workers of TF_CONFIG, with the state on its parameter servers.
 
-    state_at_steps = False
+    Args:
+      job: The job of the fit in progress; None outside of one.
+    """
+
+    runs_steps = False
+
+    def __init__(self, job: RayJob | None = None) -> None:
+        self._job = job
 
     def join(self, timeout: float) -> None:
         """Serves the chief and exits, if this process is a worker or a parameter server."""
@@ -262,9 +272,6 @@ class ServerBackend:
                 )
         run_task_role(options.init_timeout)
 
-    def unused_tasks(self, spec: ClusterSpec) -> None:
-        """Returns None: all tasks are used."""
-
     def make_placement(self, config: RunConfig) -> Placement:
         """Returns the chief's placement: all of its devices, because the mesh is a worker's."""
         return make_placement(dataclasses.replace(config, mesh=MeshSpec()))
@@ -285,24 +292,31 @@ class ServerBackend:
             )
         run_task_role(timeout)
 
-    def compile_ahead(
-        self,
-        run: RunSession,
-        programs: Programs,
-        functions: StepFunctions,
-        augment: Augment | None,
-    ) -> None:
-        """Does nothing, because the workers compile the steps."""
-
     @contextmanager
-    def open(self, timeout: float) -> Iterator[MakeExecutor]:
+    def open(self, timeout: float) -> Iterator[Backend]:
         """Starts the job as its chief; its workers and servers end with it."""
         with (
             ray_pool.start_job(from_environment(), timeout) as job,
             # Inside: a `sys.exit(0)` of the user's code must not end the job as finished.
             failures.work_in_progress(failures.TRAINING),
         ):
-            yield functools.partial(ServerExecutor, job)
+            yield ServerBackend(job)
+
+    def make_executor(
+        self,
+        *,
+        run: RunSession,
+        state: TrainState,
+        functions: StepFunctions,
+        make_functions: Callable[[RunConfig, Placement], StepFunctions],
+        programs: Programs,
+        placement: Placement,
+        augment: Augment | None,
+        examples: DeviceExamples,
+    ) -> Executor:
+        """Returns the executor, which needs no program: the workers compile the steps."""
+        assert self._job is not None
+        return ServerExecutor(self._job, run, state, functions, make_functions, augment)
 
 
 # -- Statistics of a run with parameter servers: staleness of the updates, and bytes ---------------

@@ -252,9 +252,9 @@ def plan(
     Raises:
       UserError: If the experiment or its options are invalid on this topology.
     """
-    if strategy(config.strategy).by_servers:
+    if strategy(config.strategy).is_asynchronous:
         raise UserError(
-            "strategy parameter_server cannot be planned: it has no step on a mesh; plan with "
+            f"strategy {config.strategy} cannot be planned: it has no step on a mesh; plan with "
             f"{option('strategy', 'mirrored')} for the devices of one worker"
         )
     if not config.jit:

@@ -80,7 +80,7 @@ def rerun(
       UserError: If the run cannot be continued here, or no checkpoint is valid.
     """
     experiment, config = restore_config(run, file, terminal)
-    if strategy(config.strategy).by_servers:
+    if strategy(config.strategy).is_asynchronous:
         raise UserError(
             f"strategy is {config.strategy}: its steps depend on the order in which workers send "
             "gradients, so they cannot be made again"

@@ -371,7 +371,7 @@ def _parts(placement: Placement, axes: tuple[str, ...]) -> int:
 def configure_backend(config: RunConfig) -> None:
     """Joins the job, and sets the options that JAX reads at the first use of its devices."""
     keep_programs(config.compilation_cache)
-    if not strategy(config.strategy).by_servers:  # their tasks are independent JAX programs
+    if not strategy(config.strategy).is_asynchronous:  # their tasks are independent JAX programs
         initialize.initialize(strategy=config.strategy)
     make_cpu_devices(config.cpu_devices)
     configure_collectives(config.collectives, process_group.count())

@@ -100,7 +100,7 @@ def may_group(config: RunConfig, placement: Placement, state: TrainState) -> boo
     collectives take longer than the host. The model must have no state, because a step could change
     its types. Shapes of the state suffice.
     """
-    if config.exact is not None or not config.jit or placement.strategy.by_servers:
+    if config.exact is not None or not config.jit or placement.strategy.is_asynchronous:
         return False
     processes = {device.process_index for device in placement.devices}
     has_one_each = len(placement.devices) == len(processes)  # the same in all processes

@@ -21,7 +21,7 @@ from etils import epath
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
-from spmdtrain.errors import UserError, foreign
+from spmdtrain.errors import UserError, did_you_mean, foreign
 from spmdtrain.record import no_follow
 from spmdtrain.record.run_files import MEDIA_LINES, RunFiles, Split, Status, Writer
 from spmdtrain.record.storage import failures, one_line
@@ -221,6 +221,7 @@ _SHIPPED: Mapping[str, tuple[type[Tracker], str]] = {
     "trackio": (TrackioTracker, "trackio"),
 }
 """Class and library of the trackers of the option `trackers`; the extras have the same names."""
+_MEDIA_SPLITS = (Split.TRAIN, Split.EVAL, Split.TEST)
 _MEDIA_SIZE = 100  # of a call with media, in the size of a call with metrics
 _LARGEST_FILE = 2**20  # bytes of trackers.json
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -430,6 +431,13 @@ class RunTrackers:
         for worker in self._trackers:
             worker.add(TrackerCall(f"metrics of step {step}", record))
 
+    def log(self, items: Mapping[str, Media], step: int, split: Split) -> None:
+        """Records media that the user logs, after their checks."""
+        if type(step) is not int or step < 0:
+            raise UserError(f"log(): step is {step!r}: it must be a whole number, 0 or more")
+        check_items(items, "log()")
+        self.media(step, split, items)
+
     def media(self, step: int, split: Split, items: Mapping[str, Media]) -> None:
         """Records media by name, which have been checked.
 
@@ -450,10 +458,12 @@ class RunTrackers:
 
             self._add(TrackerCall(f"{name} of step {step}", record, _MEDIA_SIZE))
 
-    def artifact(self, path: str, name: str) -> None:
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None) -> None:
         """Records a file, which must not change until the end of the run."""
-        absolute = os.path.abspath(path)
-        self._add(TrackerCall(f"artifact {name}", lambda tracker: tracker.artifact(absolute, name)))
+        if not os.path.isfile(path):
+            raise UserError(f"log_artifact(): {os.fspath(path)} is not a file")
+        absolute, kept = os.path.abspath(os.fspath(path)), name or os.path.basename(path)
+        self._add(TrackerCall(f"artifact {kept}", lambda tracker: tracker.artifact(absolute, kept)))
 
     def rewind(self, step: int) -> None:
         """Prepares the trackers for steps after `step` that are recorded again."""
@@ -481,6 +491,13 @@ class RunTrackers:
         for worker in self._workers:
             worker.end(self.status)
         wait_for_all(self._workers, timeout)
+
+
+def checked_split(name: str) -> Split:
+    """Returns the split of a name; raises `UserError` if media of it cannot be logged."""
+    if name not in _MEDIA_SPLITS:
+        raise UserError(f"there is no split {name!r}.{did_you_mean(name, _MEDIA_SPLITS)}")
+    return Split(name)
 
 
 def check_items(items: Any, what: str) -> None:

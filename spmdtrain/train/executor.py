@@ -1,11 +1,9 @@
 """Executors of train steps, the backends of strategies, and the roles of processes."""
 
-import contextlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from spmdtrain.checkpoints.listing import list_for_all
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
@@ -41,15 +39,18 @@ StepCall: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutpu
 arrays."""
 
 
-class Executor(Protocol):
-    """Runs the steps of a run, one dispatch after the other."""
+class Executor:
+    """Runs the steps of a run, one dispatch after the other.
+
+    The defaults are for steps that only the training loop dispatches, on devices of this job.
+    """
 
     max_in_flight: int
     """Number of dispatches whose outputs may be pending."""
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the program of the next dispatch and its batch; `state` is the one before it."""
-        ...
+        raise NotImplementedError
 
     def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
         """Checks the devices before a step at which a check is due (see `Sentinel`).
@@ -62,266 +63,23 @@ class Executor(Protocol):
         Raises:
           DeviceFaultError: If devices differ and `sentinel_action` is stop or rollback.
         """
-        ...
 
     def stop_dispatch(self, step: int) -> int:
         """Stops the dispatch of further steps; returns the last one (`step` or later)."""
-        ...
-
-    def sync(self, state: TrainState) -> TrainState:
-        """Waits for all dispatched steps; returns the state after them.
-
-        `state` is the state that the last program returned.
-        """
-        ...
-
-    def report(self) -> None:
-        """Prints a summary after the last step of a run."""
-        ...
-
-
-@dataclass(frozen=True)
-class ExecutorInputs:
-    """The inputs of an executor."""
-
-    run: RunSession
-    state: TrainState
-    """The state before the first step."""
-    functions: StepFunctions
-    make_functions: Callable[[RunConfig, Placement], StepFunctions]
-    """Makes the functions in a worker, for its configuration and placement."""
-    programs: Programs
-    placement: Placement
-    augment: Augment | None
-    all_examples: Callable[[RunConfig, RunSession], PyTree]
-    """Copies all examples of a run to the devices; returns None without `data_on_device`."""
-
-
-MakeExecutor: TypeAlias = Callable[[ExecutorInputs], Executor]
-
-
-class Backend(Protocol):
-    """Creates the executor of a strategy. `Strategy.backend` names the class."""
-
-    state_at_steps: bool
-    """Whether this process has the state after each step, so that a `step` callback can read it.
-    Otherwise it has the state at boundaries."""
-
-    def join(self, timeout: float) -> None:
-        """Starts this process in its role, before devices are used.
-
-        Args:
-          timeout: Seconds to wait for the other processes.
-
-        Raises:
-          SystemExit: At the end of the job, in a process that only serves others: a worker or a
-            parameter server.
-        """
-        ...
-
-    def join_command(self, command: "Command") -> None:
-        """Starts this process in its role in the run command, by the options of the command.
-
-        Raises:
-          UserError: If an option contradicts the strategy or TF_CONFIG.
-          SystemExit: As in `join`.
-        """
-        ...
-
-    def unused_tasks(self, spec: ClusterSpec) -> str | None:
-        """Returns a line about the tasks of TF_CONFIG that the strategy does not use, if any."""
-        ...
-
-    def make_placement(self, config: RunConfig) -> Placement:
-        """Returns the placement of evaluations and of the state in this process."""
-        ...
-
-    def print_sharding(
-        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
-    ) -> None:
-        """Prints on which devices or servers each part of the (abstract) state is."""
-        ...
-
-    def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
-        """Raises `UserError` if a fit cannot begin; otherwise does what `join` does."""
-        ...
-
-    def compile_ahead(
-        self,
-        run: RunSession,
-        programs: Programs,
-        functions: StepFunctions,
-        augment: Augment | None,
-    ) -> None:
-        """Starts to compile the train step in the background, if this process runs it.
-
-        The checkpoints of the run are not restored yet.
-        """
-        ...
-
-    def open(self, timeout: float) -> Any:
-        """Returns a context manager of a `MakeExecutor`, which holds the resources of one fit."""
-        ...
-
-
-def backend_of(strategy: Strategy) -> Backend:
-    """Imports and returns the backend of a strategy."""
-    backend: Backend = pkgutil.resolve_name(strategy.backend)()
-    return backend
-
-
-def max_in_flight(placement: Placement) -> int:
-    """Returns how many dispatches of one step on a mesh may be pending.
-
-    On virtual devices, many pending steps can abort XLA's in-process all-reduce.
-    """
-    return 2 if placement.is_virtual() else 8
-
-
-class MeshBackend:
-    """Runs steps on the mesh of this job."""
-
-    state_at_steps = True
-
-    def join(self, timeout: float) -> None:
-        """Does nothing, because `initialize` has joined the processes."""
-
-    def join_command(self, command: "Command") -> None:
-        """Joins the processes that TF_CONFIG or the options describe."""
-        options = command.options
-        initialize.initialize(
-            strategy=command.config.strategy,
-            auto_detect=options.cluster == "auto",
-            explicit=initialize.ClusterOptions(
-                coordinator=options.coordinator,
-                processes=options.processes,
-                process_id=options.process_id,
-            ),
-            timeout=options.init_timeout,
-            hang_timeout=options.hang_timeout,
-        )
-
-    def unused_tasks(self, spec: ClusterSpec) -> str | None:
-        """Returns a line if TF_CONFIG lists parameter servers."""
-        if not spec.has_ps:
-            return None
-        return "TF_CONFIG lists ps tasks: not used, the training is synchronous"
-
-    def make_placement(self, config: RunConfig) -> Placement:
-        return make_placement(config)
-
-    def print_sharding(
-        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
-    ) -> None:
-        """Prints the sharding of each array of the state."""
-        show_sharding(terminal, functions.sharding_table())
-
-    def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
-        """Does nothing, because every fit can begin."""
-
-    def compile_ahead(
-        self,
-        run: RunSession,
-        programs: Programs,
-        functions: StepFunctions,
-        augment: Augment | None,
-    ) -> None:
-        """Starts to compile the train step in the background, if steps are left to train."""
-        config, schedule = run.config, run.schedule
-        source = config.workdir and list_for_all(config.workdir)
-        first = source.steps[-1] if source and source.steps else 0
-        if first >= schedule.total or functions.has_custom_reduction:
-            return
-        dispatch = schedule.dispatch
-        steps = dispatch.program_steps(len(next(schedule.dispatches(first))))
-        programs.begin(dispatch, steps, run.train_data, augment, config)
-
-    @contextmanager
-    def open(self, timeout: float) -> Iterator[MakeExecutor]:
-        """Closes the executor at the end of the fit, which ends its worker processes."""
-        with contextlib.ExitStack() as stack:
-            yield lambda inputs: stack.enter_context(contextlib.closing(MeshExecutor(inputs)))
-
-
-class MeshExecutor:
-    """Runs compiled steps on the mesh of this job."""
-
-    def __init__(self, inputs: ExecutorInputs) -> None:
-        run, placement = inputs.run, inputs.placement
-        config, first = run.config, int(inputs.state.step)
-        self._run, self._programs, self._placement = run, inputs.programs, placement
-        self._functions = inputs.functions
-        self._dispatch = dispatch = run.schedule.dispatch
-        self.max_in_flight = 2 if dispatch.steps > 1 else max_in_flight(placement)
-        if dispatch.is_counted:  # the devices compute one while the host prepares the next
-            self.max_in_flight = 1
-        self._compiled: dict[int, StepCall] = {}  # by the number of steps of the program
-        self._sentinel: Sentinel | None = None
-        if config.sentinel_every is not None:
-            self._sentinel = Sentinel(inputs.functions, placement, run, first)
-        self._batches = train_batches(
-            run.train_data,
-            config.resolved_batch_size,
-            placement.batch,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            start=first,
-            stop=run.schedule.total,
-            augment=inputs.augment,
-            threads=config.data_threads,
-            workers=config.data_workers,
-            sizes=map(len, run.schedule.dispatches(first)),
-            most_steps=dispatch.steps if dispatch.is_counted else None,
-            arrays=inputs.all_examples(config, run),
-            step_may_place=config.jit,
-            padded_to=config.padded_batch_size(placement.batch_shards),
-            progress=run.stream_progress,
-            skipped=config.skipped_batches,
-        )
-
-    def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
-        """Returns the compiled program of these steps, and the next batch."""
-        batch = next_batch(self._batches, state, self._run.logger.count_input_wait, steps[-1])
-        size = self._dispatch.program_steps(len(steps))
-        if size not in self._compiled:
-            self._compiled[size] = self._compile(size, batch, state)
-            self._run.logger.restart_timer(steps[0] - 1)
-        return self._compiled[size], batch
-
-    def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
-        """Checks the devices by the sentinel, if that is due before this step."""
-        if self._sentinel is not None and self._run.config.checks_devices_at(step):
-            is_counted = isinstance(batch, CountedBatches)
-            self._sentinel.check(step, state, batch_at(batch, 0) if is_counted else batch)
-
-    def stop_dispatch(self, step: int) -> int:
-        """Returns `step`, because only the training loop dispatches steps."""
         return step
 
     def sync(self, state: TrainState) -> TrainState:
-        """Returns `state`, which may be pending."""
+        """Waits for all dispatched steps; returns the state after them, which may be pending.
+
+        `state` is the state that the last program returned.
+        """
         return state
 
     def report(self) -> None:
-        """Prints nothing, because the log is complete."""
+        """Prints a summary after the last step of a run."""
 
     def close(self) -> None:
-        """Ends the reading of batches."""
-        self._batches.close()
-
-    def _compile(self, steps: int, batch: PyTree, state: TrainState) -> StepCall:
-        """Compiles the program of `steps` steps for batches like `batch`; logs its description."""
-        logger = self._run.logger
-        with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
-            program = self._programs.get(self._dispatch, steps, batch)
-            await_compiled(program.lowered)
-        functions = self._functions
-        trained, _ = functions.update.partition(state.params)
-        logger.log_header(self._placement, state.params, program.summary, trained)
-        params, places = functions.abstract_state.params, functions.shardings.params
-        logger.performance.describe(program, params, places, self._placement)
-        logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens
-        return program.call
+        """Ends what the executor has started, at the end of the fit."""
 
 
 class DeviceExamples:
@@ -343,6 +101,206 @@ class DeviceExamples:
         return self._last[1]
 
 
+def max_in_flight(placement: Placement) -> int:
+    """Returns how many dispatches of one step on a mesh may be pending.
+
+    On virtual devices, many pending steps can abort XLA's in-process all-reduce.
+    """
+    return 2 if placement.is_virtual() else 8
+
+
+class MeshExecutor(Executor):
+    """Runs compiled steps on the mesh of this job."""
+
+    def __init__(
+        self,
+        run: RunSession,
+        state: TrainState,
+        functions: StepFunctions,
+        programs: Programs,
+        placement: Placement,
+        augment: Augment | None,
+        examples: DeviceExamples,
+    ) -> None:
+        config, first = run.config, int(state.step)
+        self._run, self._programs, self._placement = run, programs, placement
+        self._functions = functions
+        self._dispatch = dispatch = run.schedule.dispatch
+        self.max_in_flight = 2 if dispatch.steps > 1 else max_in_flight(placement)
+        if dispatch.is_counted:  # the devices compute one while the host prepares the next
+            self.max_in_flight = 1
+        self._compiled: dict[int, StepCall] = {}  # by the number of steps of the program
+        self._sentinel: Sentinel | None = None
+        if config.sentinel_every is not None:
+            self._sentinel = Sentinel(functions, placement, run, first)
+        self._batches = train_batches(
+            run.train_data,
+            config.resolved_batch_size,
+            placement.batch,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            start=first,
+            stop=run.schedule.total,
+            augment=augment,
+            threads=config.data_threads,
+            workers=config.data_workers,
+            sizes=map(len, run.schedule.dispatches(first)),
+            most_steps=dispatch.steps if dispatch.is_counted else None,
+            arrays=examples(config, run),
+            step_may_place=config.jit,
+            padded_to=config.padded_batch_size(placement.batch_shards),
+            progress=run.stream_progress,
+            skipped=config.skipped_batches,
+        )
+
+    def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
+        """Returns the compiled program of these steps, and the next batch."""
+        batch = next_batch(self._batches, state, self._run.logger.count_input_wait, steps[-1])
+        size = self._dispatch.program_steps(len(steps))
+        if size not in self._compiled:
+            self._compiled[size] = self._compile(size, batch, state)
+            self._run.logger.restart_timer(steps[0] - 1)
+        return self._compiled[size], batch
+
+    def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
+        """Checks the devices by the sentinel, if that is due before this step."""
+        if self._sentinel is not None and self._run.config.checks_devices_at(step):
+            is_counted = isinstance(batch, CountedBatches)
+            self._sentinel.check(step, state, batch_at(batch, 0) if is_counted else batch)
+
+    def close(self) -> None:
+        """Ends the reading of batches."""
+        self._batches.close()
+
+    def _compile(self, steps: int, batch: PyTree, state: TrainState) -> StepCall:
+        """Compiles the program of `steps` steps for batches like `batch`; logs its description."""
+        logger = self._run.logger
+        with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
+            program = self._programs.get(self._dispatch, steps, batch)
+            await_compiled(program.lowered)
+        functions = self._functions
+        trained, _ = functions.update.partition(state.params)
+        logger.log_header(self._placement, state.params, program.summary, trained)
+        params, places = functions.abstract_state.params, functions.shardings.params
+        logger.performance.describe(program, params, places, self._placement)
+        logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens
+        return program.call
+
+
+class Backend:
+    """Creates the executor of a strategy. `Strategy.backend` names the class.
+
+    This one runs the steps on the mesh of this job; others override what differs.
+    """
+
+    runs_steps = True
+    """Whether this process runs the steps: it compiles them while a checkpoint is restored, and has
+    the state after each of them. Otherwise it has the state at boundaries."""
+
+    def join(self, timeout: float) -> None:
+        """Starts this process in its role, before devices are used.
+
+        On a mesh it does nothing, because `initialize` has joined the processes.
+
+        Args:
+          timeout: Seconds to wait for the other processes.
+
+        Raises:
+          SystemExit: At the end of the job, in a process that only serves others: a worker or a
+            parameter server.
+        """
+
+    def join_command(self, command: "Command") -> None:
+        """Starts this process in its role in the run command, by the options of the command.
+
+        Raises:
+          UserError: If an option contradicts the strategy or TF_CONFIG.
+          SystemExit: As in `join`.
+        """
+        options = command.options
+        initialize.initialize(
+            strategy=command.config.strategy,
+            auto_detect=options.cluster == "auto",
+            explicit=initialize.ClusterOptions(
+                coordinator=options.coordinator,
+                processes=options.processes,
+                process_id=options.process_id,
+            ),
+            timeout=options.init_timeout,
+            hang_timeout=options.hang_timeout,
+        )
+
+    def unused_tasks(self, spec: ClusterSpec) -> str | None:
+        """Returns a line about the tasks of TF_CONFIG that the strategy does not use, if any."""
+        if not (spec.has_ps and self.runs_steps):
+            return None
+        return "TF_CONFIG lists ps tasks: not used, the training is synchronous"
+
+    def make_placement(self, config: RunConfig) -> Placement:
+        """Returns the placement of evaluations and of the state in this process."""
+        return make_placement(config)
+
+    def print_sharding(
+        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
+    ) -> None:
+        """Prints on which devices or servers each part of the (abstract) state is."""
+        show_sharding(terminal, functions.sharding_table())
+
+    def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
+        """Raises `UserError` if a fit cannot begin; otherwise does what `join` does."""
+
+    def compile_ahead(
+        self,
+        run: RunSession,
+        programs: Programs,
+        functions: StepFunctions,
+        augment: Augment | None,
+    ) -> None:
+        """Starts to compile the train step in the background, if steps are left to train.
+
+        The checkpoints of the run are not restored yet.
+        """
+        config, schedule = run.config, run.schedule
+        source = config.workdir and list_for_all(config.workdir)
+        first = source.steps[-1] if source and source.steps else 0
+        if first >= schedule.total or functions.has_custom_reduction:
+            return
+        dispatch = schedule.dispatch
+        steps = dispatch.program_steps(len(next(schedule.dispatches(first))))
+        programs.begin(dispatch, steps, run.train_data, augment, config)
+
+    @contextmanager
+    def open(self, timeout: float) -> Iterator["Backend"]:
+        """Holds the resources of one fit; yields the backend that makes its executor with them."""
+        yield self
+
+    def make_executor(
+        self,
+        *,
+        run: RunSession,
+        state: TrainState,
+        functions: StepFunctions,
+        make_functions: Callable[[RunConfig, Placement], StepFunctions],
+        programs: Programs,
+        placement: Placement,
+        augment: Augment | None,
+        examples: DeviceExamples,
+    ) -> Executor:
+        """Returns the executor of a run.
+
+        Args:
+          state: The state before the first step.
+          make_functions: Makes the functions in another process, for its placement.
+        """
+        return MeshExecutor(run, state, functions, programs, placement, augment, examples)
+
+
+def backend_of(strategy: Strategy) -> Backend:
+    """Imports and returns the backend of a strategy."""
+    backend: Backend = pkgutil.resolve_name(strategy.backend)()
+    return backend
+
+
 # -- The role of a process in a job, as TF_CONFIG and the strategy decide it -----------------------
 
 
@@ -354,9 +312,8 @@ def is_evaluator() -> bool:
 def join_job(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
     """Takes the role of this process in the job; returns the configuration for this process.
 
-    A process that trains joins the others. A worker or parameter server of strategy
-    parameter_server serves the chief and exits with the job. An evaluator has separate devices, and
-    so another configuration.
+    A process that trains joins the others. A worker or a parameter server serves the chief and
+    exits with the job. An evaluator has separate devices, and so another configuration.
 
     Args:
       timeout: Seconds to wait for the chief of parameter servers.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +42,8 @@ from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.plan import StepPlan
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.trackers.base import Tracker
-from spmdtrain.trackers.run_trackers import RunTrackers
+from spmdtrain.trackers.base import Media, Tracker
+from spmdtrain.trackers.run_trackers import checked_split
 from spmdtrain.train.callbacks import (
     AddableMetrics,
     CallbackEvent,
@@ -67,8 +68,8 @@ from spmdtrain.train.loop_checks import (
     state_and_metrics,
 )
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.run_logger import MediaLogger, RunLogger, is_pending, next_batch
-from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
+from spmdtrain.train.run_logger import RunLogger, is_pending, next_batch
+from spmdtrain.train.session import Boundary, RunSession, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
 from spmdtrain.xla.compiler import options_for_one_run
@@ -186,126 +187,46 @@ class PlacedState:
     base: None = None
 
 
-@dataclass
-class StartedLoop:
-    """The parts of a loop that exist once `start` has returned.
+class StartedLoop(Boundary):
+    """The parts of a loop that exist once `start` has returned, and its boundary between steps.
 
-    Attributes:
+    Args:
       augment: (example, NumPy generator) -> example.
-      state: The state after the last recorded step.
+      state: The first state; later the state after the last recorded step.
+      saved: The last step with a checkpoint.
     """
 
-    run: RunSession
-    layout: Layout
-    augment: Augment | None
-    state: TrainState
-    reader: MetricsReader
+    def __init__(
+        self,
+        run: RunSession,
+        callbacks: CallbackRunner,
+        layout: Layout,
+        augment: Augment | None,
+        state: TrainState,
+        saved: int | None,
+        in_flight: int,
+    ) -> None:
+        super().__init__(run, MetricsReader(run, in_flight, lambda: self.state))
+        self.callbacks, self.layout, self.augment = callbacks, layout, augment
+        self.state, self.saved = state, saved
+        self.is_stopped = False  # by `Loop.stop`
+        self.last_eval: tuple[int, dict[str, float]] | None = None  # its step and metrics
 
+    def stop_requested(self) -> bool:
+        return self.is_stopped
 
-class LoopTools:
-    """Batches of evaluations, placement of arrays and compiled functions. The base of `Loop`."""
+    def evaluate(self, step: int, *, is_due: bool = False) -> dict[str, float] | None:
+        """Returns the metrics of the user's evaluation after a step, if there was one."""
+        at, found = self.last_eval or (None, None)
+        return found if at == step else None
 
-    config: RunConfig
-    placement: Placement
-    _parts: StartedLoop | None
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The device mesh; None under the default strategy."""
-        return self.placement.mesh
-
-    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
-        """Returns an iterator over the batches of a dataset, in order; each example occurs once.
-
-        Args:
-          data: A dataset, or arrays in a tuple or dictionary.
-
-        Returns:
-          Pairs (rows, mask), placed on the mesh. The mask, (B,), is 0 for rows that pad the last
-          batch: a weight for `weighted_mean`.
-        """
-        batches, _ = ordered_batches(
-            run_dataset(data, self.config),
-            self.config.eval_batch_size or self.config.resolved_batch_size,
-            self.placement.batch,
-            threads=self.config.data_threads,
-        )
-        return batches
-
-    def eval_key(self, number: int) -> jax.Array:
-        """Returns the random key of batch `number` of an evaluation, counted from 0.
-
-        It is the same in each evaluation.
-
-        Args:
-          number: Number of the batch.
-        """
-        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
-        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
-        return key
-
-    def shard_batch(self, batch: PyTree) -> PyTree:
-        """Returns a global batch as arrays that are split over the mesh.
-
-        Args:
-          batch: NumPy arrays of a leading dim of examples, the same in all processes.
-        """
-        check_batch(batch, self.placement.batch_shards)
-        sharding = self.placement.batch
-
-        def placed(leaf: Any) -> jax.Array:
-            array = np.asarray(leaf)
-            check_fits(array)
-            local = array[process_rows(sharding, len(array))]
-            return jax.make_array_from_process_local_data(sharding, local, array.shape)
-
-        return jax.tree.map(placed, batch)
-
-    def gather_params(self, params: PyTree) -> PyTree:
-        """Returns the parameters of the state, gathered if the strategy splits them.
-
-        Call it in a step. Without it XLA may move activations instead of parameters, which costs
-        less for small batches and more for large ones.
-
-        Args:
-          params: The parameters of the state that the step receives.
-
-        Raises:
-          UserError: Before `start`.
-        """
-        if self._parts is None:
-            raise UserError("the loop has not begun: call start(init) first")
-        return self._parts.layout.gather(params)
-
-    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Compiles any other function of arrays.
-
-        Args:
-          function: A function of arrays, such as the computation of an evaluation.
-
-        Returns:
-          The function, compiled; each process gets its whole result. It raises `NotReducedError` if
-          the result holds a `PerReplica`.
-        """
-
-        def reduced(*args: PyTree) -> PyTree:
-            found = function(*args)
-            if replicas_in(found):
-                raise NotReducedError(
-                    "the function of compile() returns a PerReplica, but each process must get the "
-                    "whole result: reduce the values in the function, or use jax.jit, which "
-                    "leaves them on their devices"
-                )
-            return found
-
-        check = partial(check_partitioned, placement=self.placement)
-        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated), check=check)
-
-        def call(*args: PyTree) -> PyTree:
-            with use_placement(self.placement):
-                return jitted(*jax.tree.map(_in_device_memory, args))
-
-        return call
+    def save(self, step: int, metrics: dict[str, float] | None) -> None:
+        check_not_donated(self.state, step)
+        self.reader.flush()
+        self.run.save(self.state, step, metrics, stopped=self.is_stopped)
+        self.saved = step
+        if self.run.checkpoints is not None:
+            self.callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
 
 
 def _in_device_memory(x: Any) -> Any:
@@ -321,7 +242,7 @@ def _in_device_memory(x: Any) -> Any:
 _PURPOSES = (Purpose.INIT, Purpose.STEP)
 
 
-class Loop(LoopTools, MediaLogger):
+class Loop:
     """The parts of a run, for a training loop that the user writes.
 
         with Loop(strategy="mirrored", steps=1000, workdir="runs/mine") as loop:
@@ -364,7 +285,6 @@ class Loop(LoopTools, MediaLogger):
         self.step = 0
         """Number of steps of the whole run that `end_step` has recorded."""
         self._compiler_options = step_options(self.config, self.placement)
-        self._callbacks = CallbackRunner(self, {}, state_at_steps=True)  # until `start`
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
@@ -372,13 +292,16 @@ class Loop(LoopTools, MediaLogger):
         # The step that this start resumed from; the last step whose boundary is done.
         self.first_step = self._done = 0
         self._steps = 0  # step functions that were compiled
-        self._saved: int | None = None  # the last step with a checkpoint
-        self._stop = self._over = False
-        self._last_eval: tuple[int, dict[str, float]] | None = None  # its step and metrics
+        self._over = False
         self._evaluated: set[tuple[str, int]] = set()  # splits and steps since the start
         self.stopped_early = False
         """Whether the loop ended before its last step without `stop()`, for example by `break`."""
         self._bar = contextlib.ExitStack()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
 
     @property
     def started(self) -> bool:
@@ -423,8 +346,8 @@ class Loop(LoopTools, MediaLogger):
         """
         if not self._entered or self._parts is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
-        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=True)
-        self._callbacks.check_events({"step", "log", "epoch_end"}, "a Loop")
+        runner = CallbackRunner(self, callbacks or {}, state_at_steps=True)
+        runner.check_events({"step", "log", "epoch_end"}, "a Loop")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
         begin = make_initial_state(init)
         abstract = jax.eval_shape(begin, *keys)
@@ -441,24 +364,22 @@ class Loop(LoopTools, MediaLogger):
             self._own_trackers,
             {"init": code_record(init), "augment": code_record(augment)},
         )
-        run.callback_states = self._callbacks.states
+        run.callback_states = runner.states
         options = options_for_one_run(self.placement.devices[0].platform)
         program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
         state, is_restored = first_state(
             run, placed, lambda: InitialState(call_together(program, *keys))
         )
-        if is_restored:
-            self._saved = int(state.step)
-        reader = MetricsReader(run, max_in_flight(self.placement), lambda: parts.state)
-        self._parts = parts = StartedLoop(run, layout, augment, state, reader)
+        saved, in_flight = int(state.step) if is_restored else None, max_in_flight(self.placement)
+        self._parts = parts = StartedLoop(run, runner, layout, augment, state, saved, in_flight)
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement, is_new=run.is_new)
         self._stack.enter_context(run.record_outcome())
         evaluates = self.config.eval_every_steps is not None  # the option of `should_evaluate`
         run.name_unsaved_evaluation(self.step, evaluates=evaluates)
-        self._callbacks(CallbackEvent.FIT_START, self.step)
+        runner(CallbackEvent.FIT_START, self.step)
         if run.should_save_at_start(self.step):
-            self._save()
+            parts.save(self.step, parts.evaluate(self.step))
         return state
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -480,16 +401,16 @@ class Loop(LoopTools, MediaLogger):
         parts.reader.flush()
         # If a step was run and not recorded, it has consumed even the first state.
         nothing = self.step == self.first_step and parts.state.step.is_deleted()
-        if self.step != self._saved and not nothing:
-            self._save()
+        if self.step != parts.saved and not nothing:
+            parts.save(self.step, parts.evaluate(self.step))
         run.wait_for_save()
         self.stopped_early = self.step < run.schedule.total
         if self.stopped_early:
             why = f"the loop was left after {self.step} of {run.schedule.total} steps"
-            run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
+            run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == parts.saved)
         else:
             run.logger.log_end(Status.FINISHED, self.step)
-        self._callbacks(CallbackEvent.FIT_END, self.step)
+        parts.callbacks(CallbackEvent.FIT_END, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -548,6 +469,53 @@ class Loop(LoopTools, MediaLogger):
             self._boundary()
         self._bar.close()
 
+    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
+        """Returns an iterator over the batches of a dataset, in order; each example occurs once.
+
+        Args:
+          data: A dataset, or arrays in a tuple or dictionary.
+
+        Returns:
+          Pairs (rows, mask), placed on the mesh. The mask, (B,), is 0 for rows that pad the last
+          batch: a weight for `weighted_mean`.
+        """
+        batches, _ = ordered_batches(
+            run_dataset(data, self.config),
+            self.config.eval_batch_size or self.config.resolved_batch_size,
+            self.placement.batch,
+            threads=self.config.data_threads,
+        )
+        return batches
+
+    def eval_key(self, number: int) -> jax.Array:
+        """Returns the random key of batch `number` of an evaluation, counted from 0.
+
+        It is the same in each evaluation.
+
+        Args:
+          number: Number of the batch.
+        """
+        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
+        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
+        return key
+
+    def shard_batch(self, batch: PyTree) -> PyTree:
+        """Returns a global batch as arrays that are split over the mesh.
+
+        Args:
+          batch: NumPy arrays of a leading dim of examples, the same in all processes.
+        """
+        check_batch(batch, self.placement.batch_shards)
+        sharding = self.placement.batch
+
+        def placed(leaf: Any) -> jax.Array:
+            array = np.asarray(leaf)
+            check_fits(array)
+            local = array[process_rows(sharding, len(array))]
+            return jax.make_array_from_process_local_data(sharding, local, array.shape)
+
+        return jax.tree.map(placed, batch)
+
     # -- programs ------------------------------------------------------------------------------
 
     def compile_step(
@@ -576,6 +544,52 @@ class Loop(LoopTools, MediaLogger):
             self.config.log_every,
         )
         return LoopStep(self, plan)
+
+    def gather_params(self, params: PyTree) -> PyTree:
+        """Returns the parameters of the state, gathered if the strategy splits them.
+
+        Call it in a step. Without it XLA may move activations instead of parameters, which costs
+        less for small batches and more for large ones.
+
+        Args:
+          params: The parameters of the state that the step receives.
+
+        Raises:
+          UserError: Before `start`.
+        """
+        if self._parts is None:
+            raise UserError("the loop has not begun: call start(init) first")
+        return self._parts.layout.gather(params)
+
+    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Compiles any other function of arrays.
+
+        Args:
+          function: A function of arrays, such as the computation of an evaluation.
+
+        Returns:
+          The function, compiled; each process gets its whole result. It raises `NotReducedError` if
+          the result holds a `PerReplica`.
+        """
+
+        def reduced(*args: PyTree) -> PyTree:
+            found = function(*args)
+            if replicas_in(found):
+                raise NotReducedError(
+                    "the function of compile() returns a PerReplica, but each process must get the "
+                    "whole result: reduce the values in the function, or use jax.jit, which "
+                    "leaves them on their devices"
+                )
+            return found
+
+        check = partial(check_partitioned, placement=self.placement)
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated), check=check)
+
+        def call(*args: PyTree) -> PyTree:
+            with use_placement(self.placement):
+                return jitted(*jax.tree.map(_in_device_memory, args))
+
+        return call
 
     # -- steps and evaluations -----------------------------------------------------------------
 
@@ -639,64 +653,66 @@ class Loop(LoopTools, MediaLogger):
             )
         if split == Split.EVAL:
             reported = AddableMetrics(metrics)
-            self._callbacks(CallbackEvent.EVALUATION, self.step, reported)
+            parts.callbacks(CallbackEvent.EVALUATION, self.step, reported)
             metrics = reported.with_added()
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
-            self._last_eval = self.step, metrics
+            parts.last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
         logger = parts.run.logger
         if not logger.read_metrics(Split(split), self.step):
             logger.log_evaluation(Split(split), self.step, metrics)
 
-    @property
-    def _trackers_and_step(self) -> tuple[RunTrackers, int]:
-        return self._started().run.logger.trackers, self.step
+    def log(
+        self, media: Mapping[str, Media], step: int | None = None, *, split: str = "train"
+    ) -> None:
+        """Logs images, texts, histograms, tables and figures, without waiting for the devices.
+
+        They are written to `media.jsonl` and `media/` of the workdir, and passed to the trackers,
+        by process 0. All processes may call it.
+
+        Args:
+          media: Name to `Image`, `Text`, `Histogram`, `Table` or `Figure`.
+          step: The step; by default the step of the callback, or the last one.
+          split: "train", "eval" or "test".
+
+        Raises:
+          UserError: If a name or an item is not valid, or no run is in progress.
+        """
+        of_split = checked_split(split)
+        self.logger.trackers.log(media, self.step if step is None else step, of_split)
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Passes a file to the trackers that keep files: W&B, MLflow and Trackio.
+
+        It is read later, so it must not change until the run has ended.
+
+        Args:
+          path: The path of the file.
+          name: The name of the artifact; by default the name of the file.
+
+        Raises:
+          UserError: If there is no such file, or no run is in progress.
+        """
+        self.logger.trackers.log_artifact(path, name)
 
     def stop(self) -> None:
         """Makes the last recorded step the last one of the run. All processes call it.
 
         A later start then finds the run finished, unless it asks for more steps.
         """
-        self._started().run.schedule.total = self.step
-        self._stop = True
+        parts = self._started()
+        parts.run.schedule.total = self.step
+        parts.is_stopped = True
 
     def _boundary(self) -> None:
         """Does what is due after the last step, once."""
-        run = self._started().run
+        parts = self._started()
         if self._done == self.step:
             return
         self._done = self.step
-        due = run.due(self.step)
-        if due or self._metrics():
-            run.boundary(self.step, due, self._actions)
-
-    @property
-    def _actions(self) -> BoundaryActions:
-        """What a loop does at the boundary between two steps."""
-        return BoundaryActions(
-            flush=self._started().reader.flush,
-            end_epoch=lambda step, evaluates: None,
-            evaluate=lambda step, is_due: self._metrics(),  # the user has evaluated already
-            save=lambda step, metrics: self._save(),
-            hash_last=self._started().reader.hash_last,
-            report=lambda: None,
-            stop_requested=lambda: self._stop,
-        )
-
-    def _save(self) -> None:
-        parts = self._started()
-        check_not_donated(parts.state, self.step)
-        parts.reader.flush()
-        parts.run.save(parts.state, self.step, self._metrics(), stopped=self._stop)
-        self._saved = self.step
-        if parts.run.checkpoints is not None:
-            metrics = FrozenMetrics(self._metrics() or {})
-            self._callbacks(CallbackEvent.CHECKPOINT, self.step, metrics)
-
-    def _metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of the last step's evaluation, if there was one."""
-        step, found = self._last_eval or (None, None)
-        return found if step == self.step else None
+        due = parts.run.due(self.step)
+        if due or parts.evaluate(self.step):
+            parts.pass_step(self.step, due)
 
     @property
     def logger(self) -> RunLogger:

@@ -279,8 +279,8 @@ def check_config(config: RunConfig) -> None:
             "collectives.reduction and reduce_dtype are for the Trainer's own step: in a Loop, "
             "per_replica(...) returns gradients, which you reduce"
         )
-    if strategy(config.strategy).by_servers:
+    if strategy(config.strategy).is_asynchronous:
         raise UserError(
-            "strategy parameter_server is for the Trainer's steps: for your own loop, use a "
+            f"strategy {config.strategy} is for the Trainer's steps: for your own loop, use a "
             "Coordinator (docs/parameter-server.md)"
         )

@@ -7,7 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -62,33 +62,8 @@ from spmdtrain.train.callbacks import CallbackStates
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
 
-# -- The actions of a trainer or loop between two steps --------------------------------------------
-
-
-@dataclass(frozen=True)
-class BoundaryActions:
-    """The actions of a trainer or loop that `RunSession.boundary` calls between two steps.
-
-    Attributes:
-      flush: Waits for pending steps and reads their outputs.
-      end_epoch: (step, whether an evaluation follows) -> None; calls the callbacks of the epoch
-        that ends with the step.
-      evaluate: (step, whether an evaluation is due) -> the metrics of the step's evaluation; None
-        if there is none, or a signal interrupted it.
-      save: Saves the state after a step, with the metrics of its evaluation.
-      hash_last: Logs the hash of the state after the last step, unless it is logged or not due.
-      report: Prints a summary after the last step.
-      stop_requested: Returns whether `stop()` was called, so that the run ends with this step.
-    """
-
-    flush: Callable[[], None]
-    end_epoch: Callable[[int, bool], None]
-    evaluate: Callable[[int, bool], Metrics | None]
-    save: Callable[[int, Metrics | None], None]
-    hash_last: Callable[[int], None]
-    report: Callable[[], None]
-    stop_requested: Callable[[], bool]
-
+if TYPE_CHECKING:
+    from spmdtrain.train.metrics_reader import MetricsReader
 
 # -- The checkpoints of a run, by its configuration ------------------------------------------------
 
@@ -340,7 +315,7 @@ class LongLivedObjects:
             self._include_again()
 
 
-# -- The session of a run: its inputs, logs and checkpoints, and the boundary between steps --------
+# -- The session of a run: its inputs, logs and checkpoints ----------------------------------------
 
 
 @dataclass
@@ -507,50 +482,9 @@ class RunSession:
         new = process_group.broadcast(self.identity.branched(after))
         self.identity = dataclasses.replace(self.identity, trajectories=new)
 
-    # -- the boundary between steps ------------------------------------------------------------
-
     def due(self, step: int) -> Due:
         """Returns what is due after a step; all processes call it after the same steps."""
         return self.schedule.due(step, preempted=self.signals.stop_requested())
-
-    def boundary(self, step: int, due: Due, actions: BoundaryActions) -> None:
-        """Does what is due between two steps. The order of the actions matters.
-
-        Args:
-          step: The last step that was dispatched.
-          due: What was due when the step had been dispatched.
-          actions: The actions of the trainer or loop.
-
-        Raises:
-          PreemptedExit: If a signal asks the run to stop; the state is saved.
-        """
-        # First: no state is evaluated or saved before its own finite flag is known.
-        actions.flush()
-        evaluate = due.evaluate
-        if due.epoch_end:
-            actions.end_epoch(step, evaluate)
-        if actions.stop_requested():  # by a callback, after `due` was computed
-            self.schedule.total = step
-            evaluate = self.schedule.should_evaluate(step, saved=due.save)
-        # Evaluation comes before the save, which records the metrics of the state.
-        metrics = actions.evaluate(step, evaluate)
-        # During the evaluation, a callback or a signal may have asked to stop.
-        if actions.stop_requested():
-            self.schedule.total = step
-        preempted = self.signals.stop_requested()
-        if preempted or due.save or self.schedule.should_save(step):
-            actions.save(step, metrics)
-        if preempted:
-            self.wait_for_save()  # a checkpoint is reported only once it is complete
-        last = step == self.schedule.total
-        if last:
-            actions.hash_last(step)
-        if preempted or last:
-            actions.report()
-        if preempted:
-            self.signals.stop_if_received()
-        if not last:
-            self.logger.restart_timer(step)
 
     @property
     def train_data(self) -> TrainingData:
@@ -701,3 +635,78 @@ class RunSession:
         if self.checkpoints is None or step != 0:
             return False
         return self.config.checkpoint_at_start and not self.checkpoints.holds(0)
+
+
+# -- The boundary between two steps ----------------------------------------------------------------
+
+
+class Boundary:
+    """The boundary between two steps of a run, at which it evaluates, saves and stops.
+
+    `pass_step` has the order; the other methods are its parts. The defaults are those of a `Loop`,
+    which has no callbacks of epochs, and whose steps are all dispatched by this process.
+    """
+
+    def __init__(self, run: RunSession, reader: "MetricsReader") -> None:
+        self.run, self.reader = run, reader
+
+    def pass_step(self, step: int, due: Due) -> None:
+        """Does what is due after a step. The order matters.
+
+        Args:
+          step: The last step that was dispatched.
+          due: What was due when the step had been dispatched.
+
+        Raises:
+          PreemptedExit: If a signal asks the run to stop; the state is saved.
+        """
+        run, schedule = self.run, self.run.schedule
+        # First: no state is evaluated or saved before its own finite flag is known.
+        self.flush()
+        evaluates = due.evaluate
+        if due.epoch_end:
+            self.end_epoch(step, evaluates=evaluates)
+        if self.stop_requested():  # by a callback, after `due` was computed
+            schedule.total = step
+            evaluates = schedule.should_evaluate(step, saved=due.save)
+        # Evaluation comes before the save, which records the metrics of the state.
+        metrics = self.evaluate(step, is_due=evaluates)
+        # During the evaluation, a callback or a signal may have asked to stop.
+        if self.stop_requested():
+            schedule.total = step
+        preempted = run.signals.stop_requested()
+        if preempted or due.save or schedule.should_save(step):
+            self.save(step, metrics)
+        if preempted:
+            run.wait_for_save()  # a checkpoint is reported only once it is complete
+        last = step == schedule.total
+        if last:
+            self.reader.hash_last(step)
+        if preempted or last:
+            self.report()
+        if preempted:
+            run.signals.stop_if_received()
+        if not last:
+            run.logger.restart_timer(step)
+
+    def flush(self) -> None:
+        """Waits for pending steps and reads their outputs."""
+        self.reader.flush()
+
+    def end_epoch(self, step: int, *, evaluates: bool) -> None:
+        """Calls the callbacks of an epoch; `evaluates` is whether an evaluation of it follows."""
+
+    def stop_requested(self) -> bool:
+        """Returns whether `stop()` was called, so that the run ends with this step."""
+        raise NotImplementedError
+
+    def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
+        """Returns the metrics of the evaluation of a step; None if there is none."""
+        raise NotImplementedError
+
+    def save(self, step: int, metrics: Metrics | None) -> None:
+        """Saves the state after a step, with the metrics of its evaluation."""
+        raise NotImplementedError
+
+    def report(self) -> None:
+        """Prints a summary after the last step."""

@@ -23,6 +23,7 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.record.storage import absolute, folder_of, is_url, one_line
 from spmdtrain.record.validation import check
 from spmdtrain.step import hyperparameters
+from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Text
 from spmdtrain.train.callbacks import CallbackContext
 
@@ -296,9 +297,10 @@ class ReduceOnPlateau(MetricWatch):
                 "ReduceOnPlateau is for a Trainer: in a Loop the state is yours, so multiply "
                 "its learning rate after an evaluation"
             )
-        if trainer.config.strategy == "parameter_server":
+        if strategy(trainer.config.strategy).is_asynchronous:
             raise UserError(
-                "ReduceOnPlateau cannot change the learning rate with strategy parameter_server, "
+                "ReduceOnPlateau cannot change the learning rate with strategy "
+                f"{trainer.config.strategy}, "
                 "because the servers hold the optimizer's state: use a schedule"
             )
         hyperparameters.changeable_learning_rate(trainer.state.opt_state)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,8 +44,8 @@ from spmdtrain.step.objective import model_output
 from spmdtrain.step.plan import plan_step
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
-from spmdtrain.trackers.base import Tracker
-from spmdtrain.trackers.run_trackers import RunTrackers
+from spmdtrain.trackers.base import Media, Tracker
+from spmdtrain.trackers.run_trackers import RunTrackers, checked_split
 from spmdtrain.train import evaluator
 from spmdtrain.train.callbacks import (
     AddableMetrics,
@@ -55,59 +56,89 @@ from spmdtrain.train.callbacks import (
 )
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import (
+    Backend,
     DeviceExamples,
     Executor,
-    ExecutorInputs,
-    MakeExecutor,
     backend_of,
     is_evaluator,
     join_job,
 )
 from spmdtrain.train.loop_checks import check_best
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.run_logger import MediaLogger, Metrics, checked_media, no_metrics
+from spmdtrain.train.run_logger import Metrics, checked_media, no_metrics
 from spmdtrain.train.schedule import EpochSums, FitResult
-from spmdtrain.train.session import BoundaryActions, RunSession, terminal_of
+from spmdtrain.train.session import Boundary, RunSession, terminal_of
 from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, parse_fork
-
-# -- A model on devices: its functions, its values, evaluation and prediction ----------------------
 
 PyTree = Any
 
 
-class ModelRunner:
-    """A model on one device mesh, which evaluates and predicts. The base of `Trainer`.
+def _make_functions(
+    parts: Mapping[str, Any], config: RunConfig, placement: Placement
+) -> StepFunctions:
+    """Makes step functions. It is a function of this module, because it is sent to workers."""
+    return StepFunctions(**parts, config=config, placement=placement)
+
+
+def _nothing() -> None:
+    pass
+
+
+class Trainer:
+    """Trains, evaluates and predicts with one model on one device mesh.
 
     Args:
-      config: The configuration.
-      terminal: Shows progress; by default the standard output of process 0.
-      model: See `Trainer`, as for the following.
-      objective: Gives per-example values.
-      optimizer: Gives the optimizer's state and updates.
-      predict: Gives predictions.
-      rules: Sharding rules.
+      model: An nnx module, a function of `rngs` that returns one (its parameters are then
+        initialized directly into their shardings), a `LinenModel`, a `KerasModel` or a
+        `FunctionModel`.
+      objective: (model, batch) -> per-example values by name, "loss" among them. It may declare
+        more arguments: `rngs`, `key`, `mask`.
+      optimizer: The optax transformation that updates the parameters.
+      predict: (model, batch) -> predictions with leading dim B; by default the model's output.
+      augment: (example, NumPy generator) -> an augmented example; called on the host.
+      rules: Sharding rules; the first one that matches a parameter's path applies.
       axis_rules: Maps the names of the model's annotations to mesh axes.
-      reduction: Reduces gradients.
-      media: Gives media to log.
-      weight_map: Rules for the arrays of `init_from`.
+      reduction: (gradients of a device's part of the batch, mesh axes) -> their sums over the
+        axes; called under `shard_map`. By default XLA or a built-in function reduces them.
+      callbacks: Functions by `CallbackEvent`, or a list of callback objects.
+      media: (model, batch) -> media by name, logged at each evaluation for its first batch.
+      trackers: Names of trackers, which replace `config.trackers`, and `Tracker` objects.
+      weight_map: Rules by which arrays of `init_from` become those of the model (`WeightRule`).
+      config: The configuration; without a `workdir` nothing is written.
+      terminal: Shows progress; by default the standard output of process 0.
+      clock: Returns seconds.
+      init_timeout: Seconds to wait for the other tasks under parameter servers.
+      **options: Fields of `RunConfig`, which replace fields of `config`, except `learning_rate`,
+        its scaling and table, and `data_dir`.
+
+    Raises:
+      UserError: If an argument or option is wrong.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        terminal: Terminal | None,
         *,
         model: Any,
         objective: Function,
         optimizer: optax.GradientTransformation,
-        predict: Function | None,
-        rules: Sequence[Rule],
-        axis_rules: AxisRules | None,
-        reduction: Reduction | None,
-        media: Function | None,
-        weight_map: WeightMap,
+        predict: Function | None = None,
+        augment: Augment | None = None,
+        rules: Sequence[Rule] = (),
+        axis_rules: AxisRules | None = None,
+        reduction: Reduction | None = None,
+        callbacks: Callbacks | None = None,
+        media: Function | None = None,
+        trackers: Sequence[Tracker | str] | None = None,
+        weight_map: WeightMap = (),
+        config: RunConfig | None = None,
+        terminal: Terminal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        init_timeout: float = 300.0,
+        **options: Any,
     ) -> None:
-        self.config = config = overrides.with_fixed_folder(config)
+        config = overrides.validate_trainer_options(config or RunConfig(), options, Trainer)
+        config, self._own_trackers = overrides.with_trackers(config, trackers)
+        self.config = config = overrides.with_fixed_folder(join_job(config, init_timeout, terminal))
         self.terminal = terminal or terminal_of(config)
         self._backend = backend_of(strategy(config.strategy))
         self.placement = placement = self._backend.make_placement(config)
@@ -138,6 +169,65 @@ class ModelRunner:
         )
         self.functions = self._make_functions(config, placement)
         self._evaluation = Evaluation(self.functions, placement, config, self.terminal)
+        overrides.check_augment(augment, self.config)
+        self._augment, self._code["augment"] = augment, code_record(augment)
+        self._clock, self._init_timeout = clock, init_timeout
+        at_steps = self._backend.runs_steps
+        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
+        self._programs = Programs(self.functions)
+        # Of earlier fits: sums of an unfinished epoch, written metrics, the position in a stream.
+        self._epoch_sums, self._written = EpochSums(), no_metrics()
+        self._stream_progress = StreamProgress()
+        self._examples = DeviceExamples(self.placement, self.terminal)
+        self._trackers: RunTrackers | None = None  # during a fit
+
+    @classmethod
+    def from_experiment(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> Self:
+        """Returns the trainer of an experiment, without the parts that `fit` and `predict` use.
+
+        Args:
+          experiment: The model, the objective, the optimizer and other arguments of `Trainer`.
+          config: The configuration.
+          **keywords: Arguments of `Trainer`, in place of the experiment's.
+        """
+        return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
+
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        *,
+        optimizer: optax.GradientTransformation | None = None,
+        callbacks: Callbacks = (),
+        **keywords: Any,
+    ) -> Self:
+        """Returns the trainer of a compiled Keras model: its losses, metrics and optimizer.
+
+        A batch is Keras' own: (x,), (x, y) or (x, y, sample_weight). After each `fit`, the model
+        and its optimizer have the trained values. Without `config`, `uneven_batch` is `pad`:
+        the batches of Keras' scripts run on any number of devices.
+
+        Args:
+          model: A Keras model on which `model.compile` was called.
+          optimizer: An optax optimizer instead of the model's.
+          callbacks: Keras callbacks and those of `Trainer`, in a list.
+          **keywords: Arguments of `Trainer` and fields of `RunConfig`.
+
+        Raises:
+          UserError: If a part of the model or a callback cannot be used, or an argument is wrong.
+        """
+        # Imported here, because Flax, which the adapter uses, is slow to import.
+        from spmdtrain.keras.compile import parts_of_compiled
+
+        parts = parts_of_compiled(
+            model,
+            optimizer=optimizer,
+            callbacks=callbacks,
+            steps_per_dispatch=keywords.get("steps_per_dispatch"),
+        )
+        if "config" not in keywords and can_pad(keywords):
+            parts["uneven_batch"] = "pad"
+        return cls(**{**parts, **keywords})
 
     # -- properties ----------------------------------------------------------------------------
 
@@ -149,7 +239,7 @@ class ModelRunner:
     @property
     def step(self) -> int:
         """Number of updates so far."""
-        self._check_readable()
+        self._callbacks.check_readable()
         return 0 if self._state is None else int(self._state.step)
 
     @property
@@ -159,12 +249,12 @@ class ModelRunner:
         Raises:
           UserError: In a callback whose step has another state (see `CallbackEvent`).
         """
-        self._check_readable()
+        self._callbacks.check_readable()
         return self._state
 
     @state.setter
     def state(self, state: TrainState | None) -> None:
-        self._check_readable()
+        self._callbacks.check_readable()
         self._state = state
 
     @property
@@ -369,7 +459,7 @@ class ModelRunner:
 
     def _variables(self) -> Variables:
         """Returns the values trained so far, or else of a checkpoint, or the initial ones."""
-        self._check_readable()
+        self._callbacks.check_readable()
         if self._state is not None:
             return self._state.variables
         if self._restored is None:
@@ -385,163 +475,48 @@ class ModelRunner:
         assert self._restored is not None
         return self._restored
 
-    def _check_readable(self) -> None:
-        """Raises `UserError` if the state cannot be read now."""
+    # -- media ---------------------------------------------------------------------------------
 
+    def log(
+        self, media: Mapping[str, Media], step: int | None = None, *, split: str = "train"
+    ) -> None:
+        """Logs images, texts, histograms, tables and figures, without waiting for the devices.
 
-def _make_functions(
-    parts: Mapping[str, Any], config: RunConfig, placement: Placement
-) -> StepFunctions:
-    """Makes step functions. It is a function of this module, because it is sent to workers."""
-    return StepFunctions(**parts, config=config, placement=placement)
-
-
-def _nothing() -> None:
-    pass
-
-
-# -- Constructors of `Trainer` from other objects than its arguments -------------------------------
-
-
-class TrainerConstructors:
-    """The class methods of `Trainer` that return one."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-
-    @classmethod
-    def from_experiment(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> Self:
-        """Returns the trainer of an experiment, without the parts that `fit` and `predict` use.
+        They are written to `media.jsonl` and `media/` of the workdir, and passed to the trackers,
+        by process 0. All processes may call it.
 
         Args:
-          experiment: The model, the objective, the optimizer and other arguments of `Trainer`.
-          config: The configuration.
-          **keywords: Arguments of `Trainer`, in place of the experiment's.
-        """
-        return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
-
-    @classmethod
-    def from_keras(
-        cls,
-        model: Any,
-        *,
-        optimizer: optax.GradientTransformation | None = None,
-        callbacks: Callbacks = (),
-        **keywords: Any,
-    ) -> Self:
-        """Returns the trainer of a compiled Keras model: its losses, metrics and optimizer.
-
-        A batch is Keras' own: (x,), (x, y) or (x, y, sample_weight). After each `fit`, the model
-        and its optimizer have the trained values. Without `config`, `uneven_batch` is `pad`:
-        the batches of Keras' scripts run on any number of devices.
-
-        Args:
-          model: A Keras model on which `model.compile` was called.
-          optimizer: An optax optimizer instead of the model's.
-          callbacks: Keras callbacks and those of `Trainer`, in a list.
-          **keywords: Arguments of `Trainer` and fields of `RunConfig`.
+          media: Name to `Image`, `Text`, `Histogram`, `Table` or `Figure`.
+          step: The step; by default the step of the callback, or the last one.
+          split: "train", "eval" or "test".
 
         Raises:
-          UserError: If a part of the model or a callback cannot be used, or an argument is wrong.
+          UserError: If a name or an item is not valid, or no run is in progress.
         """
-        # Imported here, because Flax, which the adapter uses, is slow to import.
-        from spmdtrain.keras.compile import parts_of_compiled
-
-        parts = parts_of_compiled(
-            model,
-            optimizer=optimizer,
-            callbacks=callbacks,
-            steps_per_dispatch=keywords.get("steps_per_dispatch"),
+        of_split = checked_split(split)
+        self._running_trackers().log(
+            media, self._callbacks.step if step is None else step, of_split
         )
-        if "config" not in keywords and can_pad(keywords):
-            parts["uneven_batch"] = "pad"
-        return cls(**{**parts, **keywords})
 
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Passes a file to the trackers that keep files: W&B, MLflow and Trackio.
 
-# -- The `Trainer` and its training loop -----------------------------------------------------------
+        It is read later, so it must not change until the run has ended.
 
+        Args:
+          path: The path of the file.
+          name: The name of the artifact; by default the name of the file.
 
-class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
-    """Trains, evaluates and predicts with one model on one device mesh.
+        Raises:
+          UserError: If there is no such file, or no run is in progress.
+        """
+        self._running_trackers().log_artifact(path, name)
 
-    Args:
-      model: An nnx module, a function of `rngs` that returns one (its parameters are then
-        initialized directly into their shardings), a `LinenModel`, a `KerasModel` or a
-        `FunctionModel`.
-      objective: (model, batch) -> per-example values by name, "loss" among them. It may declare
-        more arguments: `rngs`, `key`, `mask`.
-      optimizer: The optax transformation that updates the parameters.
-      predict: (model, batch) -> predictions with leading dim B; by default the model's output.
-      augment: (example, NumPy generator) -> an augmented example; called on the host.
-      rules: Sharding rules; the first one that matches a parameter's path applies.
-      axis_rules: Maps the names of the model's annotations to mesh axes.
-      reduction: (gradients of a device's part of the batch, mesh axes) -> their sums over the
-        axes; called under `shard_map`. By default XLA or a built-in function reduces them.
-      callbacks: Functions by `CallbackEvent`, or a list of callback objects.
-      media: (model, batch) -> media by name, logged at each evaluation for its first batch.
-      trackers: Names of trackers, which replace `config.trackers`, and `Tracker` objects.
-      weight_map: Rules by which arrays of `init_from` become those of the model (`WeightRule`).
-      config: The configuration; without a `workdir` nothing is written.
-      terminal: Shows progress; by default the standard output of process 0.
-      clock: Returns seconds.
-      init_timeout: Seconds to wait for the other tasks under parameter servers.
-      **options: Fields of `RunConfig`, which replace fields of `config`, except `learning_rate`,
-        its scaling and table, and `data_dir`.
-
-    Raises:
-      UserError: If an argument or option is wrong.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: Any,
-        objective: Function,
-        optimizer: optax.GradientTransformation,
-        predict: Function | None = None,
-        augment: Augment | None = None,
-        rules: Sequence[Rule] = (),
-        axis_rules: AxisRules | None = None,
-        reduction: Reduction | None = None,
-        callbacks: Callbacks | None = None,
-        media: Function | None = None,
-        trackers: Sequence[Tracker | str] | None = None,
-        weight_map: WeightMap = (),
-        config: RunConfig | None = None,
-        terminal: Terminal | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        init_timeout: float = 300.0,
-        **options: Any,
-    ) -> None:
-        config = overrides.validate_trainer_options(config or RunConfig(), options, Trainer)
-        config, self._own_trackers = overrides.with_trackers(config, trackers)
-        super().__init__(
-            join_job(config, init_timeout, terminal),
-            terminal,
-            model=model,
-            objective=objective,
-            optimizer=optimizer,
-            predict=predict,
-            rules=rules,
-            axis_rules=axis_rules,
-            reduction=reduction,
-            media=media,
-            weight_map=weight_map,
-        )
-        overrides.check_augment(augment, self.config)
-        self._augment, self._code["augment"] = augment, code_record(augment)
-        self._clock, self._init_timeout = clock, init_timeout
-        at_steps = self._backend.state_at_steps
-        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
-        self._programs = Programs(self.functions)
-        # Of earlier fits: sums of an unfinished epoch, written metrics, the position in a stream.
-        self._epoch_sums, self._written = EpochSums(), no_metrics()
-        self._stream_progress = StreamProgress()
-        self._all_examples = DeviceExamples(self.placement, self.terminal)
-        self._trackers: RunTrackers | None = None  # during a fit
-
-    def _check_readable(self) -> None:
-        self._callbacks.check_readable()
+    def _running_trackers(self) -> RunTrackers:
+        """Returns the trackers of the fit in progress; raises `UserError` outside of one."""
+        if self._trackers is None:
+            raise UserError("log() was called outside of fit: call event.log() in a callback")
+        return self._trackers
 
     def stop(self) -> None:
         """Ends the run after the step in progress, as if it were the last one.
@@ -552,12 +527,6 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
           UserError: If several processes train and this is not a callback.
         """
         self._callbacks.request_stop()
-
-    @property
-    def _trackers_and_step(self) -> tuple[RunTrackers, int]:
-        if self._trackers is None:
-            raise UserError("log() was called outside of fit: call event.log() in a callback")
-        return self._trackers, self._callbacks.step
 
     # -- fit -----------------------------------------------------------------------------------
 
@@ -626,13 +595,14 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             stack.callback(self._end_fit)
             self._fitting, self._trackers = True, run.logger.trackers
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
-            make_executor = stack.enter_context(self._backend.open(self._init_timeout))
+            backend = stack.enter_context(self._backend.open(self._init_timeout))
+            executors = stack.enter_context(contextlib.ExitStack())  # ends after `record_outcome`
             before = self._state, self._identity
             self._start(run, stack, restart=restart)
             first = self._state
             stack.enter_context(run.record_outcome())
             try:
-                self._train(run, make_executor)
+                self._train(run, backend, executors)
                 self._finish(run)
             except StateError:
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
@@ -663,7 +633,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         run.callback_states = self._callbacks.begin(from_step_zero=restart or self._state is None)
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
-            self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
+            if self._backend.runs_steps:
+                self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
             values = ValueLoader(self.functions, self.config, self._weight_map, self.terminal)
             functions = self.functions, values.initial_state, values.base_weights
             self._state, _ = first_state(run, *functions)
@@ -689,16 +660,26 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         self._epoch_sums, self._written = run.epochs.sums, run.logger.written
         self._stream_progress = run.stream_progress
 
-    def _train(self, run: RunSession, make_executor: MakeExecutor) -> None:
+    def _train(self, run: RunSession, backend: Backend, executors: contextlib.ExitStack) -> None:
         first, schedule = self.step, run.schedule
         self._before_first_step(run, first)
         if first >= schedule.total:
             return
-        executor = make_executor(self._executor_inputs(run))
+        executor = backend.make_executor(
+            run=run,
+            state=self._current,
+            functions=self.functions,
+            make_functions=self._make_functions,
+            programs=self._programs,
+            placement=self.placement,
+            augment=self._augment,
+            examples=self._examples,
+        )
+        executors.callback(executor.close)
         reader = MetricsReader(
             run, executor.max_in_flight, lambda: executor.sync(self._current), self._log
         )
-        actions = self._boundary_actions(run, executor, reader)
+        boundary = TrainerBoundary(self, run, executor, reader)
         with (
             self.terminal.progress("train", done=first, total=schedule.total),
             profiled_steps(run.config, first, self.terminal.line) as profile,
@@ -721,7 +702,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
                 due = run.due(step)
                 # With parameter servers, later steps may be pending: first the loop reads them too.
                 if due and executor.stop_dispatch(step) == step:
-                    run.boundary(step, due, actions)
+                    boundary.pass_step(step, due)
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
         """Calls the first callbacks, saves step 0, and runs an evaluation that was interrupted."""
@@ -740,55 +721,9 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         if first > (total := run.schedule.total):
             self.terminal.line(f"nothing to do: the run is at step {first} of {total} requested")
 
-    def _boundary_actions(
-        self, run: RunSession, executor: Executor, reader: MetricsReader
-    ) -> BoundaryActions:
-        """Returns the actions of this trainer at the boundary between two steps."""
-
-        def flush() -> None:
-            self._state = executor.sync(self._current)
-            reader.flush()
-
-        def end_epoch(step: int, evaluates: bool) -> None:
-            written = run.logger.written[Split.EPOCH].get(step, {})
-            means = FrozenMetrics({"epoch": run.epochs.completed(step)} | written)
-            last, event = step == run.schedule.total, CallbackEvent.EPOCH_END
-            self._callbacks(event, step, means, evaluates=evaluates, is_last=last)
-
-        def evaluate(step: int, is_due: bool) -> Metrics | None:
-            if not is_due:
-                return None
-            try:
-                return self._run_validation(run, step)
-            except PreemptedExit:  # `RunSession.boundary` saves first, and raises it again
-                return None
-
-        return BoundaryActions(
-            flush=flush,
-            end_epoch=end_epoch,
-            evaluate=evaluate,
-            save=functools.partial(self._save, run),
-            hash_last=reader.hash_last,
-            report=executor.report,
-            stop_requested=lambda: self._callbacks.stop_requested,
-        )
-
     def _finish(self, run: RunSession) -> None:
         found = run.finish(self.step, lambda data: self._evaluate_split(run, Split.TEST, data))
         self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
-
-    def _executor_inputs(self, run: RunSession) -> ExecutorInputs:
-        """Returns the inputs of the executor of a run."""
-        return ExecutorInputs(
-            run=run,
-            state=self._current,
-            functions=self.functions,
-            make_functions=self._make_functions,
-            programs=self._programs,
-            placement=self.placement,
-            augment=self._augment,
-            all_examples=self._all_examples,
-        )
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Calls the log callbacks; returns the metrics, including the ones that they added."""
@@ -819,6 +754,44 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         run.save(self._current, step, metrics, stopped=self._callbacks.stop_requested)
         if run.checkpoints is not None:
             self._callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
+
+
+class TrainerBoundary(Boundary):
+    """The boundary between two steps of a trainer, which calls its methods for one fit."""
+
+    def __init__(
+        self, trainer: Trainer, run: RunSession, executor: Executor, reader: MetricsReader
+    ) -> None:
+        super().__init__(run, reader)
+        self._trainer, self._executor = trainer, executor
+
+    def flush(self) -> None:
+        self._trainer._state = self._executor.sync(self._trainer._current)
+        super().flush()
+
+    def end_epoch(self, step: int, *, evaluates: bool) -> None:
+        written = self.run.logger.written[Split.EPOCH].get(step, {})
+        means = FrozenMetrics({"epoch": self.run.epochs.completed(step)} | written)
+        last, event = step == self.run.schedule.total, CallbackEvent.EPOCH_END
+        self._trainer._callbacks(event, step, means, evaluates=evaluates, is_last=last)
+
+    def stop_requested(self) -> bool:
+        return self._trainer._callbacks.stop_requested
+
+    def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
+        """Returns the metrics of the evaluation; None also if a signal interrupts it."""
+        if not is_due:
+            return None
+        try:
+            return self._trainer._run_validation(self.run, step)
+        except PreemptedExit:  # `pass_step` saves first, and raises it again
+            return None
+
+    def save(self, step: int, metrics: Metrics | None) -> None:
+        self._trainer._save(self.run, step, metrics)
+
+    def report(self) -> None:
+        self._executor.report()
 
 
 # -- Checks of a second `fit` of a trainer, which continues the first one or starts again ----------

@@ -92,7 +92,7 @@ def default(runs: StrategyRuns) -> StrategyRun:
 
 def test_every_strategy_is_in_the_matrix_and_the_page_shows_it() -> None:
     # Those of parameter servers are in test_parameter_server.py, as they take several processes.
-    placed = [name for name, one in STRATEGIES.items() if not one.by_servers]
+    placed = [name for name, one in STRATEGIES.items() if not one.is_asynchronous]
     assert [row.strategy for row in ROWS[: len(placed)]] == placed
     assert {row.name for row in ROWS} == set(PLACES)
     expected = {("default", "processes"), ("one_device", "processes")}

@@ -265,7 +265,7 @@ def f(a: int, *b: int, c: int = 0, **d: int) -> int:
     assert [*faults_of(function, of_api=True)] == [unknown, *lacking]
     assert {
         (file_of("train.trainer"), "Trainer"),
-        (file_of("train.trainer"), "ModelRunner"),
+        (file_of("config.options"), "OptionGroup"),
     } < API
     assert {"init", "run", "merge", "rows", "check"} <= ABSTRACT
 

@@ -60,7 +60,7 @@ def test_what_a_strategy_splits_and_where_it_keeps_it() -> None:
 
     assert those("shards_params") == ["fully_sharded"]
     assert those("shards_optimizer") == ["zero"]
-    assert those("by_servers") == ["parameter_server"]
+    assert those("is_asynchronous") == ["parameter_server"]
     assert those("needs_rules") == ["tensor_parallel"]
     assert those("on_host") == ["central_storage"]
     assert strategy("central_storage").on_host is True

@@ -16,7 +16,6 @@ from spmdtrain.errors import PreemptedExit
 from spmdtrain.parameter_server import executor as executor_module
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.executor import ServerExecutor
-from spmdtrain.train.executor import ExecutorInputs
 
 SIGNAL_AFTER = 30.0
 
@@ -87,17 +86,7 @@ def test_a_silent_server_is_named_and_a_signal_ends_the_wait(
         serve=lambda *arguments, **keywords: [server("ps 0"), server("ps 1")],
         worker_pool=lambda make: MagicMock(),
     )
-    inputs = ExecutorInputs(
-        run=run,
-        state=state,
-        functions=trainer.functions,
-        make_functions=MagicMock(),
-        programs=MagicMock(),
-        placement=trainer.placement,
-        augment=None,
-        all_examples=MagicMock(),
-    )
-    executor = ServerExecutor(job, inputs)
+    executor = ServerExecutor(job, run, state, trainer.functions, MagicMock(), None)
     with pytest.raises(PreemptedExit):
         call(executor, state)
     assert lines == [
