@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,25 +109,13 @@ def plan_loop_step(
     return StepPlan(program, abstract, layout, placement, compiler_options)
 
 
-class LoopOfStep(Protocol):
-    """The part of a `Loop` that its step uses."""
-
-    step: int
-    first_step: int
-    terminal: Terminal
-    placement: Placement
-
-    @property
-    def logger(self) -> RunLogger: ...
-
-
 class LoopStep:
     """A step of a loop, compiled once for each shape of batch.
 
     The shardings of the state are checked after the first step.
     """
 
-    def __init__(self, loop: LoopOfStep, plan: StepPlan) -> None:
+    def __init__(self, loop: "Loop", plan: StepPlan) -> None:
         self._loop, self._program, self._shardings = loop, plan.program(), plan.layout.shardings
         self._compiled: set[Any] = set()
 
