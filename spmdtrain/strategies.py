@@ -20,9 +20,9 @@ class Axis:
     takes_rest: bool = False
     """By default its size is the number of remaining devices."""
     splits_params: bool = False
-    """Strategies that shard the parameters split all large arrays of the state over it."""
+    """Strategies with `shards_params` split the parameters, and what has their shapes, over it."""
     splits_optimizer: bool = False
-    """Strategies that shard only the optimizer's state split that over it."""
+    """Strategies with `shards_optimizer` split the optimizer's state over it."""
     splits_experts: bool = False
     """Its devices hold different experts, and send each other their tokens."""
     splits_sequence: bool = False
@@ -32,7 +32,7 @@ class Axis:
     only_by_rules: bool = False
     """Parameters are split over it by rules and annotations alone."""
     adds_up: str = "sums are added up"
-    """What happens over it in another order than on one device, for messages."""
+    """What happens over it, in another order than on one device; for messages."""
 
     @property
     def shares_examples(self) -> bool:
