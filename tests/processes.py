@@ -37,7 +37,7 @@ import optax
 from flax import nnx
 
 from spmdtrain import Experiment, RunConfig, UserError
-from spmdtrain.distributed import process_group as spmdtrain_processes
+from spmdtrain.distributed import process_group
 from spmdtrain.models import MLP
 
 
@@ -81,7 +81,7 @@ class Rows:
         if len(indices) in (1, 16):  # an example for the shapes, and those of the fingerprint
             return self.x[indices], self.y[indices]
         self.batches += 1
-        config, rank = self.config, spmdtrain_processes.rank()
+        config, rank = self.config, process_group.rank()
         if config.record:
             with open(f"{config.record}/{rank}", "a") as file:
                 print(*indices, file=file)
@@ -130,7 +130,7 @@ def build(config):
     rows = Rows(config)
 
     def stop(event):
-        if event.step == config.stop_at and spmdtrain_processes.rank() == config.stop_rank:
+        if event.step == config.stop_at and process_group.rank() == config.stop_rank:
             event.trainer.stop()
 
     return Experiment(

@@ -107,7 +107,7 @@ def test_an_exception_before_the_training_ends_all(tmp_path: Path) -> None:
         tmp_path,
         (
             "    rows = Rows(config)\n",
-            "    rows = Rows(config)\n    assert not spmdtrain_processes.rank()\n",
+            "    rows = Rows(config)\n    assert not process_group.rank()\n",
         ),
     )
     ended = job(config, "--workdir", tmp_path / "run", check=False)

@@ -59,7 +59,7 @@ def test_settings_that_a_script_changes_later_are_compared_before_the_training(
     tmp_path: Path,
 ) -> None:
     rows = "    rows = Rows(config)\n"
-    changed = '"highest" if spmdtrain_processes.rank() else None'
+    changed = '"highest" if process_group.rank() else None'
     setting = f"    import jax; jax.config.update('jax_default_matmul_precision', {changed})\n"
     ended = job(drill(tmp_path, (rows, rows + setting)), "--workdir", tmp_path / "run", check=False)
     assert codes(ended) == [2, 2], show(ended)

@@ -22,7 +22,7 @@ def compile_slowly(backend, module, *rest):
     name = module.operation.attributes["sym_name"].value
     if name in ("jit_train_step", "jit_evaluate"):
         print("compiles", name, flush=True)
-        time.sleep(SECONDS * spmdtrain_processes.rank())
+        time.sleep(SECONDS * process_group.rank())
     return compile_at_once(backend, module, *rest)
 
 
@@ -49,7 +49,7 @@ def test_a_compilation_may_take_longer_than_the_timeout_of_a_collective(tmp_path
 
 def test_processes_of_different_programs_are_refused_before_they_run_them(tmp_path: Path) -> None:
     """All processes apply the same sum of gradients: their copies of the state stayed equal."""
-    other = "(1 if spmdtrain_processes.rank() else 3) * (model(x)[:, 0] - y) ** 2"
+    other = "(1 if process_group.rank() else 3) * (model(x)[:, 0] - y) ** 2"
     config, workdir = drill(tmp_path, ("(model(x)[:, 0] - y) ** 2", other)), tmp_path / "run"
     ended = job(config, "--workdir", workdir, check=False)
     assert codes(ended) == [2, 2], show(ended)

@@ -11,7 +11,7 @@ ALLOWED = {
     # Replaces evaluated metrics by given ones, which no objective returns.
     ("test_restore.py", "_evaluate"): 2,
     # Signals that a second thread waits for a picture, which has no effect that can be observed.
-    ("test_images.py", "_decoded"): 2,
+    ("test_image_cache.py", "_decoded"): 2,
     # Simulates a sharding rule that initialization violates; the layout prevents it otherwise.
     ("test_layout.py", "_jit_init"): 1,
     ("test_layout.py", "_init"): 1,

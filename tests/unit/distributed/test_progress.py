@@ -1,10 +1,11 @@
-"""The side channel: what processes publish, and whom it lets the launcher blame."""
+"""The progress of a process: what it publishes, whom it lets the launcher blame, and its phases."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.progress import WAITING, Phase, ProgressRecord, find_hung_task
+from spmdtrain.distributed.progress import (
+    CONTEXT,
+    WAITING,
+    HangTimer,
+    Phase,
+    PhaseClock,
+    ProgressRecord,
+    find_hung_task,
+    phase,
+)
 
 
 def published(
@@ -314,3 +324,124 @@ def test_one_that_waits_is_never_blamed_where_one_does_not(
     assert find_hung_task(all_[::-1]).phase == found.phase or len({r.at for r in all_}) < len(all_)
     for record in all_:
         assert find_hung_task(all_, [record.task]).task == record.task
+
+
+# -- when a job without progress counts as hung ----------------------------------------------------
+
+LOAD, STEP = Phase.LOAD, Phase.STEP
+
+
+class Job:
+    """A job of two tasks, observed each half second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float | None) -> None:
+        self.now, self.changes = 1000.0, 0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.timer = HangTimer(timeout, 900, max_interval=1.0)
+
+    def wait(self, seconds: float, *phases: Phase) -> float | None:
+        """Makes a change, and then none; returns after which seconds the job counts as hung."""
+        self.changes += 1
+        until, began = self.now + seconds, self.now
+        while True:
+            if self.timer.hung_for(self.changes, phases):
+                return self.now - began
+            if self.now >= until:
+                return None
+            self.now += 0.5
+
+    def train(self, seconds: float) -> None:
+        for _ in range(60):
+            assert self.wait(seconds, LOAD, STEP) is None
+
+
+@pytest.mark.parametrize(("slowest", "limit"), [(1, 60), (10, 60), (30, 150), (59, 295)])
+def test_the_limit_follows_from_the_slowest_step(
+    monkeypatch: pytest.MonkeyPatch, slowest: float, limit: float
+) -> None:
+    job = Job(monkeypatch, None)
+    job.train(1)
+    assert job.wait(slowest, STEP, STEP) is None
+    found = job.wait(2000, LOAD, STEP)
+    assert found is not None and limit <= found <= limit + 1
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        *((Phase.COMPILE, STEP), (Phase.SAVE, Phase.SAVE), (Phase.HOST, STEP)),
+        *((Phase.EVALUATE, STEP), (Phase.RESTORE, STEP), (Phase.COMPILED, Phase.COMPILED)),
+    ],
+)
+def test_phases_that_say_nothing_of_the_next_keep_their_limit(
+    monkeypatch: pytest.MonkeyPatch, phases: tuple[Phase, ...]
+) -> None:
+    job = Job(monkeypatch, None)
+    job.train(1)
+    assert job.wait(890, *phases) is None
+    job.train(1)
+    found = job.wait(2000, LOAD, STEP)
+    assert found is not None and found < 61  # the long pause was not one of steps
+    job = Job(monkeypatch, None)
+    job.train(1)
+    assert job.wait(2000, *phases) == 900
+
+
+def test_the_first_steps_keep_the_default_since_they_are_only_dispatched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, None)
+    for _ in range(39):
+        job.wait(0.5, LOAD, STEP)
+    assert job.wait(2000, STEP, STEP) == 900
+
+
+@pytest.mark.parametrize(("timeout", "limit"), [(0, None), (2, 2), (1200, 1200)])
+def test_a_given_timeout_is_kept(
+    monkeypatch: pytest.MonkeyPatch, timeout: float, limit: float | None
+) -> None:
+    job = Job(monkeypatch, timeout)
+    job.train(1)
+    assert job.wait(3000, LOAD, STEP) == limit
+
+
+# -- the seconds of a process in each phase --------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> PhaseClock:
+    """A new clock of this process, which counts a second at each look."""
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr(CONTEXT, "clock", None)
+    monkeypatch.setattr(CONTEXT, "channel", None)
+    return progress.take_clock()
+
+
+def test_the_time_of_an_inner_phase_does_not_count_as_that_of_the_outer(clock: PhaseClock) -> None:
+    with phase(Phase.RESTORE), phase(Phase.COMPILE):
+        pass
+    with phase(Phase.EVALUATE), phase(Phase.LOAD):  # an evaluation reads its batches
+        pass
+    assert clock.read() == {"start": 1, "restore": 2, "compile": 1, "host": 2, "evaluate": 3}
+
+
+def test_time_during_which_devices_run_steps_counts_as_that_of_steps(clock: PhaseClock) -> None:
+    with phase(Phase.STEP):
+        pass  # 1 s
+    progress.end_interval(overlapped=False)
+    with phase(Phase.LOAD):
+        pass
+    with phase(Phase.EVALUATE):
+        pass
+    before = clock.read()  # the looks at the clock count as HOST
+    assert before == {"start": 1, "step": 1, "load": 1, "evaluate": 1, "host": 4}
+    progress.end_interval(overlapped=True)  # the load, and HOST since the last call
+    assert clock.read() == {"start": 1, "step": 6, "load": 0, "evaluate": 1, "host": 2}
+
+
+def test_a_second_run_of_a_process_has_a_clock_of_its_own(clock: PhaseClock) -> None:
+    assert progress.take_clock() is clock  # nothing but the start was counted
+    with phase(Phase.STEP):
+        pass
+    assert progress.take_clock() is not clock

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.errors import UserError
-from spmdtrain.launch import task_env as module
+from spmdtrain.launch import task_env
 from spmdtrain.launch.task_env import candidate_ports, free_ports
 from spmdtrain.record import user_folders
 from spmdtrain.record.user_folders import private_folder
@@ -39,7 +39,7 @@ def test_a_port_that_something_listens_at_is_passed_over_and_the_turn_starts_aga
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = free_ports(1)[0]
-    monkeypatch.setattr(module, "candidate_ports", lambda: range(first, first + 4))
+    monkeypatch.setattr(task_env, "candidate_ports", lambda: range(first, first + 4))
     (private_folder() / "next-port").write_text("no number")
     with socket.create_server(("127.0.0.1", first + 2)):
         assert {*free_ports(3), *free_ports(3)} == {first, first + 1, first + 3}
@@ -52,10 +52,10 @@ def test_all_high_ports_are_taken_where_the_ephemeral_ones_leave_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(module, "PORT_RANGE_FILE", setting)
+    monkeypatch.setattr(task_env, "PORT_RANGE_FILE", setting)
     for text, last in (("32768\t60999\n", 32767), ("1024\t65535\n", 65535)):
         setting.write_text(text)
-        assert module.candidate_ports()[-1] == last
+        assert task_env.candidate_ports()[-1] == last
 
 
 @pytest.mark.timeout(30)

@@ -16,7 +16,10 @@ from spmdtrain.plan.advice import events
 from spmdtrain.plan.command import Options
 from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.summary import Live, Use, read_dump
+from spmdtrain.plan.time_model import least_sent, traffic_of
 from spmdtrain.plan.topologies import CompilerLog, kept_log
+from spmdtrain.sharding.layout import MemoryUse, Row
+from spmdtrain.xla.collectives import Carried, Collective
 
 NAMES = {f"layers/{n}/{kind}" for n in range(3) for kind in ("kernel", "bias")}
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
@@ -425,3 +428,24 @@ def test_what_is_made_on_several_devices_alike_counts_on_each(text: Path) -> Non
     assert made / alike["time"]["compute"] == pytest.approx(989.4e12, rel=0.01)
     share = alike["flops"]["chip"] / made
     assert alike["time"]["useful"] == pytest.approx(alike["time"]["compute"] * share)
+
+
+# -- traffic, compared with what a strategy must send ----------------------------------------------
+
+
+def test_sums_and_exchanges_over_the_axis_context_are_necessary() -> None:
+    """On a mesh of data=2 and context=4, with one all-reduce over each axis."""
+    whole = MemoryUse(device=4096, whole=4096)
+    row = Row("w", "(1024,)", "float32", "()", whole, MemoryUse(), MemoryUse(), elements=1024)
+    gradient, keys = Carried(("w",), False, 4096, 1024), Carried((), False, 500, 125)
+    collectives = [
+        Collective("all-reduce", ("context",), 4, 4096, 1, carries=(gradient,)),
+        Collective("all-reduce", ("data",), 2, 4096, 1, carries=(gradient,)),
+        Collective("collective-permute", ("context",), 4, 500, 1, times=3, carries=(keys,)),
+    ]
+    least = least_sent(row, 2, context=4, compute_width=4, width=4)
+    found = traffic_of(collectives, [row], {"w": least})
+    needed = 2 * 7 / 8 * 4096 + 3 * 500
+    assert found.least == pytest.approx(needed)
+    assert found.bytes == pytest.approx(2 * (3 / 4 + 1 / 2) * 4096 + 3 * 500)
+    assert found.excess == pytest.approx(found.bytes - needed)

@@ -24,7 +24,7 @@ from spmdtrain import Trainer
 from spmdtrain.config.experiment import load_experiment
 from spmdtrain.errors import UserError
 from spmdtrain.plan import time_model, topologies
-from spmdtrain.plan.command import main
+from spmdtrain.plan.command import EndedError, main, run_child
 from spmdtrain.plan.summary import sealed
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.xla.collectives import Origins, collectives_of
@@ -511,3 +511,29 @@ def test_what_the_sparse_core_moves_is_beside_other_work() -> None:
     assert (one.kind, one.overlapped, one.times, one.bytes) == ("all-reduce", True, 1, 32)
     (carried,) = one.carries
     assert (carried.parameters, carried.is_parameter) == (("dense/kernel",), False)
+
+
+# -- subprocesses that send messages: a result counts, whatever happens after it -------------------
+
+SENDS = """
+import time
+from spmdtrain.plan import command
+command.send("progress", 1)
+command.send("result", 2)
+command.end_messages()
+"""
+
+
+def test_a_process_that_does_not_end_after_its_result_is_killed() -> None:
+    began, heard = time.monotonic(), list[tuple[str, int]]()
+    result = run_child(
+        ["-c", SENDS + "time.sleep(100)"], {}, lambda *said: heard.append(said), seconds_to_end=0.5
+    )
+    assert tuple(result) == ("result", 2) and heard == [("progress", 1), ("result", 2)]
+    assert time.monotonic() - began < 50
+
+
+def test_one_that_fails_after_its_result_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EndedError, match="ended with code 3, see above"):
+        run_child(["-c", SENDS + "print('why'); exit(3)"], {}, lambda *said: None)
+    assert capsys.readouterr().err == "why\n"

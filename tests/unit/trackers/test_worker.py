@@ -19,7 +19,6 @@ from helpers import metrics
 from spmdtrain import RunConfig, RunInfo, Tracker, Trainer, UserError
 from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
 from spmdtrain.trackers import run_trackers
-from spmdtrain.trackers import run_trackers as worker_module
 from spmdtrain.trackers.base import Text
 from spmdtrain.trackers.run_trackers import (
     MAX_PENDING,
@@ -82,7 +81,7 @@ def test_calls_that_follow_each_other_are_flushed_together_and_none_is_lost_at_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Waking the thread and flushing a file for each line slows small networks down."""
-    monkeypatch.setattr(worker_module, "PAUSE", 60.0)  # the end ends the pause
+    monkeypatch.setattr(run_trackers, "PAUSE", 60.0)  # the end ends the pause
     flushes: list[int] = []
 
     class Counting(Recorder):

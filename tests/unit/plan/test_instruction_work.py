@@ -1,38 +1,160 @@
-"""Pallas kernels of a TPU's program, and the cycles that its compiler estimates."""
+"""The work of instructions: products, kernels, operations on elements, and memory traffic."""
 
 import dataclasses
+import functools
 import json
 import math
 import textwrap
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from plan_helpers import needs_libtpu, plan
 
 from spmdtrain.plan.instruction_work import (
     KERNEL_EFFICIENCY,
+    ElementKind,
     TrafficBasis,
     Work,
     bytes_moved,
+    element_operations,
     kernel_calls,
     planned_kernels,
     products,
     work_of,
 )
+from spmdtrain.plan.measurement import ELEMENT_LOOPS
 from spmdtrain.plan.planner import kernel_notes
 from spmdtrain.plan.summary import is_timed_apart
 from spmdtrain.plan.time_model import (
     InstructionTimes,
+    Overlap,
     Times,
     TimeSource,
+    element_seconds,
     instruction_times,
     overlapped_seconds,
     permute_direction,
 )
-from spmdtrain.step.flops import CostBasis, Flops, KernelFlops
+from spmdtrain.step.flops import CostBasis, Flops, KernelFlops, count_flops
 from spmdtrain.xla.chips import CHIPS
-from spmdtrain.xla.hlo import Module, UnreadableProgramError
+from spmdtrain.xla.hlo import RARE_BRANCH, Module, UnreadableProgramError
+
+# A line of a program, the operands' dims and the operations: two for each multiply-add.
+LINES = {
+    "a dot with a batch dim": (
+        "f32[8,32,16] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}"
+        ", rhs_contracting_dims={1}",
+        ("8,32,64", "8,64,16"),
+        2 * 8 * 32 * 16 * 64,
+    ),
+    "a TPU's dot": (
+        "bf16[8,1024,3072] convolution(%a, %b), window={size=1}, dim_labels=0bf_io0->0bf",
+        ("8,1024,768", "768,3072,1"),
+        2 * 8 * 1024 * 3072 * 768,
+    ),
+    "whose batch dims are dilated": (
+        "bf16[8,12,64,1024] convolution(%a, %b), window={size=8x12 stride=7x11 lhs_dilate=8x12}, "
+        "dim_labels=0f1b_01oi->01bf",
+        ("8,64,12,64", "8,12,1024,64"),
+        2 * 8 * 12 * 64 * 1024 * 64,
+    ),
+    "one that is padded": (
+        "f32[4,10,10,32] convolution(%a, %b), window={size=3x3 pad=1_1x1_1}, "
+        "dim_labels=b01f_01io->b01f",
+        ("4,10,10,16", "3,3,16,32"),
+        2 * 4 * 28 * 28 * 16 * 32,  # along each dim 10 places meet 3 taps, but two of them 2
+    ),
+    "a strided one's gradient": (
+        "f32[4,8,16] convolution(%a, %b), window={size=2 pad=1_1 lhs_dilate=2 rhs_reversal=1}, "
+        "dim_labels=b0f_0oi->b0f",
+        ("4,4,32", "2,16,32"),
+        2 * 4 * 8 * 32 * 16,
+    ),
+    "one in groups": (
+        "f32[4,10,32] convolution(%a, %b), window={size=1}, dim_labels=b0f_0io->b0f, "
+        "feature_group_count=4",
+        ("4,10,16", "1,4,32"),
+        2 * 4 * 10 * 4 * 32,
+    ),
+    "one whose batch is in groups": (
+        "f32[2,10,32] convolution(%a, %b), window={size=1}, dim_labels=b0f_0io->b0f, "
+        "batch_group_count=4",
+        ("8,10,16", "1,16,32"),
+        2 * 2 * 10 * 16 * 32,
+    ),
+    "cuBLAS": (
+        '(f32[32,16], s8[4096]) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+        '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}',
+        ("32,64", "64,16"),
+        2 * 32 * 16 * 64,
+    ),
+    "a kernel that does not tell": (
+        'f32[32,16] custom-call(%a, %b), custom_call_target="__cudnn$fusion"',
+        ("32,64", "64,16"),
+        math.nan,
+    ),
+    "what is no product": (
+        'f32[32,16] custom-call(%a, %b), custom_call_target="TopK"',
+        ("32,64", "64,16"),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "operands", "expected"), LINES.values(), ids=LINES)
+def test_operations(line: str, operands: tuple[str, str], expected: float) -> None:
+    left, right = operands
+    text = f"%a = f32[{left}] parameter(0)\n%b = f32[{right}] parameter(1)\nROOT %y = {line}\n"
+    found = products(Module(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{text}}}\n"))
+    assert found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+def test_of_branches_the_one_that_does_most_counts() -> None:
+    def chosen(x: jax.Array) -> jax.Array:
+        branches = [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x @ x]
+        return jax.lax.switch(x[0, 0].astype(int), branches, x)
+
+    step = jax.jit(chosen).trace(jnp.zeros((32, 32)))
+    text = step.lower().compile().as_text() or ""
+    assert "conditional" in text
+    module = Module(text)
+    assert products(module) == count_flops(step.jaxpr).total == 3 * 2 * 32**3
+    (choice,) = module.choices
+    # The others are known not to run: what is in them is not taken for the program's.
+    assert sorted(module.times[name] for _, name in choice.called) == [0, 0, 1]
+
+
+def test_a_rare_branch_counts_as_not_executed() -> None:
+    def rare(x: jax.Array) -> jax.Array:
+        with jax.named_scope(RARE_BRANCH):
+            return x @ x @ x
+
+    step = jax.jit(lambda x: jax.lax.cond(x[0, 0] > 0, rare, lambda x: x @ x, x))
+    traced = step.trace(jnp.zeros((32, 32)))
+    module = Module(traced.lower().compile().as_text() or "")
+    assert products(module) == count_flops(traced.jaxpr).total == 2 * 32**3
+    assert not module.choices
+    assert len(module.with_rare_branch) == 1
+
+
+def test_within_loops_and_fusions_as_often_as_they_run() -> None:
+    def layers(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ w), None
+
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
+    step = jax.jit(jax.grad(layers)).trace(jnp.zeros((5, 32, 32)), jnp.zeros((8, 32)))
+    text = step.lower().compile().as_text() or ""
+    assert products(Module(text)) == count_flops(step.jaxpr).total == 5 * 3 * 2 * 8 * 32 * 32
+
+
+# -- Pallas kernels of a TPU's program, and the cycles that its compiler estimates -----------------
 
 # As libtpu writes them: the metadata of a kernel has a line for each field.
 TEXT = """HloModule m
@@ -341,3 +463,213 @@ def test_bytes_of_kernels_and_collectives_are_part_of_their_own_times() -> None:
     array = 2 * 16 * 1024 * 12 * 64
     assert bytes_moved(module) == (2 + 2 + 4) * array
     assert bytes_moved(module, omitted=is_timed_apart) == 2 * array
+
+
+# -- operations on elements, and their time --------------------------------------------------------
+
+# Three of the five write elements in another order.
+COPIES = """\
+ENTRY %main (a: f32[1,16,8]) -> f32[8,1,16] {
+  %a = f32[1,16,8]{2,1,0} parameter(0)
+  %same = f32[1,16,8]{2,0,1} copy(%a)
+  %other = f32[1,16,8]{1,2,0} copy(%same)
+  %view = f32[1,8,16]{2,1,0} transpose(%other), dimensions={0,2,1}
+  %moved = f32[1,16,8]{2,1,0} transpose(%view), dimensions={0,2,1}
+  ROOT %again = f32[8,1,16]{2,1,0} transpose(%moved), dimensions={2,0,1}
+}
+"""
+WINDOW = """\
+ENTRY %main (a: f32[8,8]) -> f32[7,6] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %z = f32[] constant(0)
+  ROOT %sums = f32[7,6]{1,0} reduce-window(%a, %z), window={size=2x3}, to_apply=%add
+}
+"""
+
+
+def five_times(x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, 5, lambda _, x: jnp.exp(-x), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "count"),
+    [
+        (lambda x: jnp.exp(x) * 2 + x, "arithmetic", 2 * 2048),
+        (lambda x: jnp.exp(x) * 2 + x, "functions", 2048),
+        (lambda x: jnp.sqrt(x) / (x + 1), "divisions", 2 * 2048),
+        (lambda x: (x * 2).sum(-1), "reductions", 2048),
+        (five_times, "functions", 5 * 2048),
+        (lambda x: x.swapaxes(0, 1) + 0, "transposes", 2048),
+    ],
+)
+def test_operations_within_fusions_and_loops_count_for_each_element(
+    function: Callable[[jax.Array], jax.Array], kind: str, count: int
+) -> None:
+    program = jax.jit(function).lower(jax.ShapeDtypeStruct((64, 32), jnp.float32)).compile()
+    assert element_operations(Module(program.as_text() or ""))[kind] == count
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(COPIES, {"transposes": 3 * 128}), (WINDOW, {"reductions": 7 * 6 * 2 * 3})],
+)
+def test_copies_count_if_elements_move_and_windows_in_full(
+    text: str, found: dict[str, float]
+) -> None:
+    assert element_operations(Module(text)) == found
+
+
+@pytest.mark.parametrize("kind", ElementKind)
+def test_a_measured_loop_has_the_operations_and_copies_that_it_declares(kind: ElementKind) -> None:
+    loop, iterations, elements = ELEMENT_LOOPS[kind], 20, 128 * 64
+    body = functools.partial(jax.lax.fori_loop, 0, iterations, lambda _, x: loop.body(x))
+    program = jax.jit(body).lower(jax.ShapeDtypeStruct((1, 128, 64), jnp.float32)).compile()
+    module = Module(program.as_text() or "")
+    declared = loop.operations * iterations * elements  # without those of the loop's counter
+    assert element_operations(module)[kind] == pytest.approx(declared, rel=1e-4)
+    copies = bytes_moved(module) / (iterations * 8 * elements)
+    assert copies == pytest.approx(loop.copies, abs=0.1)
+
+
+def test_the_time_of_operations_on_elements_is_added_to_a_step_on_cpu() -> None:
+    operations = {"arithmetic": 3e6, "functions": 1e6}
+    assert element_seconds(operations, CHIPS["h100"]) == 0  # no rates
+    chip = dataclasses.replace(CHIPS["h100"], element_rates={"arithmetic": 1e9, "functions": 1e8})
+    seconds = element_seconds(operations, chip)
+    assert seconds == pytest.approx(0.013)
+    times = Times(
+        *(0.004, 0.004, 0.002, 0.001, 0.0, 0.0, 0.0), overlap=Overlap.NOTHING, elements=seconds
+    )
+    assert times.estimate == pytest.approx(0.004 + 0.002 + 0.001 + 0.013)
+    assert times.bottleneck == "operations on elements"
+
+
+# -- what instructions read and write in a device's main memory ------------------------------------
+
+FUSED = """\
+%copied (a: f32[16,8]) -> f32[16,8] {
+  %a = f32[16,8]{1,0} parameter(0)
+  ROOT %b = f32[16,8]{1,0} copy(%a)
+}
+
+%rows (a: f32[16,8], i: s32[]) -> f32[2,8] {
+  %a = f32[16,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %part = f32[2,8]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={2,8}
+  ROOT %twice = f32[2,8]{1,0} add(%part, %part)
+}
+
+%placed (a: f32[16,8], b: f32[2,8], i: s32[]) -> f32[16,8] {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[2,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %z = s32[] constant(0)
+  ROOT %all = f32[16,8]{1,0} dynamic-update-slice(%a, %b, %i, %z)
+}
+
+%nested_rows (a: f32[8,16], i: s32[]) -> f32[2,8] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %same = f32[16,8]{1,0} bitcast(%a)
+  ROOT %part = f32[2,8]{1,0} fusion(%same, %i), kind=kLoop, calls=%rows
+}
+
+%two (a: f32[16,8], b: f32[16,8]) -> (f32[16,8], f32[16,8], f32[16,8], f32[16,8]) {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[16,8]{1,0} parameter(1)
+  %c = f32[16,8]{1,0} negate(%a)
+  %d = f32[16,8]{1,0} exponential(%a)
+  %e = f32[16,8]{1,0} all-gather(%b), dimensions={0}
+  ROOT %all = (f32[16,8]{1,0}, f32[16,8]{1,0}, f32[16,8]{1,0}, f32[16,8]{1,0}) \
+tuple(%c, %d, %b, %e)
+}
+
+%nested_placed (a: f32[16,8], b: f32[2,8], i: s32[]) -> f32[8,16] {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[2,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %all = f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed
+  ROOT %same = f32[8,16]{1,0} bitcast(%all)
+}
+"""
+WHOLE, PART, NUMBER = 4 * 16 * 8, 4 * 2 * 8, 4
+
+TRAFFIC_LINES = {
+    "an operand is read and a result written": ("f32[16,8]{1,0} negate(%a)", 2 * WHOLE),
+    "what is in a TPU's vector memory is not": ("f32[16,8]{1,0:S(1)} negate(%a)", WHOLE),
+    "nor what only names it": ("f32[8,16]{1,0} bitcast(%a)", 0),
+    "of a slice the part": ("f32[2,8]{1,0} slice(%a), slice={[0:2], [0:8]}", 2 * PART),
+    "also where the rest of it is read aside": (
+        "((f32[16,8]{1,0}), f32[2,8]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), "
+        "slice={[0:2], [0:8]}",
+        PART,
+    ),
+    "of an update the part": (
+        "f32[16,8]{1,0} dynamic-update-slice(%a, %b, %i, %i)",
+        2 * PART,
+    ),
+    "a copy to the vector memory is a read": (
+        "(f32[16,8]{1,0:S(1)}, f32[16,8]{1,0}, u32[]{:S(2)}) copy-start(%a)",
+        WHOLE,
+    ),
+    "a copy within the main memory is both": (
+        "(f32[16,8]{1,0}, f32[16,8]{1,0}, u32[]{:S(2)}) copy-start(%a)",
+        2 * WHOLE,
+    ),
+    "a fusion that slices": (
+        "f32[2,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%rows",
+        2 * PART + NUMBER,
+    ),
+    "a fusion that slices in the background": (
+        "((f32[16,8]{1,0}, s32[]), f32[2,8]{1,0}, u32[]) fusion-start(%a, %i), kind=kLoop, "
+        "calls=%rows",
+        2 * PART + NUMBER,
+    ),
+    "a fusion that updates in the background": (
+        "((f32[16,8]{1,0}, f32[2,8]{1,0}, s32[]), f32[16,8]{1,0}, u32[]) "
+        "fusion-start(%a, %b, %i), kind=kLoop, calls=%placed",
+        2 * PART + NUMBER,
+    ),
+    "a fusion that updates": (
+        "f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed",
+        2 * PART + NUMBER,
+    ),
+    "a fusion with a result in a TPU's vector memory, beside a collective": (
+        "(f32[16,8]{1,0:S(1)}, f32[16,8]{1,0}, f32[16,8]{1,0}, f32[16,8]{1,0}) "
+        "fusion(%a, %a), kind=kLoop, calls=%two",
+        2 * WHOLE,
+    ),
+    "whole tiles are stored": (
+        "f32[16,8]{1,0:T(8,128)} negate(%a)",
+        WHOLE + 4 * 16 * 128,
+    ),
+    "a fusion within which another slices what it renames": (
+        "f32[2,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%nested_rows",
+        2 * PART + NUMBER,
+    ),
+    "a fusion within which another updates": (
+        "f32[8,16]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%nested_placed",
+        2 * PART + NUMBER,
+    ),
+    "what runs aside counts where it runs": (
+        "((f32[16,8]{1,0}), f32[16,8]{1,0}, u32[]) call-start(%a), calls=%copied",
+        2 * WHOLE,
+    ),
+    "what is reserved": (
+        'f32[16,8]{1,0} custom-call(%a), custom_call_target="AllocateBuffer"',
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), TRAFFIC_LINES.values(), ids=TRAFFIC_LINES)
+def test_bytes(line: str, expected: int) -> None:
+    text = (
+        f"HloModule m\n\n{FUSED}\nENTRY %main () -> f32[] {{\n"
+        "  %a = f32[16,8]{1,0} parameter(0)\n"
+        "  %b = f32[2,8]{1,0} parameter(1)\n"
+        "  %i = s32[] parameter(2)\n"
+        f"  ROOT %y = {line}\n}}\n"
+    )
+    assert bytes_moved(Module(text)) == expected

@@ -1,32 +1,299 @@
-"""Options of the collectives: in the compiled step, in what happens, or in an error that says why.
-
-The GPU's and the TPU's part needs their compilers, and no device: SPMDTRAIN_GPU_PYTHON and
-SPMDTRAIN_TPU_PYTHON may name interpreters that have `jax[cuda12]` and `libtpu`.
-"""
+"""The compiler: kept programs and whom they are trusted from, options of collectives, presets."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import REPOSITORY, environment, together
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from helpers import REPOSITORY, command, environment, metrics, small_experiment, together
+from jax._src.compilation_cache import reset_cache
+from jax.nn import initializers
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from processes import free_port
 
-from spmdtrain import UserError
+from spmdtrain import RunConfig, UserError
 from spmdtrain.config.options import CollectiveOptions
+from spmdtrain.record.user_folders import keep_file
+from spmdtrain.sharding.placement import Placement, make_placement
+from spmdtrain.step import functions
+from spmdtrain.step.functions import describe_preset, step_options
+from spmdtrain.xla import compiler
+from spmdtrain.xla.chips import CHIPS
 from spmdtrain.xla.compiler import (
     MPI_LIBRARY,
+    PRESETS,
+    CacheFolder,
+    Flag,
+    Parameters,
     check_reduce_dtype,
     compiler_options,
     configure_collectives,
+    keep_programs,
+    merge_compiler_options,
+    preset_flags,
 )
+
+
+def train(
+    folder: Path, name: str, *options: object, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Train the small experiment in a run of its own."""
+    path = folder / "small.py"
+    path = path if path.exists() else small_experiment(folder)
+    ended = subprocess.run(
+        command(path, "--workdir", folder / name, *options),
+        env=environment(1) | {"XDG_CACHE_HOME": str(folder / "home")} | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def programs(folder: Path) -> dict[str, int]:
+    """Files of a cache and when they were last of use."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.name: path.stat().st_mtime_ns for path in files}
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path) -> None:
+    logs = {"JAX_EXPLAIN_CACHE_MISSES": "1"}
+    first = train(tmp_path, "first", **logs)
+    kept = programs(tmp_path / "home" / "spmdtrain" / "programs")
+    assert any(name.startswith("jit_train_step") for name in kept)
+    assert any(name.startswith("jit__init-") for name in kept)
+    assert "jit_train_step" in first.stderr
+    assert "CACHE MISS" in first.stderr or "Not writing" in first.stderr
+    assert re.search(r"step compiled in [\d.]+ s: ", first.stdout)
+    second = train(tmp_path, "second", **logs)
+    now = programs(tmp_path / "home" / "spmdtrain" / "programs")
+    assert now.keys() == kept.keys()
+    assert all(
+        now[name] > kept[name] for name in kept if name.startswith(("jit__", "jit_train_step"))
+    )
+    assert "jit_train_step" not in second.stderr
+    assert re.search(r"step traced in [\d.]+ s, read from the cache in [\d.]+ s: ", second.stdout)
+    assert metrics(tmp_path / "first") == metrics(tmp_path / "second")
+
+
+def test_a_program_that_runs_once_computes_the_same_with_less_optimization() -> None:
+    split = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+
+    def init(key: jax.Array) -> list[jax.Array]:
+        keys = jax.random.split(key, 3)
+        draws = (
+            initializers.lecun_normal(),
+            initializers.truncated_normal(),
+            initializers.uniform(),
+        )
+        return [draw(key, (64, 48)) for draw, key in zip(draws, keys, strict=True)]
+
+    options = compiler.options_for_one_run("cpu")
+    assert options == {"xla_backend_optimization_level": 1}
+    quick, usual = (
+        jax.jit(init, out_shardings=split, compiler_options=given)(jax.random.key(3))
+        for given in (options, None)
+    )
+    for one, other in zip(quick, usual, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.nightly
+def test_where_programs_are_kept_can_be_said(tmp_path: Path) -> None:
+    named, own = tmp_path / "named", tmp_path / "own"
+    together(
+        lambda: train(tmp_path, "a", "--compilation-cache", named),
+        lambda: train(tmp_path, "b", JAX_COMPILATION_CACHE_DIR=str(own)),
+    )
+    assert programs(named) and not (tmp_path / "home").exists()
+    assert named.stat().st_mode & 0o777 == 0o700
+    train(tmp_path, "c", "--compilation-cache", "off")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_there_and_a_corrupted_file_only_cost_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    ended = train(tmp_path, "a", "--compilation-cache", tmp_path / "file")
+    assert f"the compilation cache is not used: {tmp_path}/file: Not a directory" in ended.stderr
+    folder = tmp_path / "programs"
+    train(tmp_path, "b", "--compilation-cache", folder)
+    (step,) = folder.glob("jit_train_step*")
+    whole = step.read_bytes()
+    step.write_bytes(whole[: len(whole) // 2])
+    ended = train(tmp_path, "c", "--compilation-cache", folder)
+    assert f"the cached program {step} is corrupted or renamed: compiling again" in ended.stderr
+    assert step.stat().st_size > len(whole) * 0.9  # it has been put right
+    assert train(tmp_path, "d", "--compilation-cache", folder).stderr == ""
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "c") == metrics(tmp_path / "d")
+
+
+def test_a_file_appears_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiler.CacheFolder(tmp_path)
+    assert folder.get("a") is None
+    folder.put("a", b"1" * 1000)
+    assert folder.get("a") == b"1" * 1000
+    folder.put("a", b"2" * 10)
+    assert folder.get("a") == b"2" * 10
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    folder.put("a", b"3")
+    folder.put("b", b"3")
+    assert folder.get("a") == b"2" * 10 and folder.get("b") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_was_of_no_use_for_the_longest_time_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiler.CacheFolder(tmp_path)
+    names = [f"jit_{letter}-{letter * 64}" for letter in "abcd"]
+    for number, name in enumerate([*names, "input.txt", ".new-half_1"]):
+        folder.put(name, bytes(100))
+        os.utime(tmp_path / name, (number, number))
+    assert folder.get(names[0]) is not None  # which is of use again
+    monkeypatch.setattr(compiler, "MAX_BYTES", 380)
+    compiler.evict(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {names[0], ".new-half_1", "input.txt"}  # the last is none of ours
+
+
+def test_a_read_only_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = compiler.CacheFolder(tmp_path)
+    folder.put("a", b"1")
+
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert folder.get("a") == b"1"
+
+
+def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = compiler.processor()
+    assert here == compiler.processor()
+    read_text = Path.read_text
+
+    def other(path: Path, *args: object) -> str:
+        text = read_text(path)
+        return text.replace("flags\t", "flags\tavx9000 ") if "cpuinfo" in str(path) else text
+
+    monkeypatch.setattr(Path, "read_text", other)
+    assert compiler.processor() != here
+
+
+@pytest.mark.nightly
+def test_eight_devices_and_one_keep_programs_of_their_own(tmp_path: Path) -> None:
+    for devices in (1, 2, 1, 2):
+        train(tmp_path, f"{devices}", JAX_NUM_CPU_DEVICES=str(devices))
+    found = [[line["loss"] for line in metrics(tmp_path / str(n))] for n in (1, 2)]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+# -- corrupted programs, and caches that others can write to: none of them is used -----------------
+
+
+def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path)
+    folder.put("a", b"the program a")
+    folder.put("b", b"the program b")
+    (tmp_path / "a").rename(tmp_path / "c")
+    (tmp_path / "b").rename(tmp_path / "a")
+    (tmp_path / "c").rename(tmp_path / "b")
+    with pytest.warns(UserWarning, match="corrupted"):
+        assert folder.get("a") is None
+    folder.put("a", b"the program a")
+    assert folder.get("a") == b"the program a"
+
+
+@pytest.fixture
+def own_cache() -> Any:
+    """The cache as it was, afterward."""
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    reset_cache()
+
+
+def test_a_cache_that_was_moved_is_of_use(tmp_path: Path, own_cache: None) -> None:
+    def compile_one() -> None:
+        jax.clear_caches()
+        jax.jit(lambda x: 3 * x + 1).lower(jnp.ones(3)).compile()
+
+    keep_programs(str(tmp_path / "here"))
+    compile_one()
+    names = {path.name for path in (tmp_path / "here").iterdir()}
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    keep_programs(str(tmp_path / "there"))
+    compile_one()
+    assert {path.name for path in (tmp_path / "there").iterdir()} == names and names
+
+
+@pytest.mark.parametrize("fault", ["of another user", "writable by others", "closed"])
+def test_a_cache_that_others_can_write_to_is_not_used(
+    fault: str, tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_programs(None)
+    folder = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", None)
+    says = "Permission denied"
+    if fault == "of another user":
+        user = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        says = "belongs to user"
+    elif fault == "writable by others":
+        folder.parent.chmod(0o775)
+        says = f"{folder.parent}: others can write to it"
+    else:
+
+        def refused(*_: object, **__: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "mkdir", refused)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    with pytest.warns(UserWarning, match=f"not used: .*{says}"):
+        keep_programs(None)
+    assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
+
+
+def test_only_the_user_can_write_into_any_folder_of_the_cache(
+    tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0o002)
+    try:
+        keep_file(tmp_path / "cache" / "spmdtrain" / "plans" / "x.json", b"{}")
+        keep_programs(None)
+    finally:
+        os.umask(before)
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700} and len(folders) >= 5
+
+
+# -- options of the collectives --------------------------------------------------------------------
+#
+# The GPU's and the TPU's part needs their compilers, and no device: SPMDTRAIN_GPU_PYTHON and
+# SPMDTRAIN_TPU_PYTHON may name interpreters that have `jax[cuda12]` and `libtpu`.
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 NONE = CollectiveOptions()
@@ -402,3 +669,52 @@ def test_tpu_packs_and_dtypes_in_the_compiled_step() -> None:
     assert found["all-reduce"] == [1, 6, 6, 3, 1]
     assert found["bfloat16"] == ["bf16"]
     assert found["float16"] == ["u32"]  # pairs of float16 in a word: still half the bytes
+
+
+# -- XLA presets: which options a run takes, and which replace them --------------------------------
+
+# XLA:CPU accepts both.
+VECTORS, DEPTH = "xla_cpu_prefer_vector_width", "xla_cpu_parallel_codegen_split_count"
+
+
+def test_each_preset_is_of_a_known_chip_and_each_flag_has_a_reason() -> None:
+    assert {chip for chip, _ in PRESETS} <= set(CHIPS)
+    for flags in PRESETS.values():
+        assert len({flag.name for flag in flags}) == len(flags)
+        assert all(flag.name.startswith("xla_") and flag.reason for flag in flags)
+
+
+def test_a_preset_is_chosen_by_chip_and_placement_of_the_parameters() -> None:
+    flags = preset_flags("TPU v5 lite", Parameters.REPLICATED)
+    assert flags == PRESETS["v5e", Parameters.REPLICATED]
+    assert preset_flags("TPU v5", Parameters.REPLICATED) != flags
+    assert preset_flags("cpu", Parameters.REPLICATED) == ()
+
+
+def test_other_options_replace_those_of_a_preset_and_unknown_ones_are_omitted() -> None:
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    preset = {VECTORS: 128, DEPTH: 8, "xla_no_such_option": 1}
+    options = merge_compiler_options([f"{DEPTH}=16"], {}, sharding, preset)
+    assert options == {VECTORS: 128, DEPTH: 16}
+    assert merge_compiler_options([], {VECTORS: 256}, sharding, preset) == {VECTORS: 256, DEPTH: 8}
+    with pytest.raises(UserError, match="xla_no_such_option"):
+        merge_compiler_options(["xla_no_such_option=1"], {}, sharding)
+
+
+def test_a_run_takes_its_preset_unless_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flags(kind: str, parameters: Parameters) -> tuple[Flag, ...]:
+        assert kind == jax.devices()[0].device_kind
+        value = 128 if parameters == Parameters.REPLICATED else 256
+        return (Flag(VECTORS, value, "a test"),)
+
+    def found(**options: str) -> tuple[dict[str, object], str]:
+        config = RunConfig(**options)  # type: ignore[arg-type]
+        placement: Placement = make_placement(config)
+        chosen = step_options(config, placement)
+        return dict(chosen), describe_preset(config, placement, chosen)
+
+    monkeypatch.setattr(functions, "preset_flags", flags)
+    assert found() == ({VECTORS: 128}, f"XLA preset: {VECTORS}")
+    assert found(strategy="fully_sharded")[0] == {VECTORS: 256}
+    assert found(xla_preset="none") == ({}, "")
+    assert found(strategy="one_device") == ({}, "")

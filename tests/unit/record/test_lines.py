@@ -1,4 +1,4 @@
-"""The times of a run, from hand-made events of several starts."""
+"""Files of lines: the times of a run from hand-made events, and lines that are appended."""
 
 import json
 import time

@@ -1,7 +1,13 @@
-"""Llamas with experts: an independent Mixtral, the router's values, any number of devices."""
+"""Layers of the models: projections to heads, the residual stream of split tokens, and experts."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,11 +17,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import REPOSITORY
+from helpers import REPOSITORY, environment
+from plan_helpers import needs_libtpu
 
-from spmdtrain import MeshSpec, Trainer, UserError
+from spmdtrain import MeshSpec, RunConfig, Trainer, UserError
 from spmdtrain.checkpoints.weights.weight_map import unmapped
 from spmdtrain.config.experiment import load_experiment
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.models import (
     LLAMA_AXIS_RULES,
@@ -25,10 +33,130 @@ from spmdtrain.models import (
     RoutedExperts,
     Routing,
     generate,
+    layers,
     peak_load,
 )
+from spmdtrain.models.layers import project_qkv, squared_relu
+from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
+from spmdtrain.plan import topologies
+from spmdtrain.plan.topologies import compiler_environment, devices_of
+from spmdtrain.sharding.mesh import abstract_devices
+from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.step.flops import count_flops
+from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
+
+SHAPES = (2, 5, 16), (16, 3, 4, 8), (3, 4, 8), (3, 2, 5, 4, 8)
+RANDOM = np.random.default_rng(0)
+X, KERNEL, BIAS, TARGET = (RANDOM.normal(size=shape).astype(np.float32) for shape in SHAPES)
+
+
+def products(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    return (jnp.stack(project_qkv(x, kernel, bias)) * TARGET).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_the_platform_changes_neither_values_nor_derivatives(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tuple(map(jnp.asarray, (X, KERNEL, BIAS)))
+
+    def computed() -> tuple[Any, ...]:
+        gradients = jax.grad(products, argnums=(0, 1, 2))(*given)
+        return project_qkv(*given), gradients, jax.jvp(products, given, given)
+
+    def jaxpr_of(function: Any) -> str:
+        return str(jax.make_jaxpr(partial(function))(*given))  # `partial`: a new trace
+
+    with use_placement(make_placement(RunConfig(mesh=MeshSpec(devices=(0,))))):
+        expected = computed()
+        assert jaxpr_of(project_qkv).count("dot_general[") == 1
+        device = SimpleNamespace(platform=platform)
+        monkeypatch.setattr(layers, "current_device", lambda: device)
+        found = computed()
+        assert jaxpr_of(project_qkv).count("dot_general[") == 3
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_the_squared_relu_has_the_values_of_jax() -> None:
+    x = jnp.array([-2.0, -0.0, 0.0, 0.5, 3.0])
+    plain = jax.vmap(jax.grad(lambda x: jnp.square(jax.nn.relu(x))))(x)
+    np.testing.assert_array_equal(jax.vmap(jax.grad(squared_relu))(x), plain)
+    np.testing.assert_array_equal(squared_relu(x), jnp.square(jax.nn.relu(x)))
+
+
+# -- the residual stream with split tokens: its memory, and collectives on TPUs --------------------
+
+ROWS, WIDTH, LAYERS = 64, 128, 32
+TOPOLOGY = topologies.parse("v5e:2x4")
+
+
+def step(length: int, layers: int, **options: Any) -> CompiledStep:
+    """Compiles a step of a transformer, whose heads and hidden values are split over "tensor"."""
+    config = TransformerConfig(
+        vocabulary=64,
+        rows=64,
+        layers=layers,
+        width=WIDTH,
+        heads=4,
+        hidden=WIDTH,
+        context=length,
+        unroll=False,
+    )
+    trainer = Trainer(
+        model=partial(Transformer, config),
+        objective=lambda model, x: {"loss": model.token_losses(x[:, :-1], x[:, 1:]).loss},
+        optimizer=optax.sgd(0.1),
+        mesh=MeshSpec(data=2, tensor=4),
+        rules=TRANSFORMER_RULES,
+        global_batch_size=ROWS,
+        compilation_cache="off",
+        terminal=Terminal(quiet=True),
+        **options,
+    )
+    with jax.default_device(trainer.placement.devices[0]):
+        return compiled_step(trainer, jax.ShapeDtypeStruct((ROWS, length + 1), jnp.int32))
+
+
+@pytest.mark.slow
+def test_a_device_keeps_its_part_of_the_tokens_between_blocks() -> None:
+    memory = step(128, LAYERS, remat="full").memory
+    whole = 4 * LAYERS * ROWS // 2 * 128 * WIDTH  # bytes of the inputs of all blocks
+    assert memory.temp_size_in_bytes < 0.7 * whole, memory
+
+
+def print_collectives_for_tpus() -> None:
+    """Prints kind, axes and bytes of the collectives of a step on TPUs."""
+    with abstract_devices(devices_of(TOPOLOGY)):
+        found = step(128, 1, compute_dtype="bfloat16").collectives
+    print(json.dumps([(x.kind, x.axes, x.bytes, x.line) for x in found]))
+
+
+@needs_libtpu
+@pytest.mark.nightly
+def test_for_tpus_each_half_of_a_block_scatters_and_gathers_instead_of_an_all_reduce() -> None:
+    # In a process of its own, because programs for absent devices cannot be read from the cache.
+    code = f"import {__name__}; {__name__}.print_collectives_for_tpus()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(8) | compiler_environment(TOPOLOGY) | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    residual = 2 * ROWS // 2 * 128 * WIDTH  # bytes of the residual stream of a device's rows
+    over = [kind for kind, axes, size, _ in found if axes == ["tensor"] and size >= residual]
+    assert set(over) == {"reduce-scatter", "all-gather"}, found
+    # Forward and backward: two halves of a block, the embedding or the output layer.
+    assert over.count("reduce-scatter") == 6, found
+
+
+# -- experts: an independent Mixtral, the router's values, any number of devices -------------------
 
 experiment: Any = load_experiment(str(REPOSITORY / "experiments" / "llama.py"), frozenset()).module
 SMALL = LlamaConfig(
