@@ -504,7 +504,7 @@ def _install_in_notebook() -> None:
 # -- errors of a function --------------------------------------------------------------------------
 
 
-class LocatedErrors:
+class LocatedErrors(contextlib.AbstractContextManager[Any, None]):
     """A context in which the errors of a user's function begin with the user's innermost line.
 
     The type of an error and its traceback stay as they are; `UserError` is left alone. A KeyError
@@ -517,9 +517,6 @@ class LocatedErrors:
 
     def __init__(self, batch: Any, name: str = "batch") -> None:
         self._batch, self._name = batch, name
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, Exception) or isinstance(error, UserError):
@@ -541,7 +538,8 @@ def locate_errors(
     Raises:
       UserError: If it is not a function.
     """
-    check_function(function, what, takes)
+    if not callable(function):
+        raise function_error(function, what, takes)
     names = takes.strip("()").split(", ")
     name = "batch" if "batch" in names else "example"
     position = names.index(name)
@@ -554,18 +552,15 @@ def locate_errors(
     return located
 
 
-def check_function(function: Any, what: str, takes: str = "(model, batch)") -> None:
-    """Raises `UserError` if an argument of the user is not a function."""
-    if not callable(function):
-        several = isinstance(function, (list, tuple, dict))
-        hint = (
-            "; one function returns several values by name, and its loss may be their sum"
-            if several and what == "objective"
-            else ""
-        )
-        raise UserError(
-            f"{what} is a {type(function).__name__}: it must be a function of {takes}{hint}"
-        )
+def function_error(given: Any, what: str, takes: str = "(model, batch)") -> UserError:
+    """Returns the error for an argument that is not a function."""
+    several = isinstance(given, (list, tuple, dict))
+    hint = (
+        "; one function returns several values by name, and its loss may be their sum"
+        if several and what == "objective"
+        else ""
+    )
+    return UserError(f"{what} is a {type(given).__name__}: it must be a function of {takes}{hint}")
 
 
 def _own_line(error: Exception) -> str | None:

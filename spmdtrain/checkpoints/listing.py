@@ -13,11 +13,10 @@ from typing import Any, Generic, Literal, TypeVar
 from etils import epath
 
 from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manifest, steps_in
-from spmdtrain.checkpoints.read_arrays import storage_errors
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError, foreign
 from spmdtrain.record.run_files import evaluator_metrics, status_of
-from spmdtrain.record.storage import absolute, folder_of
+from spmdtrain.record.storage import absolute, folder_of, storage_errors
 
 # -- Listing of the checkpoints of a workdir with their metrics, and selection of one --------------
 

@@ -22,12 +22,12 @@ from spmdtrain.checkpoints.run_identity import describe_leaf
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.document.terminal import byte_size
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import UserError
 from spmdtrain.record.storage import (
     in_short,
     is_corruption,
     silence_tensorstore_shutdown,
-    why_failed,
+    storage_errors,
 )
 from spmdtrain.record.validation import Malformed, check_array_names
 from spmdtrain.tree import is_key, named_leaves, path_name
@@ -138,19 +138,6 @@ def _checksum_fault(name: str, actual: str | None, saved: str | None) -> str | N
     if actual is None or saved is None:
         return f"{name} is {'missing' if actual is None else 'not of this checkpoint'}"
     return f"{name} is not what was saved: its checksum is {actual}, and was {saved}"
-
-
-@contextlib.contextmanager
-def storage_errors(folder: epath.Path) -> Iterator[None]:
-    """Raises errors of the storage, but not corrupted content, as `StorageError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if is_corruption(error) or (reason := why_failed(error, folder)) is None:
-            raise
-        raise StorageError(f"{folder} cannot be read: {reason}") from error
 
 
 @contextlib.contextmanager

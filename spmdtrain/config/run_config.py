@@ -761,6 +761,11 @@ class RunConfig:
         parts = batch_shards * self.microbatches
         return -(-self.resolved_batch_size // parts) * parts
 
+    @property
+    def normalizes_per_replica(self) -> bool:
+        """Whether each replica normalizes by its own examples."""
+        return self.batch_statistics == "replica"
+
     def profile_range(self) -> tuple[int, int] | None:
         """Returns the first and last step of the profiler trace; None without `profile_steps`.
 

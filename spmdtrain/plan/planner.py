@@ -452,7 +452,7 @@ def _collectives(config: RunConfig, topology: Topology, virtual: bool) -> Collec
     options = dataclasses.replace(options, combine_threshold_bytes=None)
     if options.reduce_dtype == "bfloat16":
         options = dataclasses.replace(options, reduce_dtype="float16")
-    if options.reduction or config.exact or config.batch_statistics == "replica":
+    if options.reduction or config.exact or config.normalizes_per_replica:
         return options
     # The default on CPU, flattened gradients, is not that of a GPU.
     return dataclasses.replace(options, reduction="automatic")

@@ -585,7 +585,8 @@ class WorkdirLock:
         try:
             self._acquire(f"workdir {folder} is in use by another {writer}", report)
             self._file.truncate(0)
-            self._file.write(_holder().encode())
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            self._file.write(holder.encode())
             self._file.flush()
         except BaseException:
             self._file.close()
@@ -642,8 +643,3 @@ class WorkdirLock:
     def close(self) -> None:
         """Unlocks the workdir."""
         self._file.close()
-
-
-def _holder() -> str:
-    """Returns the text that names this process as the holder of a lock."""
-    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -1,5 +1,6 @@
 """Local paths and URLs of stored files, and short descriptions of storage errors."""
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 
 from etils import epath
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import StorageError, UserError
 
 # TensorStore raises ValueErrors that start with a status code and end with bracketed details.
 _STATUS = re.compile(r"([A-Z][A-Z_]+): (.*)", re.DOTALL)
@@ -229,6 +230,19 @@ def in_short(error: BaseException) -> str:
 def _innermost(text: str) -> str:
     """Returns `No space left` of `Error writing "a" in "b": Failed: No space left [...='28']`."""
     return _DETAILS.split(text)[0].rpartition(": ")[2].strip()
+
+
+@contextlib.contextmanager
+def storage_errors(folder: epath.Path) -> Iterator[None]:
+    """Raises errors of the storage, but not corrupted content, as `StorageError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if is_corruption(error) or (reason := why_failed(error, folder)) is None:
+            raise
+        raise StorageError(f"{folder} cannot be read: {reason}") from error
 
 
 @functools.cache

@@ -14,12 +14,11 @@ from spmdtrain.checkpoints.read_arrays import (
     check_saved_items,
     holds,
     read_host_array,
-    storage_errors,
 )
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.record.lines import RunEvent, hash_of_sums, last_step, read_events, read_hashes
 from spmdtrain.record.run_files import FIELDS, Split, Writer, status_of, written_metrics
-from spmdtrain.record.storage import failures, folder_of, one_line
+from spmdtrain.record.storage import failures, folder_of, one_line, storage_errors
 from spmdtrain.record.validation import (
     Malformed,
     OtherFields,

@@ -226,9 +226,10 @@ class Layout:
 
     def _at_rest(self, name: str, leaf: Any, on_device: Sharding) -> Sharding:
         # Scalars, such as an optimizer's counts, are not worth a transfer.
-        if not leaf.shape or not self._rests_on_host(name):
-            return on_device
-        return on_device.with_memory_kind("pinned_host")
+        field = self._fields[field_of(name)]
+        is_offloaded = self._options.offload != "optimizer" or field.of_optimizer
+        on_host = self._placement.strategy.on_host and field.like_params and is_offloaded
+        return on_device.with_memory_kind("pinned_host") if leaf.shape and on_host else on_device
 
     def _gathered(self, name: str, leaf: Any) -> Sharding | None:
         _, rule = self._spec(name, leaf.shape)
@@ -270,12 +271,6 @@ class Layout:
 
     def _gradient(self, name: str, leaf: Any) -> Sharding:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
-
-    def _rests_on_host(self, name: str) -> bool:
-        field = self._fields[field_of(name)]
-        if self._options.offload == "optimizer" and not field.of_optimizer:
-            return False
-        return field.like_params and self._placement.strategy.on_host
 
     def _spec(
         self, name: str, shape: Shape, field: str | None = None

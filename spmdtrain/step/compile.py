@@ -114,8 +114,9 @@ def describe_choices(jaxpr: Any, placement: Placement) -> str:
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array or number, with the sharding of an array."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(x, "sharding", None))
+    aval = x if hasattr(x, "dtype") else jax.typeof(x)
+    dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=getattr(x, "sharding", None))
 
 
 # -- The programs of a `Trainer`, by plan ----------------------------------------------------------
@@ -206,7 +207,7 @@ class Programs:
         """
         batch = self._abstract_batch(dataset, dispatch, steps, augment, config)
         if self._worker.submit(self._context).result() == self._context():
-            shapes = jax.tree.map(_canonical, batch)
+            shapes = jax.tree.map(_shape, batch)
             made = self._worker.submit(self._make, dispatch, steps, shapes)
             self._programs[steps] = (dispatch, shapes), made
 
@@ -235,7 +236,7 @@ class Programs:
 
         It raises the errors of the compilation, and the next call compiles again.
         """
-        key = dispatch, jax.tree.map(_canonical, batch)
+        key = dispatch, jax.tree.map(_shape, batch)
         if steps not in self._programs or self._programs[steps][0] != key:
             self.wait()
             compiled: Future[Program] = Future()
@@ -281,9 +282,3 @@ class Programs:
             check = partial(check_traced, plan=plan, batch=batch)
             given = call, plan.state, batch, placement, check
             return compile_step(*given, describe=describe, steps=counted)
-
-
-def _canonical(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a step's argument, with its sharding if it is on devices."""
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=getattr(x, "sharding", None))

@@ -174,7 +174,7 @@ class StepFunctions:
                 "servers cannot send: keep jax.random.key_data of it, and call "
                 "jax.random.wrap_key_data in the model"
             )
-        per_replica = config.batch_statistics == "replica"
+        per_replica = config.normalizes_per_replica
         if per_replica and not jax.tree.leaves(self.abstract_state.model_state):
             raise UserError(
                 "batch_statistics is replica, and the model carries no state, so it has no batch "
@@ -381,7 +381,7 @@ def _check_kept_key(config: RunConfig, name: str) -> None:
     # The keys of random streams derive from the step's key, which differs in each part.
     shares = {
         f"exact is {config.exact}": config.exact is not None,
-        "batch_statistics is replica": config.batch_statistics == "replica",
+        "batch_statistics is replica": config.normalizes_per_replica,
         "strategy is parameter_server": config.strategy == "parameter_server",
     }
     for what, is_given in shares.items():
@@ -438,7 +438,7 @@ def requested_reduction(
                 )
             return ScatteredReduction(layout, options.reduce_dtype)
         function = NAMED[options.reduction]
-    if function is None and config.batch_statistics == "replica" and placement.batch_shards > 1:
+    if function is None and config.normalizes_per_replica and placement.batch_shards > 1:
         if options.reduction == "automatic":
             raise UserError(
                 "batch_statistics is replica, which reduces gradients under shard_map, and "

@@ -489,7 +489,7 @@ class Gradients:
 
         `whole` maps its sums to sums of the whole batch; by default they are added up over `axes`.
         """
-        whole = whole or partial(self._over_axes, axes)
+        whole = whole or (lambda wanted, sums: self.over_axes(wanted(sums), axes))
 
         def total(params: PyTree) -> tuple[PyTree, tuple[metrics.BatchSums, PyTree]]:
             sums, after = self.objective(params, frozen, model_state, batch, key)
@@ -512,9 +512,6 @@ class Gradients:
     def over_axes(self, sums: PyTree, axes: tuple[str, ...]) -> PyTree:
         """Adds up sums of the loss, which a part's gradients need, over the devices of `axes`."""
         return jax.lax.psum(sums, axes) if axes and sums else sums
-
-    def _over_axes(self, axes: tuple[str, ...], wanted: Wanted, sums: metrics.BatchSums) -> PyTree:
-        return self.over_axes(wanted(sums), axes)
 
     def _over_parts(
         self,

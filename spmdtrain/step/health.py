@@ -286,12 +286,6 @@ class FusedChecks:
         return jnp.stack(flags)
 
 
-def fuses_checks(placement: Placement, params: PyTree) -> bool:
-    """Returns whether steps compute `FusedChecks`: on TPUs, if all parameters are real."""
-    is_complex = any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params))
-    return bool(placement.devices[0].platform == "tpu") and not is_complex
-
-
 def fused_evaluation(
     updated: Callable[..., tuple[Watched, tuple[PyTree, PyTree]]], *args: PyTree
 ) -> tuple[Watched, FusedChecks]:
@@ -346,8 +340,8 @@ def _wide(x: jax.Array) -> jax.Array:
 # -- The health of a step: its finite flags and norms, where the platform computes them fastest ----
 
 
-class Reading(enum.Enum):
-    """Where a step computes the norms of its gradients and updates."""
+class NormsPass(enum.Enum):
+    """The place in a step where the norms of its gradients and updates are computed."""
 
     AFTER = "after the update"
     IN_BRANCH = "in a branch of the logged steps, which computes the updates again"
@@ -367,7 +361,7 @@ class Health:
 
     layout: Layout
     log_every: int
-    reading: Reading = Reading.AFTER
+    norms_pass: NormsPass = NormsPass.AFTER
     order: FixedOrder | None = None
     is_traced: bool = True
 
@@ -383,12 +377,13 @@ class Health:
         jit: bool,
     ) -> "Health":
         """Returns the fastest way for abstract parameters."""
-        reading = Reading.AFTER
+        norms_pass = NormsPass.AFTER
         if order is None and recomputes_changes(params, layout):
-            reading = Reading.IN_BRANCH
-        elif order is None and jit and fuses_checks(placement, params):
-            reading = Reading.IN_UPDATE
-        return cls(layout, log_every, reading, order, is_traced=jit)
+            norms_pass = NormsPass.IN_BRANCH
+        elif order is None and jit and placement.devices[0].platform == "tpu":
+            is_complex = any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params))
+            norms_pass = NormsPass.AFTER if is_complex else NormsPass.IN_UPDATE
+        return cls(layout, log_every, norms_pass, order, is_traced=jit)
 
     def watched(
         self, update: Callable[[Any, PyTree], tuple[Watched, tuple[PyTree, PyTree]]]
@@ -398,9 +393,11 @@ class Health:
         `update` is a function (state, batch) -> (result, (gradients, updates)); the last two hold
         None in place of frozen parameters.
         """
-        if self.reading is Reading.IN_UPDATE:
+        if self.norms_pass is NormsPass.IN_UPDATE:
             return partial(fused_evaluation, update)
-        return partial(recomputable, update) if self._recomputes else update
+        if self.norms_pass is NormsPass.IN_BRANCH and self.is_traced:
+            return partial(recomputable, update)
+        return update
 
     def of_step(
         self,
@@ -422,13 +419,8 @@ class Health:
         if isinstance(changes, FusedChecks):
             return changes.flags(loss, before, after, places), changes.norms
         flags = finite_flags(loss, before, after, places, is_last=is_last)
-        if changes is not None and not self._recomputes:
-            changes = partial(_same, changes)
-        return flags, self._norms(after.params, after.step, changes)
-
-    @property
-    def _recomputes(self) -> bool:
-        return self.reading is Reading.IN_BRANCH and self.is_traced
+        known = changes if changes is None or callable(changes) else lambda: changes
+        return flags, self._norms(after.params, after.step, known)
 
     def _norms(self, params: PyTree, step: jax.Array, changes: Changes | None) -> jax.Array:
         if self.order is not None:
@@ -448,14 +440,10 @@ class Health:
         def in_branch() -> jax.Array:
             return jnp.stack([of_params(), *of_changes(by_rows=True)])
 
-        if self.reading is Reading.IN_BRANCH:
+        if self.norms_pass is NormsPass.IN_BRANCH:
             return jax.lax.cond(needed, in_branch, lambda: jnp.zeros(len(NORMS), jnp.float32))
         if may_branch(places):
             norm = jax.lax.cond(needed, of_params, lambda: jnp.zeros((), jnp.float32))
         else:
             norm = of_params()
         return jnp.stack([norm, *of_changes()])
-
-
-def _same(value: PyTree) -> PyTree:
-    return value

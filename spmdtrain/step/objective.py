@@ -21,7 +21,7 @@ from spmdtrain.adapters.base import (
 )
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import as_marked
-from spmdtrain.errors import LocatedErrors, UserError, check_function
+from spmdtrain.errors import LocatedErrors, UserError, function_error
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import current_gathers
 from spmdtrain.step import metrics
@@ -154,8 +154,9 @@ class Forward:
         abstract_params: PyTree,
         frozen_state: Collection[str] = (),
     ) -> None:
-        check_function(objective, "objective")
-        check_function(predict, "predict")
+        for what, function in (("objective", objective), ("predict", predict)):
+            if not callable(function):
+                raise function_error(function, what)
         self.objective, self.predict = Declared.of(objective), Declared.of(predict)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
         if frozen_state and isinstance(adapter, FreezesState):
@@ -164,7 +165,7 @@ class Forward:
         self._adapter = self._computes.base if self._computes else adapter
         self._layout, self._context = layout, context
         self._frozen_state = frozenset(frozen_state)
-        self._remat, self._per_replica = config.remat, config.batch_statistics == "replica"
+        self._remat, self._per_replica = config.remat, config.normalizes_per_replica
         self._abstract_params = abstract_params
         self.loss_is_of_tokens = False
         """Whether the loss has a value for each token; known once `training_sums` was traced."""

@@ -192,7 +192,7 @@ def describe_request(config: RunConfig) -> str:
     """Returns the setting that requests a reduction under `shard_map`, for an error message."""
     if config.exact is not None:
         return f"exact={config.exact}"
-    if config.batch_statistics == "replica":
+    if config.normalizes_per_replica:
         return "batch_statistics=replica"
     if config.collectives.reduction is not None:
         return f"collectives.reduction={config.collectives.reduction}"

@@ -59,7 +59,6 @@ from spmdtrain.train.loop_checks import (
     as_floats,
     as_scalars,
     check_batch,
-    check_best,
     check_config,
     check_not_donated,
     check_state,
@@ -69,7 +68,7 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import RunLogger, is_pending, next_batch
-from spmdtrain.train.session import Boundary, RunSession, terminal_of
+from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
 from spmdtrain.xla.compiler import options_for_one_run

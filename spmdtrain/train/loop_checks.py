@@ -216,33 +216,6 @@ def check_batch(batch: PyTree, shards: int) -> None:
             )
 
 
-def check_best(
-    config: RunConfig, metrics: Mapping[str, float], *, first: bool, log: Callable[[str], None]
-) -> None:
-    """Checks that an evaluation has the metric that selects the best checkpoint.
-
-    Args:
-      first: Whether it is the first evaluation since the start.
-      log: Receives a line if the default metric, "loss", is missing: no checkpoint is then best.
-
-    Raises:
-      UserError: If a metric other than the default is missing.
-    """
-    best = config.best_metric
-    if best in metrics:
-        return
-    if best != "loss":
-        raise UserError(
-            f"best_metric is {best!r}, which this evaluation does not give."
-            + did_you_mean(best, metrics)
-        )
-    if config.workdir and config.keep_best and first:
-        log(
-            "no checkpoint will be kept as the best: best_metric is 'loss', which this "
-            f"evaluation does not give ({', '.join(metrics)})"
-        )
-
-
 def check_not_donated(state: TrainState, step: int) -> None:
     """Raises `UserError` if a value is no state, or its arrays were donated to the next state.
 

@@ -189,7 +189,9 @@ class MetricsReader:
                 self._fail(steps, number, finite[number], self._present(output, sums, number))
             is_logged = run.config.logs_at(step, run.schedule.total)
             if is_logged or step == last:
-                self._count_weights(names, sums, slice(weighed, number + 1))
+                if sums is not None:
+                    weights = sums[weighed : number + 1, names.index("loss"), 1].tolist()
+                    run.logger.performance.count_weights(weights)
                 weighed = number + 1
             if is_logged:
                 self._log(steps, output, number, self._present(output, sums, number))
@@ -222,11 +224,6 @@ class MetricsReader:
         weights = dict(zip(sorted(metrics), sums[number, :, 1], strict=True))
         of_components = {component_metric(n, c) for n in metrics for c in self._components}
         return {n: x for n, x in metrics.items() if weights[n] or n not in of_components}
-
-    def _count_weights(self, names: Sequence[str], sums: np.ndarray | None, part: slice) -> None:
-        if sums is not None:
-            weights = sums[part, names.index("loss"), 1].tolist()
-            self._run.logger.performance.count_weights(weights)
 
     def _fail(
         self, steps: Sequence[int], number: int, finite: np.ndarray, values: Mapping[str, float]

@@ -151,8 +151,10 @@ class RunLogger:
         total = _size(params)
         count = total if trained is None else _size(trained)
         frozen = f", {count:,} trained" if count != total else ""
+        processes = process_group.count()
+        of = f" of {processes} processes" if processes > 1 else ""
         lines = [
-            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.description}",
+            f"{len(devices)} x {devices[0].device_kind}{of}, {placement.description}",
             ", ".join(facts),
             f"{total:,} parameters{frozen}; {compiled}",
             *reasons,
@@ -382,11 +384,6 @@ class RunLogger:
                 self.terminal.line(goodput_line(times))
             rows = {str(s): self._shown(found) for s, found in self.latest.items() if found}
             self.terminal.results(rows, step)
-
-
-def _processes() -> str:
-    count = process_group.count()
-    return f" of {count} processes" if count > 1 else ""
 
 
 def _size(arrays: Any) -> int:

@@ -236,11 +236,6 @@ def identity_of(
     )
 
 
-def count_skipped(data: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the number of bad records that are left out of each dataset, by split."""
-    return {split: len(skipped_of(x)) for split, x in data.items() if isinstance(x, Dataset)}
-
-
 def check_same_inputs(
     identity: Identity, train: TrainingData | None, data: Mapping[str, Dataset]
 ) -> None:
@@ -403,7 +398,9 @@ class RunSession:
             stack.callback(checkpoints.close)
         kept = open_trackers(config, trackers, files, terminal.warning)
         stack.callback(kept.close)
-        logger = RunLogger(terminal, files, config, count_skipped({"train": train, **data}), kept)
+        datasets = {"train": train, **data}
+        skipped = {n: len(skipped_of(x)) for n, x in datasets.items() if isinstance(x, Dataset)}
+        logger = RunLogger(terminal, files, config, skipped, kept)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = examples_per_epoch(train)
         run = cls(
@@ -638,6 +635,33 @@ class RunSession:
 
 
 # -- The boundary between two steps ----------------------------------------------------------------
+
+
+def check_best(
+    config: RunConfig, metrics: Mapping[str, float], *, first: bool, log: Callable[[str], None]
+) -> None:
+    """Checks that an evaluation has the metric that selects the best checkpoint.
+
+    Args:
+      first: Whether it is the first evaluation since the start.
+      log: Receives a line if the default metric, "loss", is missing: no checkpoint is then best.
+
+    Raises:
+      UserError: If a metric other than the default is missing.
+    """
+    best = config.best_metric
+    if best in metrics:
+        return
+    if best != "loss":
+        raise UserError(
+            f"best_metric is {best!r}, which this evaluation does not give."
+            + did_you_mean(best, metrics)
+        )
+    if config.workdir and config.keep_best and first:
+        log(
+            "no checkpoint will be kept as the best: best_metric is 'loss', which this "
+            f"evaluation does not give ({', '.join(metrics)})"
+        )
 
 
 class Boundary:

@@ -63,11 +63,10 @@ from spmdtrain.train.executor import (
     is_evaluator,
     join_job,
 )
-from spmdtrain.train.loop_checks import check_best
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import Metrics, checked_media, no_metrics
 from spmdtrain.train.schedule import EpochSums, FitResult
-from spmdtrain.train.session import Boundary, RunSession, terminal_of
+from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
 from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, parse_fork
 
 PyTree = Any
@@ -603,7 +602,8 @@ class Trainer:
             stack.enter_context(run.record_outcome())
             try:
                 self._train(run, backend, executors)
-                self._finish(run)
+                found = run.finish(self.step, lambda x: self._evaluate_split(run, Split.TEST, x))
+                self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
             except StateError:
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
                 raise
@@ -682,7 +682,7 @@ class Trainer:
         boundary = TrainerBoundary(self, run, executor, reader)
         with (
             self.terminal.progress("train", done=first, total=schedule.total),
-            profiled_steps(run.config, first, self.terminal.line) as profile,
+            ProfiledSteps(run.config, first, self.terminal.line) as profile,
         ):
             for steps in schedule.dispatches(first):  # the range of steps of one dispatch
                 step = steps[-1]
@@ -720,10 +720,6 @@ class Trainer:
             run.schedule.total = first
         if first > (total := run.schedule.total):
             self.terminal.line(f"nothing to do: the run is at step {first} of {total} requested")
-
-    def _finish(self, run: RunSession) -> None:
-        found = run.finish(self.step, lambda data: self._evaluate_split(run, Split.TEST, data))
-        self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Calls the log callbacks; returns the metrics, including the ones that they added."""
@@ -767,7 +763,7 @@ class TrainerBoundary(Boundary):
 
     def flush(self) -> None:
         self._trainer._state = self._executor.sync(self._trainer._current)
-        super().flush()
+        self.reader.flush()
 
     def end_epoch(self, step: int, *, evaluates: bool) -> None:
         written = self.run.logger.written[Split.EPOCH].get(step, {})
@@ -842,24 +838,19 @@ def check_continues(run: RunSession, earlier: Identity, step: int) -> None:
 # -- A profiler trace of some steps, for TensorBoard or Perfetto -----------------------------------
 
 
-def profiled_steps(config: RunConfig, first: int, log: Callable[[str], None]) -> "ProfiledSteps":
-    """Returns the trace of `profile_steps` for a run that resumes from step `first`.
-
-    `log` receives a line if there is nothing left to trace.
-    """
-    # Process 0 alone: the others' traces would be written to the same files.
-    steps = config.profile_range() if process_group.is_chief() else None
-    if steps and first >= steps[1]:
-        log(f"nothing to profile: step {first} is past {config.profile_steps}")
-    return ProfiledSteps(steps, config.workdir)
-
-
 class ProfiledSteps:
-    """Traces a range of steps (both ends included) into a folder; nothing without a range."""
+    """Traces the steps of `profile_steps` (both ends included) into the workdir, if it is set.
 
-    def __init__(self, steps: tuple[int, int] | None, folder: str | None) -> None:
+    The run resumes from step `first`. `log` receives a line if there is nothing left to trace.
+    """
+
+    def __init__(self, config: RunConfig, first: int, log: Callable[[str], None]) -> None:
+        # Process 0 alone: the others' traces would be written to the same files.
+        steps = config.profile_range() if process_group.is_chief() else None
+        if steps and first >= steps[1]:
+            log(f"nothing to profile: step {first} is past {config.profile_steps}")
         self._first, self._last = steps or (0, 0)
-        self._folder = folder
+        self._folder = config.workdir
         self._running = False
         self._marker: jax.profiler.StepTraceAnnotation | None = None
 

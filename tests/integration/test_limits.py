@@ -24,11 +24,11 @@ PACKAGE = Path(spmdtrain.__file__).parent
 # Turn exceptions into exit codes: `exit_code_of` calls the lambda of `main`.
 NOT_COUNTED = {"errors.py:exit_code_of", "run.py:main.<locals>.<lambda>"}
 
-FUNCTIONS, FILES = 1, 1
+FUNCTIONS, FILES = 1_114, 91
 """That two epochs of `digits_mlp` on 8 devices enter. Without comprehensions and lambdas."""
-FRAMES_TO_OBJECTIVE = 1
+FRAMES_TO_OBJECTIVE = 9
 """From `train_step` to the objective, both included."""
-CALLS_TO_JIT = 1
+CALLS_TO_JIT = 8
 """From `run.main` to `jax.jit` of the step; a thread continues the calls of who started it."""
 
 ENTERED = """

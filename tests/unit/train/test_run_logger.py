@@ -39,7 +39,7 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
 from spmdtrain.record.lines import RunTimes, read_events, run_times
 from spmdtrain.train.run_logger import InputWait, TimeAccount, goodput_line, peak_memory
-from spmdtrain.train.trainer import profiled_steps
+from spmdtrain.train.trainer import ProfiledSteps
 from spmdtrain.xla import chips
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
@@ -573,7 +573,7 @@ def test_a_trace_is_in_the_workdir_of_the_home_folder(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     config = RunConfig(steps=1, workdir="~/run", profile_steps="1:1")
-    with profiled_steps(config, 0, print) as profile:
+    with ProfiledSteps(config, 0, print) as profile:
         profile.before(1)
         profile.after(1, jnp.ones(1))
     assert list((tmp_path / "home" / "run").rglob("*.xplane.pb"))
