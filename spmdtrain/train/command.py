@@ -47,8 +47,8 @@ def execute(command: Command) -> int:
     config = resolve_config(config)
     terminal = terminal_of(config)
     hide_progress(hidden=config.quiet)
-    if unused := backend.unused_tasks(spec):
-        terminal.line(unused)
+    if spec.has_ps and backend.runs_steps:
+        terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
     if file.has_own_loop and options.mode == "train" and not options.show_sharding:
         return _train_by_loop(file, config, terminal)
     experiment = file.build(config)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from spmdtrain.checkpoints.listing import list_for_all
-from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
+from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import on_devices, train_batches
@@ -230,12 +230,6 @@ class Backend:
             timeout=options.init_timeout,
             hang_timeout=options.hang_timeout,
         )
-
-    def unused_tasks(self, spec: ClusterSpec) -> str | None:
-        """Returns a line about the tasks of TF_CONFIG that the strategy does not use, if any."""
-        if not (spec.has_ps and self.runs_steps):
-            return None
-        return "TF_CONFIG lists ps tasks: not used, the training is synchronous"
 
     def make_placement(self, config: RunConfig) -> Placement:
         """Returns the placement of evaluations and of the state in this process."""

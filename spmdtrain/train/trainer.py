@@ -604,7 +604,8 @@ class Trainer:
             stack.enter_context(run.record_outcome())
             try:
                 self._train(run, backend, executors)
-                self._finish(run)
+                found = run.finish(self.step, lambda x: self._evaluate_split(run, Split.TEST, x))
+                self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
             except StateError:
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
                 raise
@@ -722,10 +723,6 @@ class Trainer:
         if first > (total := run.schedule.total):
             self.terminal.line(f"nothing to do: the run is at step {first} of {total} requested")
 
-    def _finish(self, run: RunSession) -> None:
-        found = run.finish(self.step, lambda data: self._evaluate_split(run, Split.TEST, data))
-        self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
-
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Calls the log callbacks; returns the metrics, including the ones that they added."""
         reported = AddableMetrics(metrics)
@@ -768,7 +765,7 @@ class TrainerBoundary(Boundary):
 
     def flush(self) -> None:
         self._trainer._state = self._executor.sync(self._trainer._current)
-        super().flush()
+        self.reader.flush()
 
     def end_epoch(self, step: int, *, evaluates: bool) -> None:
         written = self.run.logger.written[Split.EPOCH].get(step, {})
