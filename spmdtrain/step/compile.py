@@ -73,6 +73,7 @@ def compile_step(
     check: Callable[[jax.stages.Traced], None],
     *,
     describe: Callable[[Any], str],
+    began: float | None = None,
     steps: int = 1,
 ) -> Program:
     """Compiles a jitted train step.
@@ -84,13 +85,14 @@ def compile_step(
       batch: As `state`.
       check: Raises `UserError` if the traced program would not compute what a run promises.
       describe: Returns what was decided for the program, from its open jaxpr.
+      began: When its planning began, by `time.perf_counter`, for the log; by default now.
       steps: Number of steps whose operations its jaxpr has.
     """
-    started = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     traced = call.trace(state, batch)
     check(traced)
     lowered = traced.lower()
-    compiled, summary = compile_lowered(lowered, started)
+    compiled, summary = compile_lowered(lowered, began)
     found: list[Collective] | str = []
     if process_group.is_chief():  # the only process that logs it
         mesh = placement.mesh
@@ -262,6 +264,7 @@ class Programs:
     def _make(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
         functions, placement, repeat = self._functions, self._placement, dispatch.repeat_of(steps)
         config, note, first = functions.config, "", batch
+        began = time.perf_counter()
         with use_placement(placement):  # the placement belongs to a thread
             if repeat is not Repeat.NONE:
                 note = dispatch.note
@@ -281,4 +284,4 @@ class Programs:
             counted = 1 if repeat is Repeat.COUNTED else steps
             check = partial(check_traced, plan=plan, batch=batch)
             given = call, plan.state, batch, placement, check
-            return compile_step(*given, describe=describe, steps=counted)
+            return compile_step(*given, describe=describe, began=began, steps=counted)

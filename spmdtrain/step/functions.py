@@ -54,6 +54,7 @@ from spmdtrain.step.optimizer import BaseModel, Update, extra_names
 from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import eager, make_gradient_step
+from spmdtrain.strategies import ASYNCHRONOUS
 from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compiler import (
     Flag,
@@ -168,9 +169,9 @@ class StepFunctions:
                     "of the model, such as nnx.Rngs or make_rng"
                 )
         keys = [name for name, leaf in named_leaves(abstract.params).items() if is_key(leaf)]
-        if keys and config.strategy == "parameter_server":
+        if keys and config.strategy == ASYNCHRONOUS:
             raise UserError(
-                f"strategy is parameter_server, and parameter {keys[0]} is a random key, which "
+                f"strategy is {ASYNCHRONOUS}, and parameter {keys[0]} is a random key, which "
                 "servers cannot send: keep jax.random.key_data of it, and call "
                 "jax.random.wrap_key_data in the model"
             )
@@ -382,7 +383,7 @@ def _check_kept_key(config: RunConfig, name: str) -> None:
     shares = {
         f"exact is {config.exact}": config.exact is not None,
         "batch_statistics is replica": config.normalizes_per_replica,
-        "strategy is parameter_server": config.strategy == "parameter_server",
+        f"strategy is {ASYNCHRONOUS}": config.strategy == ASYNCHRONOUS,
     }
     for what, is_given in shares.items():
         if is_given:

@@ -201,7 +201,7 @@ def test_two_modules_share_a_public_name_only_if_its_use_tells_which_is_meant() 
         assert not unqualified, path
 
 
-NAME_PARAMETER_SERVER = 5
+NAME_PARAMETER_SERVER = 4
 """Files outside of the strategy's folder that name it. Others ask `Strategy.is_asynchronous` or the
 backend. Like the limits below, it only goes down."""
 
