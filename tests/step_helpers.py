@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from spmdtrain import FunctionModel, MeshSpec, Trainer, TrainState
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import use_placement
-from spmdtrain.step.plan import plan_step
-from spmdtrain.step.train_step import StepOutput
+from spmdtrain.step.program import StepOutput, plan_step
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 

@@ -27,7 +27,7 @@ from spmdtrain import ArrayDataset, CollectiveOptions, Trainer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.data import loader
 from spmdtrain.data.sampling import CountedBatches
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.train import executor
 
 gate.mark("imported")

@@ -19,8 +19,7 @@ from spmdtrain.data.examples import (
     holds_numbers,
 )
 from spmdtrain.data.sources.files import SourceFile, find_files
-from spmdtrain.errors import UserError, foreign
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import UserError, foreign, import_extra
 from spmdtrain.tree import is_key, named_leaves
 
 # -- Datasets: random access to examples by index --------------------------------------------------

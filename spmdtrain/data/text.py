@@ -22,8 +22,7 @@ from spmdtrain.data.sources.files import (
     scan_folder,
     source_key,
 )
-from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import BadRecordError, UserError, did_you_mean, import_extra, printable
 from spmdtrain.record.storage import one_line
 
 # -- Text as tokens: a source of records with text as a source of documents ------------------------

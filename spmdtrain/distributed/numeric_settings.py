@@ -20,8 +20,7 @@ import jax
 from jax._src import cache_key
 from jax._src.config import trace_context_names
 
-from spmdtrain.errors import NOT_SET, UserError
-from spmdtrain.optional import version_of
+from spmdtrain.errors import NOT_SET, UserError, version_of
 
 _PACKAGES = (
     *("spmdtrain", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain"),

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from spmdtrain.errors import foreign
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import foreign, import_extra
 
 # -- The widths of the parts of a page -------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from spmdtrain.document.blocks import ChartBlock, Page
-from spmdtrain.errors import StorageError, UserError, foreign
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import StorageError, UserError, foreign, import_extra
 
 # -- Rendering of a page as one HTML file without network requests ---------------------------------
 

@@ -36,8 +36,8 @@ from spmdtrain.parameter_server.worker import PickledProgram, WorkerFactory, for
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.compile import Program, Programs
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.executor import Backend, DeviceExamples, Executor, StepCall
 from spmdtrain.train.session import RunSession
 

@@ -5,10 +5,12 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.config.options import ParameterServerOptions
@@ -16,6 +18,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
+from spmdtrain.distributed.first_call import Together
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.keras.internals import reduce_by_attributes
 from spmdtrain.parameter_server.partition import (
@@ -28,8 +31,13 @@ from spmdtrain.parameter_server.scheduler import BatchResult
 from spmdtrain.parameter_server.server import PushResult
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
-from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step import metrics
+from spmdtrain.step.batch_checks import check_partitioned
+from spmdtrain.step.functions import StepFunctions, eager
+from spmdtrain.step.gradients import difference
+from spmdtrain.step.metrics import Combination
+from spmdtrain.step.optimizer import clipped
+from spmdtrain.step.program import plan_step
 
 PyTree = Any
 
@@ -70,7 +78,7 @@ class Worker:
         ]
         self._threads = ThreadPoolExecutor(len(self._parts)) if len(self._parts) > 1 else None
         self._check = BatchCheck()
-        self._program = steps.gradient_program(partition.on_worker)
+        self._program = make_gradient_step(steps, partition.on_worker)
         self._is_checked = False
 
     def compute(self, number: int, params: PyTree, model_state: PyTree) -> Computed:
@@ -97,6 +105,39 @@ class Worker:
         if len(parts) == 1:
             return parts[0]
         return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+
+
+def make_gradient_step(steps: StepFunctions, on_worker: optax.GradientTransformation) -> Any:
+    """Returns the jitted step of a worker: gradients without an update.
+
+    It is a function (variables, batch, key, step) -> (gradients of the trained parameters, change
+    of the model state, weighted means, stacked sums, combined metrics). `on_worker` is the part of
+    the optimizer that is applied to the whole gradient.
+    """
+    gradients, update, placement = steps.gradients, steps.update, steps.placement
+
+    def gradient_step(
+        variables: Variables, batch: PyTree, key: jax.Array, step: jax.Array
+    ) -> tuple[PyTree, PyTree, dict[str, jax.Array], jax.Array, dict[str, Combination]]:
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
+        trained, frozen = update.partition(variables.params)
+        computed = gradients(trained, frozen, variables.model_state, batch, step_key)
+        means = metrics.batch_means(computed.metrics)
+        transformed = clipped(on_worker, computed.gradients, trained, means["loss"])
+        change = difference(computed.model_state, variables.model_state)
+        sums, combined = metrics.stacked(computed.metrics), metrics.combinations(computed.metrics)
+        return transformed, change, means, sums, combined
+
+    if not steps.config.jit:
+        return eager(gradient_step)
+    replicated = placement.replicated
+    compiled = jax.jit(
+        gradient_step,
+        in_shardings=(replicated, placement.batch, replicated, replicated),
+        out_shardings=replicated,
+        compiler_options=steps.compiler_options or None,
+    )
+    return Together(compiled, constant=1, check=partial(check_partitioned, placement=placement))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,7 @@ from spmdtrain.document.blocks import (
     chart_block,
 )
 from spmdtrain.document.terminal import byte_size
-from spmdtrain.errors import UserError
-from spmdtrain.optional import NOT_INSTALLED, import_extra, version_of
+from spmdtrain.errors import NOT_INSTALLED, UserError, import_extra, version_of
 from spmdtrain.plan.page_links import (
     BYTES_LABEL,
     MUTED,

@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.errors import UserError
-from spmdtrain.optional import version_of
+from spmdtrain.errors import UserError, version_of
 from spmdtrain.plan.instruction_work import (
     KernelCall,
     Work,

@@ -16,8 +16,7 @@ import jax
 from jax.experimental import topologies as jax_topologies
 from packaging.requirements import Requirement
 
-from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.optional import NOT_INSTALLED, version_of
+from spmdtrain.errors import NOT_INSTALLED, UserError, did_you_mean, version_of
 from spmdtrain.xla.chips import CHIPS, Chip
 
 # -- Target topologies by name: `v5e:4x4`, `v5p:8x8x8@2`, `cpu:8`, `gpu:h100:2x8` ------------------

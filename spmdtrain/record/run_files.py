@@ -18,8 +18,7 @@ from typing import IO, Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
-from spmdtrain.errors import StorageError, UserError, foreign
-from spmdtrain.optional import version_of
+from spmdtrain.errors import StorageError, UserError, foreign, version_of
 from spmdtrain.record import no_follow
 from spmdtrain.record.lines import LineAppender, LinesFile, errors_of_writing, finite_or_null
 from spmdtrain.record.storage import failures, folder_of, is_url, one_line, source_digest

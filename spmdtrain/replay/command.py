@@ -17,8 +17,14 @@ from rich.table import Table
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed, foreign
-from spmdtrain.optional import version_of
+from spmdtrain.errors import (
+    ExitCode,
+    UserError,
+    exit_code_of,
+    exit_if_output_is_closed,
+    foreign,
+    version_of,
+)
 from spmdtrain.record.storage import source_digest
 from spmdtrain.replay.recorded_run import (
     ArrayDifference,

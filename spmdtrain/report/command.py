@@ -18,8 +18,8 @@ from spmdtrain.errors import (
     UserError,
     exit_code_of,
     exit_if_output_is_closed,
+    import_extra,
 )
-from spmdtrain.optional import import_extra
 from spmdtrain.record import no_follow
 from spmdtrain.record.storage import failures, folder_of, one_line
 from spmdtrain.report.run_page import run_names, run_page

@@ -30,7 +30,7 @@ from spmdtrain.step.dispatch import (
 )
 from spmdtrain.step.functions import StepFunctions, describe_preset
 from spmdtrain.step.layer_loop import describe_layers
-from spmdtrain.step.plan import StepPlan, plan_step
+from spmdtrain.step.program import StepPlan, plan_step
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 from spmdtrain.xla.compiler import compile_lowered
 

@@ -53,7 +53,6 @@ from spmdtrain.step.objective import Declared, Forward
 from spmdtrain.step.optimizer import BaseModel, Update, extra_names
 from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import eager, make_gradient_step
 from spmdtrain.strategies import ASYNCHRONOUS
 from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compiler import (
@@ -321,17 +320,6 @@ class StepFunctions:
 
     # -- the train step ------------------------------------------------------------------------
 
-    def gradient_program(self, on_worker: optax.GradientTransformation) -> Any:
-        """Returns the step of a parameter server's worker (see `make_gradient_step`)."""
-        return make_gradient_step(
-            self.gradients,
-            self.update,
-            self.placement,
-            on_worker,
-            jit=self.config.jit,
-            compiler_options=self.compiler_options,
-        )
-
     @property
     def has_custom_reduction(self) -> bool:
         """Whether `plan_step` runs a program on the devices of all processes."""
@@ -375,6 +363,16 @@ class StepFunctions:
             compiler_options=self.compiler_options or None,
         )
         return Together(compiled, constant=1, check=check)
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` without compilation: nested `jax.jit` calls run eagerly as well."""
+
+    def run(*args: Any) -> Any:
+        with jax.disable_jit():
+            return function(*args)
+
+    return run
 
 
 def _check_kept_key(config: RunConfig, name: str) -> None:

@@ -17,8 +17,7 @@ from etils import epath
 
 from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.errors import StorageError, UserError, did_you_mean
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import StorageError, UserError, did_you_mean, import_extra
 from spmdtrain.record import no_follow, validation
 from spmdtrain.record.readers import GrowingFile
 from spmdtrain.record.run_files import Split, Status, parse_metrics_line, status_of

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.errors import UserError, foreign
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import UserError, foreign, import_extra
 from spmdtrain.record.run_files import Status
 
 # -- Media that a run can log: images, texts, histograms, tables and figures -----------------------

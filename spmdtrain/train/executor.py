@@ -20,8 +20,8 @@ from spmdtrain.sharding.layout import show_sharding
 from spmdtrain.sharding.placement import Placement, configure_backend, local_config, make_placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput
 from spmdtrain.strategies import Strategy, strategy
 from spmdtrain.train.run_logger import next_batch
 from spmdtrain.train.sentinel import Sentinel

@@ -39,9 +39,8 @@ from spmdtrain.step.hyperparameters import initial_values, learning_rate
 from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
-from spmdtrain.step.plan import StepPlan
+from spmdtrain.step.program import StepOutput, StepPlan
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput
 from spmdtrain.trackers.base import Media, Tracker
 from spmdtrain.trackers.run_trackers import checked_split
 from spmdtrain.train.callbacks import (

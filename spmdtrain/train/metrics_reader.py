@@ -17,8 +17,8 @@ from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.record.lines import StateHash
 from spmdtrain.step.health import FLAGS, first_non_finite, has_norms
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS, component_metric, loss_first
+from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.session import RunSession
 
 Logged = Callable[[int, dict[str, float]], dict[str, float]]

@@ -41,7 +41,7 @@ from spmdtrain.step.compile import Programs, check_traced
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.gradients import Reduction
 from spmdtrain.step.objective import model_output
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Media, Tracker

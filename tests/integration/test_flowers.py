@@ -29,7 +29,7 @@ from spmdtrain.data.loader import train_batches
 from spmdtrain.models import mobilenet
 from spmdtrain.run import main
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh, resolve
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.strategies import strategy
 from spmdtrain.tree import named_leaves
 
@@ -420,7 +420,7 @@ import optax
 from flax import nnx
 
 from spmdtrain.models import mobilenet
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 
 sys.path.append({folder!r})
 from flowers_mobilenet import Config, build as whole

@@ -21,7 +21,7 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.mesh import resolve
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 

@@ -287,7 +287,7 @@ try:
     run.main(["--help"])
 except SystemExit as end:
     assert end.code == 0
-late = ("train.command", "train.trainer", "train.evaluator", "train.loop", "step.train_step")
+late = ("train.command", "train.trainer", "train.evaluator", "train.loop", "step.program")
 late += ("step.compile", "checkpoints.manifest", "parameter_server", "plan", "models")
 loaded = [name for name in late if f"spmdtrain.{name}" in sys.modules]
 assert not loaded, loaded

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from spmdtrain.errors import UserError
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import UserError, import_extra
 
 
 def test_a_missing_library_is_named_with_the_line_that_installs_it(

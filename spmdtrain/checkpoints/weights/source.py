@@ -21,8 +21,7 @@ from etils import epath, epy
 from spmdtrain.checkpoints.weights.weight_map import Box, slices
 from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.document.terminal import byte_size
-from spmdtrain.errors import UserError, did_you_mean, foreign
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import UserError, did_you_mean, foreign, import_extra
 from spmdtrain.record.storage import (
     absolute,
     folder_of,

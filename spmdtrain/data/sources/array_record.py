@@ -10,8 +10,7 @@ import numpy as np
 
 from spmdtrain.data.examples import cause_of
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
-from spmdtrain.errors import BadRecordError, StorageError, UserError
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import BadRecordError, StorageError, UserError, import_extra
 from spmdtrain.record.storage import in_short, is_url
 
 _OPENING_THREADS = 16

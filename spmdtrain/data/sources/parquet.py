@@ -20,8 +20,7 @@ from spmdtrain.data.sources.files import (
     delayed_progress,
     find_files,
 )
-from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import BadRecordError, UserError, did_you_mean, import_extra, printable
 from spmdtrain.record.storage import failures, in_short, is_url
 
 # -- Columns of Arrow as NumPy arrays and Python values, and the checks of their rows --------------

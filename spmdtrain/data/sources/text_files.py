@@ -25,8 +25,14 @@ from spmdtrain.data.sources.files import (
     delayed_progress,
     find_files,
 )
-from spmdtrain.errors import BadRecordError, StorageError, UserError, did_you_mean, printable
-from spmdtrain.optional import import_extra
+from spmdtrain.errors import (
+    BadRecordError,
+    StorageError,
+    UserError,
+    did_you_mean,
+    import_extra,
+    printable,
+)
 from spmdtrain.record.storage import failures, is_url, one_line
 from spmdtrain.record.user_folders import cache_folder, locked, make_folder, replaced
 

@@ -30,7 +30,7 @@ from spmdtrain.plan import topologies
 from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices, build_mesh
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.strategies import strategy
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 

@@ -30,7 +30,7 @@ from spmdtrain.sharding.rules import (
     checked_rules,
     describe_sharding,
 )
-from spmdtrain.step.plan import StepPlan, plan_step
+from spmdtrain.step.program import StepPlan, plan_step
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 

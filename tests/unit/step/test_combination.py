@@ -27,7 +27,7 @@ from spmdtrain import Combination, FunctionModel, Scalar, UserError, batch_coupl
 from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.step.metrics import Means, Sums
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 
 COEFFICIENTS = {"tokens": 1.0, "examples": 0.5, "penalty": 0.1}
 # Devices, microbatches, the reduction of gradients: all paths of `Gradients`.

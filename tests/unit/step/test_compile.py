@@ -13,7 +13,7 @@ from linear_model import squared_error, trainer
 
 from spmdtrain import MappedDataset, Trainer, UserError
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.step.plan import StepPlan, plan_step
+from spmdtrain.step.program import StepPlan, plan_step
 
 X = np.random.default_rng(1).normal(size=(40, 4))  # of f64, which the devices make f32
 Y = X.sum(-1, keepdims=True).astype(np.float32)

@@ -52,7 +52,7 @@ from spmdtrain.plan import topologies
 from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices
 from spmdtrain.step.exact import VIRTUAL_SHARD, synchronized_loops, tree_loop
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.padding import why_parts_differ

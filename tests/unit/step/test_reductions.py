@@ -63,7 +63,7 @@ from spmdtrain.step.gradients import (
     hierarchical,
     one_device,
 )
-from spmdtrain.step.plan import default_reduction, plan_step
+from spmdtrain.step.program import default_reduction, plan_step
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
 

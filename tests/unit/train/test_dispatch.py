@@ -33,7 +33,7 @@ from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.record.lines import read_hashes
 from spmdtrain.step.dispatch import Dispatch, Repeat
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.train.callbacks import CallbackRunner
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.tree import named_leaves

@@ -39,7 +39,7 @@ from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metrics import RESERVED
 from spmdtrain.step.objective import model_output
-from spmdtrain.step.plan import plan_step
+from spmdtrain.step.program import plan_step
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
