@@ -576,8 +576,9 @@ def _own_line(error: Exception) -> str | None:
 
 def _prepend(error: Exception, where: str, name: str, batch: Any) -> None:
     first = error.args[0] if error.args else None
-    if isinstance(first, Located):
-        return  # a function that was called by another one
+    notes = getattr(error, "__notes__", ())
+    if isinstance(first, Located) or any(isinstance(note, Located) for note in notes):
+        return  # of a function that was called by another one
     if isinstance(error, KeyError) and error.args:
         is_field = isinstance(batch, Mapping) and first not in batch
         # Another dictionary may have lacked the key: this names the batch without a verdict.

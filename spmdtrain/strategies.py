@@ -40,7 +40,7 @@ class Axis:
         return self.splits_experts or self.splits_sequence or self.splits_tensors
 
 
-MESH = (  # the slowest links first
+MESH_AXES = (  # the slowest links first
     Axis(name="replica", spans_hosts=True, splits_batch=True),
     Axis(name="data", splits_batch=True, takes_rest=True, splits_optimizer=True),
     Axis(name="fsdp", splits_batch=True, splits_params=True),
@@ -54,12 +54,12 @@ MESH = (  # the slowest links first
     Axis(name="context", splits_sequence=True, adds_up="attention adds up its parts"),
     Axis(name="tensor", splits_tensors=True, only_by_rules=True),
 )
-AXES = tuple(axis.name for axis in MESH)
+AXES = tuple(axis.name for axis in MESH_AXES)
 
 
 def axes_that(has: Callable[[Axis], bool]) -> tuple[str, ...]:
     """Returns the names of the axes with a property, in mesh order."""
-    return tuple(axis.name for axis in MESH if has(axis))
+    return tuple(axis.name for axis in MESH_AXES if has(axis))
 
 
 (OUTER_AXIS,) = axes_that(lambda axis: axis.spans_hosts)

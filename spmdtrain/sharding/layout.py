@@ -37,7 +37,7 @@ from spmdtrain.sharding.rules import (
     specs_of,
     split_dims,
 )
-from spmdtrain.strategies import AXES, MESH, REST_AXIS, TENSOR_AXIS, StateField
+from spmdtrain.strategies import AXES, MESH_AXES, REST_AXIS, TENSOR_AXIS, StateField
 from spmdtrain.tree import named_leaves, path_name
 
 # -- The sharding of every leaf of the state, from rules, the model's annotations and the strategy
@@ -445,7 +445,7 @@ def check_axes_used(placement: Placement, rules: Sequence[Rule], annotated: Sequ
     model's annotations.
     """
     named = {axis for rule in (*rules, *annotated) for axis in axes_of_spec(rule.spec)}
-    for axis in [each for each in MESH if each.only_by_rules and each.name not in named]:
+    for axis in [each for each in MESH_AXES if each.only_by_rules and each.name not in named]:
         name, size = axis.name, placement.size(axis.name)
         needed = axis.splits_tensors and placement.strategy.needs_rules
         if size == 1 and not needed:

@@ -39,7 +39,7 @@ from spmdtrain.sharding.mesh import (
     may_limit_shards,
     resolve,
 )
-from spmdtrain.strategies import AXES, DEFAULT, MESH, REST_AXIS, Axis, Strategy, strategy
+from spmdtrain.strategies import AXES, DEFAULT, MESH_AXES, REST_AXIS, Axis, Strategy, strategy
 from spmdtrain.xla.compiler import configure_collectives, keep_programs
 
 # -- Placements: a strategy with its mesh, and access to the current one from model code -----------
@@ -105,7 +105,7 @@ class Placement:
     @property
     def shared_axes(self) -> list[Axis]:
         """The axes in use along which several devices compute an example together."""
-        return [axis for axis in MESH if axis.shares_examples and self.size(axis.name) > 1]
+        return [axis for axis in MESH_AXES if axis.shares_examples and self.size(axis.name) > 1]
 
     def is_virtual(self) -> bool:
         """Returns whether the devices are virtual devices of a CPU."""

@@ -1,7 +1,7 @@
 """Compilation of train steps, also in a background thread while a run starts."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +16,8 @@ from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.sampling import Augment, as_marked, batch_at, examples_of
 from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
-from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.kernels.reference import reference_kernels
-from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.sharding.placement import use_placement
 from spmdtrain.step.batch_checks import check_program
 from spmdtrain.step.dispatch import (
     Dispatch,
@@ -28,8 +27,7 @@ from spmdtrain.step.dispatch import (
     may_group,
     update_program,
 )
-from spmdtrain.step.functions import StepFunctions, describe_preset
-from spmdtrain.step.layer_loop import describe_layers
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.program import StepPlan, plan_step
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 from spmdtrain.xla.compiler import compile_lowered
@@ -43,7 +41,7 @@ PyTree = Any
 class Program:
     """A compiled train step for one or several steps.
 
-    Without `jit`, `lowered`, `jaxpr` and `retrace` are None.
+    Without `jit` and with parameter servers, `lowered`, `jaxpr` and `retrace` are None.
 
     Attributes:
       call: The function (state, batch) -> (state, output).
@@ -66,52 +64,45 @@ class Program:
 
 
 def compile_step(
-    call: Any,
+    plan: StepPlan,
     state: PyTree,
     batch: PyTree,
-    placement: Placement,
     check: Callable[[jax.stages.Traced], None],
     *,
-    describe: Callable[[Any], str],
     began: float | None = None,
-    steps: int = 1,
 ) -> Program:
-    """Compiles a jitted train step.
+    """Compiles the program of a plan.
 
     Args:
-      call: The program of a `StepPlan`.
-      state: Arrays, or shapes with the shardings of the real arguments, so that `call` finds the
-        program in its cache. Calls of it are dispatched faster than those of `jax.stages.Compiled`.
+      state: Arrays, or shapes with the shardings of the real arguments, so that the jitted function
+        finds the program in its cache. Its calls are dispatched faster than those of
+        `jax.stages.Compiled`.
       batch: As `state`.
       check: Raises `UserError` if the traced program would not compute what a run promises.
-      describe: Returns what was decided for the program, from its open jaxpr.
-      began: When its planning began, by `time.perf_counter`, for the log; by default now.
-      steps: Number of steps whose operations its jaxpr has.
+      began: When the planning began, by `time.perf_counter`, for the log; by default now.
     """
     began = time.perf_counter() if began is None else began
+    call = plan.program()
+    if not plan.jit:
+        return Program(call, "steps are not compiled")
     traced = call.trace(state, batch)
     check(traced)
     lowered = traced.lower()
     compiled, summary = compile_lowered(lowered, began)
     found: list[Collective] | str = []
     if process_group.is_chief():  # the only process that logs it
-        mesh = placement.mesh
+        mesh = plan.placement.mesh
         found = find_collectives(compiled.as_text() or "", mesh)
-        summary += f": {describe_found(found, mesh)}{describe(traced.jaxpr.jaxpr)}"
+        summary += f": {describe_found(found, mesh)}{plan.describe(traced.jaxpr.jaxpr)}"
     shapes = jax.tree.map(_shape, (state, batch))
 
     def retrace() -> Any:
-        with use_placement(placement):
+        with use_placement(plan.placement):
             return call.trace(*shapes).jaxpr
 
-    return Program(call, summary, lowered, traced.jaxpr, retrace, steps, found)
-
-
-def describe_choices(jaxpr: Any, placement: Placement) -> str:
-    """Returns the choices in an open jaxpr that depend on devices or on sizes, each after "; "."""
-    attention = describe_attention(jaxpr, placement.devices[0].platform)
-    found = (attention, describe_layers(jaxpr))
-    return "".join(f"; {each}" for each in found if each)
+    # The operations of a loop of unknown length are counted once.
+    counted = 1 if plan.dispatch.is_counted else plan.dispatch.steps
+    return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -130,7 +121,7 @@ def check_traced(traced: jax.stages.Traced, plan: StepPlan, batch: PyTree) -> No
     `batch` has shapes and dtypes of the batches of a dispatch; with `by_index`, it has the indices
     of examples on the devices.
     """
-    places = batch_shardings(plan.placement, plan.repeat, by_index=plan.by_index)
+    places = batch_shardings(plan.placement, plan.dispatch.repeat, by_index=plan.by_index)
     placed = plan.state, jax.tree.map(_with_sharding, places, batch)
     check_program(traced.jaxpr.jaxpr, placed, plan.placement)
 
@@ -141,12 +132,12 @@ def _with_sharding(sharding: Any, batch: PyTree) -> PyTree:
 
 
 class Programs:
-    """The compiled train steps of one trainer, by their number of steps."""
+    """The compiled train steps of one trainer, by dispatch and batch."""
 
     def __init__(self, functions: StepFunctions) -> None:
         self._functions, self._placement = functions, functions.placement
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._programs: dict[int, tuple[PyTree, Future[Program]]] = {}
+        self._programs: dict[Hashable, Future[Program]] = {}
         self._choices: dict[tuple[int | None, str], Dispatch] = {}
 
     def choose_dispatch(
@@ -211,7 +202,7 @@ class Programs:
         if self._worker.submit(self._context).result() == self._context():
             shapes = jax.tree.map(_shape, batch)
             made = self._worker.submit(self._make, dispatch, steps, shapes)
-            self._programs[steps] = (dispatch, shapes), made
+            self._programs[self._key(dispatch, steps, shapes)] = made
 
     def _abstract_batch(
         self,
@@ -238,22 +229,26 @@ class Programs:
 
         It raises the errors of the compilation, and the next call compiles again.
         """
-        key = dispatch, jax.tree.map(_shape, batch)
-        if steps not in self._programs or self._programs[steps][0] != key:
+        key = self._key(dispatch, steps, shapes := jax.tree.map(_shape, batch))
+        if key not in self._programs:
             self.wait()
             compiled: Future[Program] = Future()
-            compiled.set_result(self._make(dispatch, steps, key[1]))
-            self._programs[steps] = key, compiled
-        _, program = self._programs[steps]
+            compiled.set_result(self._make(dispatch, steps, shapes))
+            self._programs[key] = compiled
         try:
-            return program.result()
+            return self._programs[key].result()
         except Exception:
-            del self._programs[steps]
+            del self._programs[key]
             raise
+
+    @staticmethod
+    def _key(dispatch: Dispatch, steps: int, shapes: PyTree) -> Hashable:
+        leaves, structure = jax.tree.flatten(shapes)
+        return dispatch, steps, structure, *leaves
 
     def wait(self) -> None:
         """Waits until no compilation is in progress."""
-        for _, program in self._programs.values():
+        for program in self._programs.values():
             program.exception()
 
     def _context(self) -> object:
@@ -262,26 +257,13 @@ class Programs:
             return trace_context()
 
     def _make(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
-        functions, placement, repeat = self._functions, self._placement, dispatch.repeat_of(steps)
-        config, note, first = functions.config, "", batch
-        began = time.perf_counter()
-        with use_placement(placement):  # the placement belongs to a thread
-            if repeat is not Repeat.NONE:
-                note = dispatch.note
+        began, functions, first = time.perf_counter(), self._functions, batch
+        with use_placement(self._placement):  # the placement belongs to a thread
+            if dispatch.repeat_of(steps) is Repeat.NONE:
+                dispatch = Dispatch()
+            else:
                 first = jax.eval_shape(lambda batches: batch_at(batches, 0), batch)
-            plan = plan_step(functions, first, repeat=repeat, by_index=config.data_on_device)
-            call = plan.program()
-            if not plan.jit:
-                return Program(call, "steps are not compiled")
-            preset = describe_preset(config, placement, functions.compiler_options)
-
-            def describe(jaxpr: Any) -> str:
-                reasons = "".join(f"; {reason}" for reason in plan.reasons) + note
-                choices = describe_choices(jaxpr, placement)
-                return reasons + choices + (f"; {preset}" if preset else "")
-
-            # The operations of a loop of unknown length are counted once.
-            counted = 1 if repeat is Repeat.COUNTED else steps
+            by_index = functions.config.data_on_device
+            plan = plan_step(functions, first, dispatch=dispatch, by_index=by_index)
             check = partial(check_traced, plan=plan, batch=batch)
-            given = call, plan.state, batch, placement, check
-            return compile_step(*given, describe=describe, began=began, steps=counted)
+            return compile_step(plan, plan.state, batch, check, began=began)

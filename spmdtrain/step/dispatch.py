@@ -78,9 +78,9 @@ class Dispatch:
                 return ""
             case Repeat.UNROLLED:
                 why = "because convolutions in a loop are slow on CPU"
-                return f"; {self.steps} steps unrolled, {why}"
+                return f"{self.steps} steps unrolled, {why}"
             case Repeat.COUNTED:
-                return f"; up to {self.steps} steps per dispatch"
+                return f"up to {self.steps} steps per dispatch"
 
     def program_steps(self, count: int) -> int:
         """Returns the number of steps for which the program of `count` steps is compiled."""

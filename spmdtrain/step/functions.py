@@ -22,7 +22,7 @@ from spmdtrain.adapters.base import (
 )
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.distributed.first_call import Together, call_together
-from spmdtrain.errors import UserError, locate_errors
+from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout, ShardingTable, tabulate
 from spmdtrain.sharding.placement import (
     Placement,
@@ -217,7 +217,7 @@ class StepFunctions:
         self.evaluate = self._compile(evaluate, places, check)
         # Replicated predictions, because every process returns all of them.
         self.predict = self._compile(self.forward.predictions, places, check)
-        declared = None if media is None else Declared.of(locate_errors(media, "media"))
+        declared = None if media is None else Declared.of(media)
         self._media = None if declared is None else partial(self.forward.in_eval, declared)
         partitioned = None if check is None else partial(check_partitioned, placement=placement)
         self.media = (

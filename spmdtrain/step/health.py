@@ -271,7 +271,7 @@ class FusedChecks:
     others: frozenset[str]
 
     def flags(self, loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.Array:
-        """Returns whether each of `health.FLAGS` is finite; arguments as of `finite_flags`."""
+        """Returns whether each of `FLAGS` is finite; arguments as of `finite_flags`."""
 
         def selected(tree: PyTree) -> list[Any]:
             return [x for name, x in named_leaves(tree).items() if name in self.others]

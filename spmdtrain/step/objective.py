@@ -318,7 +318,8 @@ class Forward:
             return self._adapter.run, arguments(variables, batch, key, mask)
 
         def run(*given: Any) -> tuple[PyTree, PyTree]:
-            return self._adapter.run(*arguments(*given))
+            with LocatedErrors(batch):  # within the context, whose message quotes the error
+                return self._adapter.run(*arguments(*given))
 
         def specs() -> tuple[PyTree, ...]:
             rows = self._context.batch_specs((batch, mask))

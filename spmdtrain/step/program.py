@@ -15,6 +15,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import as_marked, examples_of
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError, option
+from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import Layout
@@ -27,9 +28,9 @@ from spmdtrain.sharding.placement import (
     use_placement,
 )
 from spmdtrain.step import metrics
-from spmdtrain.step.dispatch import Repeat, batch_shardings, repeated
+from spmdtrain.step.dispatch import Dispatch, Repeat, batch_shardings, repeated
 from spmdtrain.step.exact import exist
-from spmdtrain.step.functions import StepFunctions, eager
+from spmdtrain.step.functions import StepFunctions, describe_preset, eager
 from spmdtrain.step.gradients import (
     ON_ONE_DEVICE,
     Gradients,
@@ -39,6 +40,7 @@ from spmdtrain.step.gradients import (
 )
 from spmdtrain.step.health import Health
 from spmdtrain.step.hyperparameters import step_rate
+from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.metrics import Combination
 from spmdtrain.step.optimizer import ExtraArguments, Update, merge
 from spmdtrain.step.state import TrainState, averaged_steps, check_same_arrays
@@ -204,16 +206,17 @@ class StepPlan:
     Attributes:
       step: (state, batch) -> (state, output). If steps are repeated, it also takes whether it is
         the last one of its dispatch.
-      state: The abstract state, with the sharding of each leaf.
+      state: The abstract state; that of a `Trainer` has the sharding of each leaf.
       layout: The shardings of the state, before and after a step.
       placement: The shardings of the batch and of the output.
       compiler_options: Options of XLA.
       reduction: What reduces the gradients under `shard_map`; None if XLA does, and in a `Loop`,
         whose step the user writes.
-      repeat: How steps are repeated in a dispatch.
+      dispatch: The steps of a call of the program, and how they are repeated.
       by_index: Whether batches are `IndexedBatch`.
       jit: Whether steps are compiled. If not, operations run one by one.
       reasons: What was decided and why, where a user may wonder.
+      preset: The options of XLA that a preset has added, as text.
     """
 
     step: Callable[..., tuple[TrainState, StepOutput]]
@@ -222,21 +225,22 @@ class StepPlan:
     placement: Placement
     compiler_options: Mapping[str, Any]
     reduction: Reduction | ScatteredReduction | None = None
-    repeat: Repeat = Repeat.NONE
+    dispatch: Dispatch = field(default_factory=Dispatch)
     by_index: bool = False
     jit: bool = True
     reasons: tuple[str, ...] = ()
+    preset: str = ""
 
     def program(self) -> Any:
         """Returns the function (state, batch) -> (state, output), jitted with `jit`.
 
         If steps are repeated, the arrays of batch and output have a leading dim of steps.
         """
-        is_single = self.repeat is Repeat.NONE
-        function = self.step if is_single else repeated(self.step, self.repeat)
+        repeat = self.dispatch.repeat
+        function = self.step if repeat is Repeat.NONE else repeated(self.step, repeat)
         if not self.jit:
             return eager(function)
-        batch = batch_shardings(self.placement, self.repeat, by_index=self.by_index)
+        batch = batch_shardings(self.placement, repeat, by_index=self.by_index)
         return jax.jit(
             function,
             in_shardings=(self.layout.shardings, batch),
@@ -245,24 +249,31 @@ class StepPlan:
             compiler_options=dict(self.compiler_options) or None,
         )
 
+    def describe(self, jaxpr: Any) -> str:
+        """Returns what was decided, also while its open jaxpr was traced, each after "; "."""
+        attention = describe_attention(jaxpr, self.placement.devices[0].platform)
+        found = (*self.reasons, attention, describe_layers(jaxpr), self.preset)
+        return "".join(f"; {each}" for each in found if each)
+
 
 def plan_step(
     functions: StepFunctions,
     batch: PyTree,
     *,
-    repeat: Repeat = Repeat.NONE,
+    dispatch: Dispatch | None = None,
     by_index: bool = False,
 ) -> StepPlan:
     """Decides how the train step of a batch is computed.
 
     Args:
       batch: The batch of one step, or its shapes.
-      repeat: How steps are repeated in a dispatch.
+      dispatch: The steps of a call of the program, and how they are repeated; by default one step.
       by_index: Whether the batch is an `IndexedBatch`.
 
     Raises:
       UserError: If the step would not compute what the options promise.
     """
+    dispatch = dispatch or Dispatch()
     marked = as_marked(jax.eval_shape(examples_of, batch))
     # The checks read the operations of the model, and kernels cannot be analyzed.
     with reference_kernels():
@@ -284,10 +295,11 @@ def plan_step(
         placement,
         functions.compiler_options,
         gradients.reduction,
-        repeat,
+        dispatch,
         by_index,
         config.jit,
-        reasons,
+        (*reasons, *filter(None, [dispatch.note])),
+        describe_preset(config, placement, functions.compiler_options),
     )
 
 

@@ -259,7 +259,7 @@ class CallbackRunner:
 
     Args:
       trainer: The trainer or loop that callbacks receive.
-      state_at_steps: Whether the trainer has the state after each step (see `Backend`).
+      state_at_steps: Whether the trainer has the state after each step (see `Backend.runs_steps`).
 
     Raises:
       UserError: If an event does not exist, or a callback is neither a function nor a callback

@@ -20,7 +20,7 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
 from spmdtrain.data.sampling import Augment, process_rows, rows_of
 from spmdtrain.data.training_data import run_dataset
-from spmdtrain.distributed import failures
+from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.first_call import Together, await_compiled, call_together
 from spmdtrain.distributed.progress import Phase, end_interval, phase
@@ -32,7 +32,7 @@ from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
 from spmdtrain.sharding.rules import Rule, check_placed
 from spmdtrain.step.batch_checks import check_partitioned, check_program
-from spmdtrain.step.compile import compile_step, describe_choices
+from spmdtrain.step.compile import compile_step
 from spmdtrain.step.functions import step_options
 from spmdtrain.step.health import Health
 from spmdtrain.step.hyperparameters import initial_values, learning_rate
@@ -114,8 +114,8 @@ class LoopStep:
     """
 
     def __init__(self, loop: "Loop", plan: StepPlan) -> None:
-        self._loop, self._program, self._shardings = loop, plan.program(), plan.layout.shardings
-        self._compiled: set[Any] = set()
+        self._loop, self._plan = loop, plan
+        self._compiled: dict[Any, Callable[..., Any]] = {}  # by the shapes of the batch
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
         """Makes a step; the state is donated."""
@@ -126,16 +126,15 @@ class LoopStep:
         loop.logger.batch_size = sizes[0] if sizes else None
         key = (treedef, *leaves)
         if key not in self._compiled:
-            self._compile(state, batch)
-            self._compiled.add(key)
+            self._compiled[key] = self._compile(state, batch)
         end_interval(overlapped=is_pending(state))  # of the user's loop
         with phase(Phase.STEP):
-            after, output = self._program(state, batch)  # compiled by `_compile`
+            after, output = self._compiled[key](state, batch)
         if loop.step == loop.first_step:
-            check_placed(after, self._shardings, "after the first step")
+            check_placed(after, self._plan.layout.shardings, "after the first step")
         return after, output
 
-    def _compile(self, state: TrainState, batch: PyTree) -> None:
+    def _compile(self, state: TrainState, batch: PyTree) -> Callable[..., Any]:
         loop = self._loop
 
         def check(traced: jax.stages.Traced) -> None:
@@ -143,19 +142,14 @@ class LoopStep:
             check_trains(traced.jaxpr.jaxpr, (state, batch), traced.out_info)
 
         with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
-            program = compile_step(
-                self._program,
-                state,
-                batch,
-                loop.placement,
-                check,
-                describe=partial(describe_choices, placement=loop.placement),
-            )
+            program = compile_step(self._plan, state, batch, check)
             await_compiled(program.lowered)
-        loop.logger.log_header(loop.placement, state.params, program.summary)
-        params = jax.tree.map(jax.typeof, state.params)
-        loop.logger.performance.describe(program, params, self._shardings.params, loop.placement)
+        if process_group.is_chief():
+            loop.logger.log_header(loop.placement, state.params, program.summary)
+            params, places = jax.tree.map(jax.typeof, state.params), self._plan.layout.shardings
+            loop.logger.performance.describe(program, params, places.params, loop.placement)
         loop.logger.restart_timer(loop.step)
+        return program.call
 
 
 # -- Data and programs of a `Loop` that do not depend on its steps ---------------------------------

@@ -409,32 +409,34 @@ class ProgramReport:
         self.peak = peak_flops(placement.devices[0].device_kind)
         """Peak FLOP/s of a device; None if its chip is not known."""
         self.devices = len(placement.devices)
-        self._program, self._params, self._places = program, params, places
-        self._placement = placement
         executor = ThreadPoolExecutor(1, thread_name_prefix="program-report")
-        self._content: Future[dict[str, Any]] = executor.submit(self._compute)
+        self._content: Future[dict[str, Any]] = executor.submit(
+            self._compute, program, params, places, placement
+        )
         executor.shutdown(wait=False)
 
     def content(self, *, wait: bool = False) -> dict[str, Any] | None:
         """Returns the content of the report; without `wait`, None while it is computed."""
         return self._content.result() if wait or self._content.done() else None
 
-    def _compute(self) -> dict[str, Any]:
-        leaves, found = named_leaves(self._params), self._program.collectives
+    def _compute(
+        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
+    ) -> dict[str, Any]:
+        leaves, found = named_leaves(params), program.collectives
         content: dict[str, Any] = {
             "parameters": sum(math.prod(leaf.shape) for leaf in leaves.values()),
             "flops_per_step": None,
             "flops_convention": CONVENTION,
             "peak_flops_per_device": self.peak,
             "devices": self.devices,
-            "mesh": _axes(self._placement),
+            "mesh": _axes(placement),
             "collectives": [] if isinstance(found, str) else _totals(found),
-            "sharding": [] if self._places is None else _table(leaves, self._places),
+            "sharding": [] if places is None else _table(leaves, places),
         }
         if isinstance(found, str):
             content["collectives_unknown"] = found
         try:
-            content["flops_per_step"] = _flops(self._program)
+            content["flops_per_step"] = _flops(program)
         except Exception as error:  # of an unusual program; a report must not end a run
             content["flops_unknown"] = f"{type(error).__name__}: {error}"
         return content

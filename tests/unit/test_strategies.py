@@ -10,7 +10,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.strategies import (
     AXES,
     DEFAULT,
-    MESH,
+    MESH_AXES,
     STRATEGIES,
     mesh_sizes,
     strategy,
@@ -97,9 +97,9 @@ def test_the_axes_with_each_property() -> None:
         "only_by_rules": ("expert", "tensor"),
     }
     for name, axes in properties.items():
-        assert tuple(axis.name for axis in MESH if getattr(axis, name)) == axes
-    assert all(axis.splits_batch or axis.shares_examples for axis in MESH)
-    assert MESH[0].spans_hosts  # `build_mesh` stacks its groups, so it is the first axis
+        assert tuple(axis.name for axis in MESH_AXES if getattr(axis, name)) == axes
+    assert all(axis.splits_batch or axis.shares_examples for axis in MESH_AXES)
+    assert MESH_AXES[0].spans_hosts  # `build_mesh` stacks its groups, so it is the first axis
     assert AXES == ("replica", "data", "fsdp", "expert", "context", "tensor")
 
 

@@ -1,6 +1,7 @@
 """Models that annotate their arrays: names become shardings, and constraints apply to the mesh."""
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -295,8 +296,11 @@ def test_dims_that_do_not_divide_and_axes_that_nothing_uses_are_named() -> None:
 
 def test_a_model_that_needs_explicit_axes_says_so() -> None:
     model, _ = MODELS["nnx with explicit axes"]
-    with pytest.raises(UserError, match=r"out_sharding.*AxisRules\(explicit=\(\.\.\.\)\)"):
+    with pytest.raises(
+        UserError, match=r"out_sharding.*AxisRules\(explicit=\(\.\.\.\)\)"
+    ) as caught:
         trainer(model, **SPLIT).fit(DATA, steps=1)
+    assert re.search(r"test_annotated\.py:\d+, in __call__: ", str(caught.value))  # the user's line
 
 
 def test_a_table_of_another_type_is_refused() -> None:

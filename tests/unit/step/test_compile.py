@@ -120,6 +120,15 @@ def test_a_dataset_may_give_arrays_that_are_on_a_device(
         np.testing.assert_array_equal(one, other)
 
 
+def test_the_program_of_an_earlier_batch_size_is_found_again(
+    planned: list[threading.Thread],
+) -> None:
+    fitted = trainer()
+    for size in (8, 16, 8):
+        fitted.fit((X, Y), steps=3, global_batch_size=size, restart=bool(planned))
+    assert len(planned) == 2
+
+
 def test_a_run_that_has_nothing_left_to_do_compiles_nothing(
     tmp_path: Path, planned: list[threading.Thread]
 ) -> None:
@@ -142,7 +151,7 @@ def test_an_error_in_a_step_is_raised_by_fit_and_leaves_no_thread() -> None:
         fitted.fit((X, Y), steps=3)
     wrong = False
     assert fitted.fit((X, Y), steps=3).step == 3
-    assert all(program.done() for _, program in fitted._programs._programs.values())
+    assert all(program.done() for program in fitted._programs._programs.values())
     del fitted
     gc.collect()
     for _ in range(1000):  # a worker ends by itself once its executor is unreachable

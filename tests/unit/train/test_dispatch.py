@@ -369,7 +369,7 @@ def test_on_cpu_convolutions_of_several_steps_are_not_in_a_loop(
     assert "3 steps unrolled, because convolutions" in capsys.readouterr().out
     stacked = jax.tree.map(lambda x: x[:24].reshape(3, 8, -1), (X, Y))
     of = fitted.functions
-    plan = plan_step(of, (X[:24], Y[:24]), repeat=Repeat.UNROLLED)
+    plan = plan_step(of, (X[:24], Y[:24]), dispatch=Dispatch(3, Repeat.UNROLLED))
     program = plan.program().lower(of.abstract_state, stacked)
     inside, _, straight = program.compile().as_text().rpartition("ENTRY")
     assert straight.count(" convolution(") >= 3 and " convolution(" not in inside

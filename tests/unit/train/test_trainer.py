@@ -671,8 +671,23 @@ def test_a_file_beside_the_package_is_the_users_own(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     exec(compile("def objective(model, batch):\n    return batch['y']", path, "exec"), found)
     with pytest.raises(KeyError) as caught:
-        errors.locate_errors(found["objective"], "objective")(None, {})
+        Trainer(
+            model=partial(nnx.Linear, 2, 1),
+            objective=found["objective"],
+            optimizer=optax.sgd(0.1),
+            terminal=Terminal(quiet=True),
+        ).evaluate({"x": np.ones((4, 2), np.float32)})
     assert str(caught.value).startswith(f"{path}:2, in objective")
+
+
+def test_an_error_without_a_text_names_its_line_once() -> None:
+    def media(model: Any, batch: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    with pytest.raises(NotImplementedError) as caught:
+        trainer(media=media).fit((X, Y), validation=(X, Y), steps=1)
+    notes = [note for note in caught.value.__notes__ if "in media: " in note]
+    assert len(notes) == 1
 
 
 # -- what callbacks read and add -------------------------------------------------------------------
