@@ -143,7 +143,7 @@ class _Reader:
         elif isinstance(x, PurePath):
             yield "path"
         elif isinstance(x, ModuleType):
-            yield f"module {x.__name__}"
+            yield f"module {_origin(x.__name__)}"
         elif id(x) in self._seen:
             yield f"again {self._seen[id(x)]}"
         elif len(self._seen) < _MOST and self._depth < _DEEPEST:
@@ -211,7 +211,7 @@ class _Reader:
                 if f"{function.__name__}()" not in changed:
                     yield from self._all(defaults)
             else:
-                yield f"{function.__module__}.{function.__qualname__}"
+                yield f"{_origin(function.__module__)}.{function.__qualname__}"
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                 try:
                     value = cell.cell_contents
@@ -487,7 +487,14 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 def _name(kind: type) -> str:
     """Returns the name of a class, without its module if that is the user's."""
-    return kind.__qualname__ if _is_own_class(kind) else f"{kind.__module__}.{kind.__qualname__}"
+    if _is_own_class(kind):
+        return kind.__qualname__
+    return f"{_origin(kind.__module__)}.{kind.__qualname__}"
+
+
+def _origin(module: str) -> str:
+    """Returns the module of a library; of this package its name alone, because its code moves."""
+    return "spmdtrain" if module.startswith("spmdtrain.") else module
 
 
 # -- Modules of the user: those that another process cannot import, and digests of their source ----

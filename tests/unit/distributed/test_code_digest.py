@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from spmdtrain import Loop, RunConfig
+from spmdtrain import Loop, RunConfig, weighted_mean
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.code_digest import code_record, source_digests
 from spmdtrain.errors import is_library
@@ -310,6 +310,21 @@ class Shaped:
 
     shape: Any = property(lambda self: (2,), lambda self, x: None)
     dtype: Any = property(lambda self: "float32", lambda self, x: None)
+
+
+def test_a_function_of_this_package_is_known_wherever_it_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def objective(library_function: Any) -> Any:
+        return lambda model, batch: library_function(model(batch), batch["weights"])
+
+    ours, theirs = (code_record(objective(f)).digest for f in (weighted_mean, optax.l2_loss))
+    assert ours is not None and ours != theirs
+    for function, digest in ((weighted_mean, ours), (optax.l2_loss, theirs)):
+        library = function.__module__.partition(".")[0]
+        monkeypatch.setattr(function, "__module__", f"{library}.elsewhere")
+        moved = code_record(objective(function)).digest
+        assert (moved == digest) is (function is weighted_mean)
 
 
 def test_an_object_with_a_shape_and_a_dtype_is_no_array() -> None:
