@@ -65,6 +65,7 @@ class Program:
 
 def compile_step(
     plan: StepPlan,
+    call: Any,
     state: PyTree,
     batch: PyTree,
     check: Callable[[jax.stages.Traced], None],
@@ -74,15 +75,14 @@ def compile_step(
     """Compiles the program of a plan.
 
     Args:
-      state: Arrays, or shapes with the shardings of the real arguments, so that the jitted function
-        finds the program in its cache. Its calls are dispatched faster than those of
-        `jax.stages.Compiled`.
+      call: `plan.program()`.
+      state: Arrays, or shapes with the shardings of the real arguments, so that `call` finds the
+        program in its cache. Calls of it are dispatched faster than those of `jax.stages.Compiled`.
       batch: As `state`.
       check: Raises `UserError` if the traced program would not compute what a run promises.
       began: When the planning began, by `time.perf_counter`, for the log; by default now.
     """
     began = time.perf_counter() if began is None else began
-    call = plan.program()
     if not plan.jit:
         return Program(call, "steps are not compiled")
     traced = call.trace(state, batch)
@@ -266,4 +266,4 @@ class Programs:
             by_index = functions.config.data_on_device
             plan = plan_step(functions, first, dispatch=dispatch, by_index=by_index)
             check = partial(check_traced, plan=plan, batch=batch)
-            return compile_step(plan, plan.state, batch, check, began=began)
+            return compile_step(plan, plan.program(), plan.state, batch, check, began=began)

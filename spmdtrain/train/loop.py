@@ -142,7 +142,7 @@ class LoopStep:
             check_trains(traced.jaxpr.jaxpr, (state, batch), traced.out_info)
 
         with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
-            program = compile_step(self._plan, state, batch, check)
+            program = compile_step(self._plan, self._plan.program(), state, batch, check)
             await_compiled(program.lowered)
         if process_group.is_chief():
             loop.logger.log_header(loop.placement, state.params, program.summary)

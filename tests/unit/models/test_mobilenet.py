@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from step_helpers import equations, on, trainer
 
-from spmdtrain import MeshSpec, UserError
+from spmdtrain import MeshSpec, TrainState, UserError
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Adapter, Mode, Variables
 from spmdtrain.config.run_config import RunConfig
@@ -251,10 +251,13 @@ def test_the_published_model_has_a_place_under_every_strategy(strategy: str) -> 
     config = RunConfig(strategy=strategy, mesh=MeshSpec())
     placement = make_placement(config)
     assert len(placement.devices) == 8
-    state = {"params": variables.params, "model_state": variables.model_state}
+    step: Any
+    key: Any
+    step, key = (jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in ((), (2,)))
+    state = TrainState(step, variables.params, {}, {}, variables.model_state, key)
     layout = Layout(state, placement, (), config.sharding)
     whole = 0
-    for name, place_of in named_leaves(layout.shardings["params"]).items():
+    for name, place_of in named_leaves(layout.shardings.params).items():
         size = named_leaves(variables.params)[name].size
         if place_of.is_fully_replicated:
             whole += size
