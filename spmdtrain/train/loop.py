@@ -34,12 +34,11 @@ from spmdtrain.sharding.rules import Rule, check_placed
 from spmdtrain.step.batch_checks import check_partitioned, check_program
 from spmdtrain.step.compile import compile_step
 from spmdtrain.step.functions import step_options
-from spmdtrain.step.health import Health
 from spmdtrain.step.hyperparameters import initial_values, learning_rate
 from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
-from spmdtrain.step.program import StepOutput, StepPlan
+from spmdtrain.step.program import Health, StepOutput, StepPlan
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Media, Tracker
 from spmdtrain.trackers.run_trackers import checked_split

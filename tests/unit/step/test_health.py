@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, Rule, Trainer
 from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.step.health import FLAGS, finite_flags, fused_evaluation, global_norm, stays_finite
+from spmdtrain.step.health import FLAGS, finite_flags, global_norm, stays_finite
+from spmdtrain.step.program import fused_evaluation
 from spmdtrain.testing.compiled_step import compiled_step
 
 SHAPES = ((), (3,), (4, 5), (2, 3, 4), (70_000,), (300, 200), (0, 4))
