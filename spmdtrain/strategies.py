@@ -32,7 +32,7 @@ class Axis:
     only_by_rules: bool = False
     """Parameters are split over it by rules and annotations alone."""
     adds_up: str = "sums are added up"
-    """What happens over it, in another order than on one device; for messages."""
+    """The additions over it, whose order is not that of one device; for messages."""
 
     @property
     def shares_examples(self) -> bool:
@@ -95,7 +95,7 @@ class StateField:
     title: str = ""
     """Its name in tables."""
     kind: str = "model"
-    """What two runs differ in if it has other arrays, for messages."""
+    """What messages name if the arrays of two runs differ in this field."""
 
 
 # -- Strategies ------------------------------------------------------------------------------------

@@ -239,16 +239,9 @@ def server_partition(
 
 
 class ServerBackend(Backend):
-    """Makes steps by the workers of TF_CONFIG, with the state on its parameter servers.
-
-    Args:
-      job: The job of the fit in progress; None outside of one.
-    """
+    """Makes steps by the workers of TF_CONFIG, with the state on its parameter servers."""
 
     runs_steps = False
-
-    def __init__(self, job: RayJob | None = None) -> None:
-        self._job = job
 
     def join(self, timeout: float) -> None:
         """Serves the chief and exits, if this process is a worker or a parameter server."""
@@ -300,7 +293,14 @@ class ServerBackend(Backend):
             # Inside: a `sys.exit(0)` of the user's code must not end the job as finished.
             failures.work_in_progress(failures.TRAINING),
         ):
-            yield ServerBackend(job)
+            yield OpenJob(job)
+
+
+class OpenJob(Backend):
+    """The job of one fit, of which this process is the chief."""
+
+    def __init__(self, job: RayJob) -> None:
+        self._job = job
 
     def make_executor(
         self,
@@ -315,7 +315,6 @@ class ServerBackend(Backend):
         examples: DeviceExamples,
     ) -> Executor:
         """Returns the executor, which needs no program: the workers compile the steps."""
-        assert self._job is not None
         return ServerExecutor(self._job, run, state, functions, make_functions, augment)
 
 
