@@ -410,7 +410,7 @@ class _Body:
 # multiply-add, as is usual for model FLOPs ("PaLM", arXiv 2204.02311, appendix B). XLA's own
 # `cost_analysis` is not used because it counts the body of a loop only once.
 
-_CHECKS = frozenset({health.__file__, health.__file__})
+_CHECKS = frozenset({health.__file__})
 _UNKNOWN = "unknown"  # source line
 _RECOMPUTED = "rematted_computation"  # name stack entry of `jax.checkpoint`
 

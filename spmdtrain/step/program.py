@@ -122,6 +122,9 @@ class BatchLoss:
 # update alone. XLA fuses up to three sums of numbers into the pass of the update, if they are
 # computed beside it (see `recomputable`), and no reduction of truth values. So a flag is a sum of
 # products with 0, which is NaN if an element is not finite.
+#
+# These functions surround the whole step. They are not in health.py, because the operations of that
+# file are left out of the FLOPs (see `count_flops`).
 
 
 class Found(Protocol):
@@ -321,7 +324,7 @@ class Health:
         def in_branch() -> jax.Array:
             return jnp.stack([of_params(), *of_changes(by_rows=True)])
 
-        if self.norms_pass is NormsPass.IN_BRANCH:
+        if self.norms_pass is NormsPass.IN_BRANCH and changes is not None:
             return jax.lax.cond(needed, in_branch, lambda: jnp.zeros(len(NORMS), jnp.float32))
         if may_branch(places):
             norm = jax.lax.cond(needed, of_params, lambda: jnp.zeros((), jnp.float32))

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, Rule, Trainer
 from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.document.terminal import Terminal
+from spmdtrain.step.flops import count_flops
 from spmdtrain.step.health import FLAGS, finite_flags, global_norm, stays_finite
 from spmdtrain.step.program import fused_evaluation
 from spmdtrain.testing.compiled_step import compiled_step
@@ -343,3 +344,16 @@ def test_large_elements_whose_squares_are_infinite_are_finite() -> None:
     state = start()
     state["params"] = {**PARAMS, "b": PARAMS["b"] * 1e30}
     assert step(state, GRADIENTS)[3].all()
+
+
+def test_the_products_of_a_step_count_although_its_norms_are_computed_with_it() -> None:
+    def run(state: Any, gradients: Any) -> Any:
+        after, changes = updated(state, gradients)
+        kernel = state["params"]["a"]["kernel"]
+        after.params["b"] += (kernel @ kernel.T).sum()
+        return Found(after.params, after.opt_state), changes
+
+    traced = jax.make_jaxpr(lambda *given: fused_evaluation(run, *given)[0].params)(
+        start(), GRADIENTS
+    )
+    assert count_flops(traced.jaxpr).total == 2 * 3 * 4 * 3
