@@ -34,7 +34,7 @@ from spmdtrain.sharding.placement import Placement, configure_backend, make_plac
 from spmdtrain.step import metrics
 from spmdtrain.step.batch_checks import check_partitioned
 from spmdtrain.step.functions import StepFunctions, eager
-from spmdtrain.step.gradients import difference
+from spmdtrain.step.gradients import ByXla, Inputs, difference
 from spmdtrain.step.metrics import Combination
 from spmdtrain.step.optimizer import clipped
 from spmdtrain.step.program import plan_step
@@ -114,14 +114,16 @@ def make_gradient_step(steps: StepFunctions, on_worker: optax.GradientTransforma
     of the model state, weighted means, stacked sums, combined metrics). `on_worker` is the part of
     the optimizer that is applied to the whole gradient.
     """
-    gradients, update, placement = steps.gradients, steps.update, steps.placement
+    update, placement = steps.update, steps.placement
+    rule = steps.rule or ByXla(placement)
 
     def gradient_step(
         variables: Variables, batch: PyTree, key: jax.Array, step: jax.Array
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array], jax.Array, dict[str, Combination]]:
         step_key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
         trained, frozen = update.partition(variables.params)
-        computed = gradients(trained, frozen, variables.model_state, batch, step_key)
+        inputs = Inputs(trained, frozen, variables.model_state, batch, step_key)
+        computed = rule(steps.loss, inputs)
         means = metrics.batch_means(computed.metrics)
         transformed = clipped(on_worker, computed.gradients, trained, means["loss"])
         change = difference(computed.model_state, variables.model_state)

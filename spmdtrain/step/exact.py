@@ -20,7 +20,9 @@ from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.gradients import (
     ON_ONE_DEVICE,
     GradientOutput,
-    Gradients,
+    GradientRule,
+    Inputs,
+    Loss,
     accumulation_dtype,
     pairwise,
     to_mean,
@@ -688,19 +690,18 @@ Evaluate = Callable[[Variables, PyTree, jax.Array, jax.Array], EvaluationSums]
 """(variables, batch, mask, draw) -> sums: see `Forward.evaluate`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExactGradients(Gradients):
-    """`Gradients` whose results do not depend on the number of devices.
+@dataclass(frozen=True)
+class Exact(GradientRule):
+    """A gradient rule whose results do not depend on the number of devices.
 
     `shards` is the number of virtual shards: a power of two, at least twice the devices.
     """
 
     shards: int
 
-    @classmethod
-    def of(cls, gradients: Gradients, shards: int) -> "ExactGradients":
-        """Returns the exact variant of a computation of gradients whose reduction is `pairwise`."""
-        return cls(**vars(gradients), shards=shards)
+    @property
+    def part_placement(self) -> Placement:
+        return ON_VIRTUAL_SHARD
 
     @property
     def parts(self) -> int:
@@ -715,37 +716,31 @@ class ExactGradients(Gradients):
         return True
 
     @property
-    def part_placement(self) -> Placement:
-        return ON_VIRTUAL_SHARD
-
-    @property
     def traced_on(self) -> Placement:
         return self.part_placement
 
-    def over_axes(self, sums: PyTree, axes: tuple[str, ...]) -> PyTree:
+    def over_parts(self, sums: PyTree) -> PyTree:
         """Raises `UserError` for sums over all virtual shards that gradients need beforehand."""
         check_one_weight(sums)
         return sums
 
-    def __call__(
-        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> GradientOutput:
+    def __call__(self, loss: Loss, inputs: Inputs) -> GradientOutput:
         """Returns the gradients of the weighted mean loss of a global batch.
 
         The leading dim of the batch is a multiple of the virtual shards, and each of them draws
-        from a random key that derives from `key`.
+        from a random key that derives from the step's.
         """
         turns = self.shards // self.placement.batch_shards
 
-        def local(
-            params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-        ) -> GradientOutput:
-            shards = jax.tree.map(lambda x: x.reshape(turns, -1, *x.shape[1:]), batch)
+        def local(*given: PyTree) -> GradientOutput:
+            inputs = Inputs(*given)
+            shards = jax.tree.map(lambda x: x.reshape(turns, -1, *x.shape[1:]), inputs.batch)
             first = jax.lax.axis_index(BATCH_AXES) * turns
 
             def of_turn(turn: jax.Array, rows: PyTree) -> tuple[PyTree, PyTree]:
-                shard_key = jax.random.fold_in(key, first + turn)
-                output = self.of_sum(params, frozen, model_state, rows, shard_key)
+                shard_key = jax.random.fold_in(inputs.key, first + turn)
+                of_shard = inputs._replace(batch=rows, key=shard_key)
+                output = loss.gradients(of_shard, self.over_parts)
                 wide = jax.tree.map(
                     lambda x: x.astype(accumulation_dtype(x.dtype)), output.gradients
                 )
@@ -760,7 +755,7 @@ class ExactGradients(Gradients):
                     reduce=partial(pairwise, axes=BATCH_AXES),
                 )
             gradients, metrics = pairwise(sums, BATCH_AXES)
-            gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, params)
+            gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, inputs.params)
             return GradientOutput(to_mean(gradients, metrics), metrics, after)
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
@@ -770,7 +765,7 @@ class ExactGradients(Gradients):
             in_specs=(whole, whole, whole, rows, whole),
             out_specs=whole,
             check_vma=False,
-        )(params, frozen, model_state, batch, key)
+        )(*inputs)
 
 
 def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:

@@ -32,7 +32,7 @@ from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks, check_partitioned, check_program
 from spmdtrain.step.exact import (
-    ExactGradients,
+    Exact,
     ExactUpdate,
     FixedOrder,
     check_exact,
@@ -41,13 +41,14 @@ from spmdtrain.step.exact import (
 )
 from spmdtrain.step.gradients import (
     NAMED,
-    Gradients,
+    AllReduced,
+    GradientRule,
+    Loss,
     Reduction,
-    ScatteredReduction,
+    Scattered,
     all_reduce,
     flattened,
     in_dtype,
-    pairwise,
 )
 from spmdtrain.step.objective import Declared, Forward
 from spmdtrain.step.optimizer import BaseModel, Update, extra_names
@@ -93,8 +94,8 @@ class StepFunctions:
       shardings: The sharding of each leaf of the state between steps.
       base: The frozen base model of low-rank factors; None without.
       forward: The model with its objective and predict function.
-      gradients: The computation of the gradients. Its reduction is the one that options request, or
-        None; `plan_step` may choose another one then.
+      loss: The loss of a global batch.
+      rule: The gradient rule that options request; None if `plan_step` chooses one.
       own_reduction: The user's reduction of gradients; None without.
       order: With `exact`, the order of sums over all elements of an array.
       compiler_options: Options for XLA, for all functions but `init`.
@@ -185,16 +186,10 @@ class StepFunctions:
                 "batch_statistics is replica, and the optimizer evaluates the loss (value_fn), "
                 "which uses the statistics of the global batch: set batch_statistics to global"
             )
-        self.gradients = Gradients(
-            self.forward.training_sums,
-            config.microbatches,
-            placement,
-            requested_reduction(reduction, config, placement, self.layout),
-            per_replica=per_replica,
-        )
+        self.loss = Loss(self.forward.training_sums, config.microbatches, placement)
+        self.rule = requested_rule(reduction, config, placement, self.layout)
         if config.exact is not None:
             check_exact_optimizer(optimizer)
-            self.gradients = ExactGradients.of(self.gradients, config.exact)
         variables, replicated = self.shardings.variables, placement.replicated
         self.compiler_options = step_options(config, placement)
 
@@ -399,13 +394,13 @@ def _placed(leaf: Any, sharding: Sharding) -> Any:
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
 
-# -- The reduction of the gradients that options request -----------------------------------------
+# -- The gradient rule that options request ------------------------------------------------------
 
 
-def requested_reduction(
+def requested_rule(
     function: Reduction | None, config: RunConfig, placement: Placement, layout: Layout
-) -> Reduction | ScatteredReduction | None:
-    """Returns the reduction that the user or the configuration requests; None if neither does.
+) -> GradientRule | None:
+    """Returns the gradient rule that the user or the configuration requests; None if neither does.
 
     `function` is the user's own reduction.
 
@@ -413,10 +408,10 @@ def requested_reduction(
       UserError: If `function` is not callable, if nothing is split that `reduce_scatter` could
         scatter, or if two of the options contradict each other.
     """
-    options = config.collectives
+    options, per_replica = config.collectives, config.normalizes_per_replica
     if config.exact is not None:
         check_exact(config, placement, function)
-        return pairwise
+        return Exact(placement, config.exact)
     if function is not None and not callable(function):
         raise UserError(
             f"reduction is {function!r}: it must be a function of (gradients, axes); "
@@ -435,9 +430,9 @@ def requested_reduction(
                     f"split gradients (zero, fully_sharded), and the strategy is {placement.name}: "
                     "use all_reduce"
                 )
-            return ScatteredReduction(layout, options.reduce_dtype)
+            return Scattered(placement, layout, options.reduce_dtype, per_replica=per_replica)
         function = NAMED[options.reduction]
-    if function is None and config.normalizes_per_replica and placement.batch_shards > 1:
+    if function is None and per_replica and placement.batch_shards > 1:
         if options.reduction == "automatic":
             raise UserError(
                 "batch_statistics is replica, which reduces gradients under shard_map, and "
@@ -445,11 +440,11 @@ def requested_reduction(
             )
         on_cpu = placement.devices[0].platform == "cpu"
         function = flattened if on_cpu and options.reduce_dtype is None else all_reduce
-    if options.reduce_dtype is None:
-        return function
-    if function is None and layout.splits_gradients:
-        return ScatteredReduction(layout, options.reduce_dtype)
-    return in_dtype(function or all_reduce, options.reduce_dtype)
+    if options.reduce_dtype is not None:
+        if function is None and layout.splits_gradients:
+            return Scattered(placement, layout, options.reduce_dtype, per_replica=per_replica)
+        function = in_dtype(function or all_reduce, options.reduce_dtype)
+    return None if function is None else AllReduced(placement, function, per_replica=per_replica)
 
 
 # -- XLA options with which the steps of a run are compiled ----------------------------------------

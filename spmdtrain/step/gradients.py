@@ -1,10 +1,10 @@
-"""Gradients of the weighted mean loss of a global batch, and their reductions."""
+"""Gradients of the weighted mean loss of a global batch: reductions, the loss, gradient rules."""
 
 import collections
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -220,75 +220,11 @@ def accumulation_dtype(dtype: Any) -> Any:
     return jnp.float32 if narrow else dtype
 
 
-# -- The reduction of gradients by which each device gets a part of the sums -----------------------
-
-
-@dataclass(frozen=True)
-class ScatteredReduction:
-    """A reduction of gradients by reduce-scatters, for strategies that split them.
-
-    Parameters that are split over batch axes are gathered explicitly, stacked layers one at a time
-    (`ParamGathers`), and their gradients are scattered where the backward pass has computed them.
-    Gradients of other parameters are scattered after it, if the optimizer's state is split. What no
-    axis splits is all-reduced.
-
-    `dtype` is the dtype of the transfer; None for the dtype of the gradients.
-    """
-
-    layout: Layout
-    dtype: str | None = None
-
-    def gathers(self, size: int) -> AbstractContextManager[Any]:
-        """Returns a context manager in which the layout gathers the devices' parts explicitly.
-
-        `size` is the batch size. The gradients are divided by it before they are added up, which
-        keeps the sums within the range of 16 bits.
-        """
-        return use_gathers(ParamGathers(partial(self._scatter_dims, 1 / size)))
-
-    def finish(self, gradients: PyTree, size: int) -> PyTree:
-        """Returns the sums over all batch axes divided by `size`, split as the optimizer's state.
-
-        `size` is the batch size, and `gradients` are each device's share. The gradients of split
-        parameters are already scattered and divided over the axes that split them.
-        """
-
-        def finish_leaf(x: jax.Array, has: PartitionSpec, wanted: PartitionSpec) -> jax.Array:
-            done = set(axes_of_spec(has))
-            x = x if done else scale_arrays(x, 1 / size)
-            for dim, axes in split_dims(wanted, x.ndim):
-                if missing := tuple(axis for axis in axes if axis not in done):
-                    x = self._scatter(x, missing, x.ndim + dim)
-            done |= set(axes_of_spec(wanted))
-            left = [axis for axis in BATCH_AXES if axis not in done]
-            return self._reduce(all_reduce, x, [a for a in left if jax.lax.axis_size(a) > 1])
-
-        specs = [self.layout.batch_specs(gradients, field) for field in ("params", "opt_state")]
-        return jax.tree.map(finish_leaf, gradients, *specs)
-
-    def _scatter_dims(self, factor: float, x: jax.Array, split: SplitDims) -> jax.Array:
-        """Returns this device's part of the sum of `factor` times an array."""
-        x = scale_arrays(x, factor)
-        for dim, axes in reversed(split):
-            x = self._scatter(x, axes, x.ndim + dim)
-        return x
-
-    def _scatter(self, x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-        return self._reduce(partial(scatter, dim=dim), x, axes)
-
-    def _reduce(self, reduction: Reduction, x: jax.Array, axes: Any) -> jax.Array:
-        if not axes:
-            return x
-        function = reduction if self.dtype is None else in_dtype(reduction, self.dtype)
-        reduced: jax.Array = function(x, tuple(axes))
-        return reduced
-
-
-# -- Gradients of the weighted mean loss of a global batch -----------------------------------------
+# -- The weighted loss of a batch, and the gradients of its sum ------------------------------------
 #
-# All variants (one pass or microbatches, reduced by XLA or under `shard_map`) add up weighted sums
-# and divide once, by the weight of the whole batch. If the loss is a `Combination`, the weight of
-# each of its terms over the whole batch is computed first, and divides the sum of that term.
+# All rules add up weighted sums and divide once, by the weight of the whole batch. If the loss is a
+# `Combination`, the weight of each of its terms over the whole batch is computed first, and divides
+# the sum of that term.
 #
 # If weights depend on trained parameters, the sum and the weight of each term are differentiated.
 # The derivatives of the loss by the two need the sums of the whole batch, which are computed before
@@ -296,6 +232,8 @@ class ScatteredReduction:
 
 Wanted = Callable[[metrics.BatchSums], dict[str, Any]]
 """Selects the sums of a part whose totals over the whole batch its gradients need."""
+OverParts = Callable[[PyTree], PyTree]
+"""Maps sums of one part of a batch, which its gradients need, to sums of the whole batch."""
 ON_ONE_DEVICE = Placement(DEFAULT, None)
 """The placement of code inside `shard_map`, where there is no mesh to split arrays over."""
 NO_SLOPE = (
@@ -303,6 +241,19 @@ NO_SLOPE = (
     "comparisons) in between"
 )
 """The advice to users whose loss has a gradient of 0."""
+
+
+class Inputs(NamedTuple):
+    """What the loss of a batch is computed from.
+
+    `params` are the trained parameters, and `frozen` the others (see `Update.partition`).
+    """
+
+    params: PyTree
+    frozen: PyTree
+    model_state: PyTree
+    batch: PyTree
+    key: jax.Array
 
 
 class GradientOutput(NamedTuple):
@@ -321,80 +272,31 @@ class Objective(Protocol):
     ) -> tuple[metrics.BatchSums, PyTree]: ...
 
 
+def _unchanged(sums: PyTree) -> PyTree:
+    return sums
+
+
 @dataclass(frozen=True)
-class Gradients:
-    """A function from parameters and a global batch to the gradients of its weighted mean loss.
+class Loss:
+    """The weighted loss of a batch, or of the part of it that one device or virtual shard computes.
 
     Attributes:
-      microbatches: Number of parts of the batch that are computed one after the other.
-      reduction: Adds up the gradients of the devices under `shard_map`. By default XLA inserts the
-        reduction.
-      per_replica: Whether a reduction is allowed with model state and random numbers. Each replica
-        then normalizes by its own examples and draws its own numbers, and the change of the model
-        state is averaged over the replicas.
+      microbatches: Number of parts of the rows that are computed one after the other.
+      placement: The placement of the code that computes it.
     """
 
     objective: Objective
     microbatches: int
     placement: Placement
-    reduction: Reduction | ScatteredReduction | None = None
-    per_replica: bool = False
 
-    @property
-    def parts(self) -> int:
-        """The number of parts of the batch that are computed apart under `shard_map`."""
-        return self.placement.batch_shards
-
-    @property
-    def gathers_params(self) -> bool:
-        """Whether each device gets whole parameters, however the strategy splits them."""
-        return False
-
-    @property
-    def own_draws(self) -> bool:
-        """Whether each part draws its own random numbers."""
-        return self.per_replica
-
-    @property
-    def part_placement(self) -> Placement:
-        """The placement of the code that computes one of the parts."""
-        return ON_ONE_DEVICE
-
-    @property
-    def batch_axes(self) -> list[tuple[str, int]]:
-        """The named axis over which a part averages batch statistics, with its size.
-
-        With an axis, all parts compute the model state of the global batch.
-        """
-        axis = self.part_placement.batch_axis
-        return [] if axis is None else [(axis, self.parts)]
-
-    @property
-    def traced_on(self) -> Placement:
-        """The placement under which the objective is traced for checks, the same as in a step."""
-        return self.placement
-
-    def __call__(
-        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> GradientOutput:
-        """Returns the gradients of the weighted mean loss of a global batch.
-
-        `params` are the trained parameters, and `frozen` the others (see `Update.partition`).
-        """
-        if self.reduction is not None and self.placement.mesh is not None:
-            return self._under_shard_map(self.reduction, params, frozen, model_state, batch, key)
-        output = self.of_sum(params, frozen, model_state, batch, key)
-        return output._replace(gradients=to_mean(output.gradients, output.metrics))
-
-    def mean_loss(
-        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> jax.Array:
-        """Returns the weighted mean loss of a global batch, which can be differentiated.
+    def mean(self, inputs: Inputs) -> jax.Array:
+        """Returns the weighted mean of a global batch, which can be differentiated.
 
         XLA inserts the reductions. The model state and the random key of each microbatch are as in
-        `of_sum`. The backward pass recomputes each microbatch, so that only the activations of one
-        are in memory.
+        `gradients`. The backward pass recomputes each microbatch, so that only the activations of
+        one are in memory.
         """
+        params, frozen, model_state, batch, key = inputs
         if self.microbatches == 1:
             sums, _ = self.objective(params, frozen, model_state, batch, key)
             return metrics.batch_means(sums)["loss"]
@@ -413,61 +315,48 @@ class Gradients:
         first = jax.tree.map(_zeros, shapes[0])
         return metrics.batch_means(jax.lax.scan(add, (first, model_state), parts)[0][0])["loss"]
 
-    @property
-    def of_sum(self) -> Callable[..., GradientOutput]:
-        """The function of the gradients of the loss's weighted sum, over all microbatches.
+    def gradients(self, inputs: Inputs, over_parts: OverParts = _unchanged) -> GradientOutput:
+        """Returns the gradients of the weighted sum, over all microbatches.
 
-        Its arguments are those of `__call__`, and `axes`: the batch is the global one, or a
-        device's part of it if `axes` split it under `shard_map`. The gradients of a `Combination`
-        are those of its mean: each term is divided already.
+        The gradients of a `Combination` are those of its mean: each term is divided already.
+        `over_parts` is called for a part of a global batch.
         """
-        return self._of_part if self.microbatches == 1 else self._accumulated
-
-    def _accumulated(
-        self,
-        params: PyTree,
-        frozen: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        axes: tuple[str, ...] = (),
-    ) -> GradientOutput:
-        """Adds up the gradients of the microbatches."""
+        if self.microbatches == 1:
+            return self._of_rows(inputs, lambda wanted, sums: over_parts(wanted(sums)))
         # `optax.MultiSteps` would count each microbatch as a step, keep the accumulated gradients
         # in the state, and weight microbatches equally. `optax.microbatching.microbatch` passes
         # neither the model state from one microbatch to the next nor an index for the random key.
-        of_part = self._of_part
-        parts = jax.tree.map(self._split, batch)
+        parts = jax.tree.map(self._split, inputs.batch)
         indices = jnp.arange(self.microbatches)
-        given = params, frozen, model_state, jax.tree.map(lambda x: x[0], parts), key
+        given = inputs._replace(batch=jax.tree.map(lambda x: x[0], parts))
         wanted: list[Wanted] = []  # what each part needs of the whole batch
 
         def note(of_batch: Wanted, sums: metrics.BatchSums) -> PyTree:
             wanted.append(of_batch)
             return of_batch(sums)
 
-        shapes = jax.eval_shape(partial(of_part, whole=note), *given)
+        shapes = jax.eval_shape(partial(self._of_rows, whole=note), given)
         known: PyTree = {}
         if wanted[-1](shapes.metrics):
-            batches = parts, indices
-            evaluate = partial(self._over_parts, wanted[-1])
-            known = evaluate(params, frozen, model_state, batches, key)
-            known = self.over_axes(known, axes)
+            known = over_parts(self._over_microbatches(wanted[-1], inputs, (parts, indices)))
 
         def accumulate(
             total: GradientOutput, part: tuple[jax.Array, PyTree]
         ) -> tuple[GradientOutput, None]:
             index, rows = part
-            part_key = jax.random.fold_in(key, index)
-            state, whole = total.model_state, lambda *_: known
-            output = of_part(params, frozen, state, rows, part_key, whole=whole)
+            of_part = inputs._replace(
+                model_state=total.model_state,
+                batch=rows,
+                key=jax.random.fold_in(inputs.key, index),
+            )
+            output = self._of_rows(of_part, lambda *_: known)
             # XLA adds each leaf as soon as its gradient exists and then reuses its memory.
             gradients = jax.tree.map(jnp.add, total.gradients, output.gradients)
             sums = jax.tree.map(jnp.add, total.metrics, output.metrics)
             return GradientOutput(gradients, sums, output.model_state), None
 
         zeros = jax.tree.map(_zeros, shapes)
-        first = GradientOutput(zeros.gradients, zeros.metrics, model_state)
+        first = GradientOutput(zeros.gradients, zeros.metrics, inputs.model_state)
         total: GradientOutput = jax.lax.scan(accumulate, first, (indices, parts))[0]
         # In the dtypes of the parameters, which the optimizer gets without microbatches too.
         gradients = jax.tree.map(
@@ -475,24 +364,13 @@ class Gradients:
         )
         return total._replace(gradients=gradients)
 
-    def _of_part(
-        self,
-        params: PyTree,
-        frozen: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        axes: tuple[str, ...] = (),
-        whole: Callable[[Wanted, metrics.BatchSums], PyTree] | None = None,
+    def _of_rows(
+        self, inputs: Inputs, whole: Callable[[Wanted, metrics.BatchSums], PyTree]
     ) -> GradientOutput:
-        """Computes the gradients of one part of a batch.
-
-        `whole` maps its sums to sums of the whole batch; by default they are added up over `axes`.
-        """
-        whole = whole or (lambda wanted, sums: self.over_axes(wanted(sums), axes))
+        """Computes the gradients of one microbatch; `whole` maps its sums to the whole batch's."""
 
         def total(params: PyTree) -> tuple[PyTree, tuple[metrics.BatchSums, PyTree]]:
-            sums, after = self.objective(params, frozen, model_state, batch, key)
+            sums, after = self.objective(params, *inputs[1:])
             terms = loss_terms(sums)
             _check_trains(params, terms)
             if any(is_differentiated(term.weight) for term in terms.values()):
@@ -500,7 +378,7 @@ class Gradients:
             weights = whole(metrics.combined_weights, sums)
             return metrics.differentiated(sums, weights), (sums, after)
 
-        found, pull_back, (sums, after) = jax.vjp(total, params, has_aux=True)
+        found, pull_back, (sums, after) = jax.vjp(total, inputs.params, has_aux=True)
         slopes: PyTree = (
             _slopes(sums["loss"], whole(loss_terms, sums))
             if isinstance(found, dict)
@@ -509,18 +387,8 @@ class Gradients:
         (gradients,) = pull_back(slopes)
         return GradientOutput(gradients, sums, after)
 
-    def over_axes(self, sums: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Adds up sums of the loss, which a part's gradients need, over the devices of `axes`."""
-        return jax.lax.psum(sums, axes) if axes and sums else sums
-
-    def _over_parts(
-        self,
-        wanted: Wanted,
-        params: PyTree,
-        frozen: PyTree,
-        model_state: PyTree,
-        batches: tuple[PyTree, jax.Array],
-        key: jax.Array,
+    def _over_microbatches(
+        self, wanted: Wanted, inputs: Inputs, batches: tuple[PyTree, jax.Array]
     ) -> PyTree:
         """Returns the sums of the loss that `wanted` selects, added up over all microbatches.
 
@@ -530,14 +398,14 @@ class Gradients:
 
         def one(model_state: PyTree, part: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
             rows, index = part
-            part_key = jax.random.fold_in(key, index)
-            sums, after = self.objective(params, frozen, model_state, rows, part_key)
+            part_key = jax.random.fold_in(inputs.key, index)
+            sums, after = self.objective(inputs.params, inputs.frozen, model_state, rows, part_key)
             return after, wanted(sums)
 
         def scan(given: PyTree) -> PyTree:
             return jax.lax.scan(one, *given)[1]
 
-        return jax.tree.map(jnp.sum, _needed_part(scan, (model_state, batches)))
+        return jax.tree.map(jnp.sum, _needed_part(scan, (inputs.model_state, batches)))
 
     def _split(self, rows: jax.Array) -> jax.Array:
         """Returns (B, ...) reshaped to (microbatches, B / microbatches, ...).
@@ -546,69 +414,10 @@ class Gradients:
         between devices, and the examples of a microbatch do not depend on the devices.
         """
         parts = rows.reshape(-1, self.microbatches, *rows.shape[1:]).swapaxes(0, 1)
-        if self.placement.mesh is None or self.reduction is not None:
+        if self.placement.mesh is None:
             return parts
         spec = PartitionSpec(None, BATCH_AXES)
         return jax.lax.with_sharding_constraint(parts, self.placement.sharding(spec))
-
-    def _under_shard_map(
-        self,
-        reduction: Reduction | ScatteredReduction,
-        params: PyTree,
-        frozen: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-    ) -> GradientOutput:
-        """Computes each device's share of the gradients; the reduction adds them up."""
-        replicas = self.placement.batch_shards
-        size = jax.tree.leaves(batch)[0].shape[0]
-        scattered = reduction if isinstance(reduction, ScatteredReduction) else None
-
-        def local(
-            params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-        ) -> GradientOutput:
-            if self.per_replica and replicas > 1:
-                key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
-            gathers = scattered.gathers(size) if scattered else contextlib.nullcontext()
-            with use_placement(ON_ONE_DEVICE), gathers:
-                output = self.of_sum(params, frozen, model_state, batch, key, BATCH_AXES)
-            # A sum over a large batch could overflow 16 bits in the reduction. It is divided by
-            # the batch size, which is static, because the weight is known only after a reduction.
-            is_of_mean = isinstance(output.metrics["loss"], Combination)
-            states, counts = parts_of_replica(output.model_state, model_state)
-            if isinstance(reduction, ScatteredReduction):
-                reduced = reduction.finish(output.gradients, size)
-                reduced = scale_arrays(reduced, size) if is_of_mean else reduced
-                sums, states = jax.lax.psum((output.metrics, states), BATCH_AXES)
-            else:
-                share = output.gradients if is_of_mean else scale_arrays(output.gradients, 1 / size)
-                if reduction is flattened:  # metrics and states in the same collective
-                    given = share, output.metrics, states
-                    reduced, sums, states = flattened(given, BATCH_AXES)
-                else:
-                    reduced = reduction(share, BATCH_AXES)
-                    sums, states = jax.lax.psum((output.metrics, states), BATCH_AXES)
-            counts = jax.lax.pmax(counts, BATCH_AXES)
-            after = of_replicas(model_state, states, counts, replicas)
-            return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
-
-        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
-        specs: tuple[Any, Any, Any] = (whole, whole, whole)
-        if scattered:
-            specs_of = scattered.layout.batch_specs
-            of_gradients = specs_of(params, "opt_state")
-            specs = specs_of(params, "params"), specs_of(frozen, "params"), of_gradients
-        results: tuple[Any, ...] = (specs[2], whole, whole)
-        # Without the check of varying axes, so that users can supply any reduction. Only local
-        # code is differentiated.
-        return jax.shard_map(
-            local,
-            mesh=self.placement.mesh,
-            in_specs=(*specs[:2], whole, rows, whole),
-            out_specs=GradientOutput(*results),
-            check_vma=False,
-        )(params, frozen, model_state, batch, key)
 
 
 def _check_trains(params: PyTree, terms: dict[str, metrics.Sums]) -> None:
@@ -676,6 +485,248 @@ def to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) 
 
 def _zeros(like: Any) -> jax.Array:
     return jnp.zeros(like.shape, accumulation_dtype(like.dtype))
+
+
+# -- Gradient rules: who computes the gradients of a global batch, and who adds them up ------------
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """Computes the gradients of the weighted mean loss of a global batch.
+
+    The properties say how the parts of a batch are computed, if it has parts: `plan_step` proves
+    with them that the gradients are the same as those of the whole batch.
+
+    Attributes:
+      placement: The placement of the run.
+    """
+
+    placement: Placement
+
+    def __call__(self, loss: Loss, inputs: Inputs) -> GradientOutput:
+        """Returns the gradients; `loss` is computed on `part_placement`, and traced here."""
+        raise NotImplementedError
+
+    @property
+    def part_placement(self) -> Placement:
+        """The placement of the code that computes one of the parts."""
+        return ON_ONE_DEVICE
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the batch that are computed apart."""
+        return self.placement.batch_shards
+
+    @property
+    def gathers_params(self) -> bool:
+        """Whether each device gets whole parameters, however the strategy splits them."""
+        return False
+
+    @property
+    def own_draws(self) -> bool:
+        """Whether each part draws its own random numbers."""
+        return False
+
+    @property
+    def own_statistics(self) -> bool:
+        """Whether each part normalizes by its own examples, as the user has asked."""
+        return False
+
+    @property
+    def batch_axes(self) -> list[tuple[str, int]]:
+        """The named axis over which a part averages batch statistics, with its size.
+
+        With an axis, all parts compute the model state of the global batch.
+        """
+        axis = self.part_placement.batch_axis
+        return [] if axis is None else [(axis, self.parts)]
+
+    @property
+    def traced_on(self) -> Placement:
+        """The placement under which the objective is traced for checks, the same as in a step."""
+        return self.placement
+
+    def over_parts(self, sums: PyTree) -> PyTree:
+        """Returns sums of the whole batch that a part's gradients need, in a trace of the part."""
+        return sums
+
+
+@dataclass(frozen=True)
+class ByXla(GradientRule):
+    """One program for the global batch, into which XLA inserts the reductions."""
+
+    @property
+    def part_placement(self) -> Placement:
+        return self.placement
+
+    @property
+    def parts(self) -> int:
+        return 1
+
+    def __call__(self, loss: Loss, inputs: Inputs) -> GradientOutput:
+        output = loss.gradients(inputs)
+        return output._replace(gradients=to_mean(output.gradients, output.metrics))
+
+
+@dataclass(frozen=True)
+class PerDevice(GradientRule):
+    """Each device computes its share of the gradients under `shard_map`; a method adds them up.
+
+    Attributes:
+      per_replica: Whether model state and random numbers are allowed. Each replica then normalizes
+        by its own examples and draws its own numbers, and the change of the model state is averaged
+        over the replicas.
+    """
+
+    per_replica: bool = field(default=False, kw_only=True)
+
+    @property
+    def own_draws(self) -> bool:
+        return self.per_replica
+
+    @property
+    def own_statistics(self) -> bool:
+        return self.per_replica
+
+    def add_up(self, gradients: PyTree, others: PyTree, size: int, *, is_of_mean: bool) -> Any:
+        """Returns (the sums of the gradients, the sums of the others) over the devices.
+
+        Args:
+          gradients: Each device's share.
+          others: A tuple of trees of arrays.
+          size: The batch size, by which the result is divided. A sum over a large batch could
+            overflow 16 bits. The weight is known only after a reduction.
+          is_of_mean: Whether the gradients are divided already, and `size` does not count.
+        """
+        raise NotImplementedError
+
+    def gathers(self, size: int) -> AbstractContextManager[Any]:
+        """Returns a context manager in which each device computes its share."""
+        return contextlib.nullcontext()
+
+    def specs(self, params: PyTree, frozen: PyTree) -> tuple[Any, Any, Any]:
+        """Returns how the trained parameters, the frozen ones and the gradients are split."""
+        whole = PartitionSpec()
+        return whole, whole, whole
+
+    def __call__(self, loss: Loss, inputs: Inputs) -> GradientOutput:
+        if self.placement.mesh is None:
+            return ByXla(self.placement)(loss, inputs)
+        replicas = self.placement.batch_shards
+        size = jax.tree.leaves(inputs.batch)[0].shape[0]
+
+        def over_devices(sums: PyTree) -> PyTree:
+            return jax.lax.psum(sums, BATCH_AXES) if sums else sums
+
+        def local(*given: PyTree) -> GradientOutput:
+            inputs = Inputs(*given)
+            before = inputs.model_state
+            if self.per_replica and replicas > 1:
+                own = jax.random.fold_in(inputs.key, jax.lax.axis_index(BATCH_AXES))
+                inputs = inputs._replace(key=own)
+            with use_placement(ON_ONE_DEVICE), self.gathers(size):
+                output = loss.gradients(inputs, over_devices)
+            is_of_mean = isinstance(output.metrics["loss"], Combination)
+            states, counts = parts_of_replica(output.model_state, before)
+            others = output.metrics, states
+            reduced, (sums, states) = self.add_up(
+                output.gradients, others, size, is_of_mean=is_of_mean
+            )
+            counts = jax.lax.pmax(counts, BATCH_AXES)
+            after = of_replicas(before, states, counts, replicas)
+            return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
+
+        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        *of_params, of_gradients = self.specs(inputs.params, inputs.frozen)
+        # Without the check of varying axes, so that users can supply any reduction. Only local
+        # code is differentiated.
+        results: tuple[Any, ...] = (of_gradients, whole, whole)
+        return jax.shard_map(
+            local,
+            mesh=self.placement.mesh,
+            in_specs=(*of_params, whole, rows, whole),
+            out_specs=GradientOutput(*results),
+            check_vma=False,
+        )(*inputs)
+
+
+@dataclass(frozen=True)
+class AllReduced(PerDevice):
+    """Each device gets the sums of all gradients, by a function such as `all_reduce`."""
+
+    reduce: Reduction
+
+    def add_up(self, gradients: PyTree, others: PyTree, size: int, *, is_of_mean: bool) -> Any:
+        share = gradients if is_of_mean else scale_arrays(gradients, 1 / size)
+        if self.reduce is flattened:  # all in the same collective
+            return flattened((share, others), BATCH_AXES)
+        return self.reduce(share, BATCH_AXES), jax.lax.psum(others, BATCH_AXES)
+
+
+@dataclass(frozen=True)
+class Scattered(PerDevice):
+    """Each device gets a part of the sums, by reduce-scatters, for strategies that split them.
+
+    Parameters that are split over batch axes are gathered explicitly, stacked layers one at a time
+    (`ParamGathers`), and their gradients are scattered where the backward pass has computed them.
+    Gradients of other parameters are scattered after it, if the optimizer's state is split. What no
+    axis splits is all-reduced.
+
+    `dtype` is the dtype of the transfer; None for the dtype of the gradients.
+    """
+
+    layout: Layout
+    dtype: str | None = None
+
+    def gathers(self, size: int) -> AbstractContextManager[Any]:
+        """Returns a context manager in which the layout gathers the devices' parts explicitly.
+
+        The gradients are divided by `size` before they are added up, which keeps the sums within
+        the range of 16 bits.
+        """
+        return use_gathers(ParamGathers(partial(self._scatter_dims, 1 / size)))
+
+    def specs(self, params: PyTree, frozen: PyTree) -> tuple[Any, Any, Any]:
+        specs_of = self.layout.batch_specs
+        return (
+            specs_of(params, "params"),
+            specs_of(frozen, "params"),
+            specs_of(params, "opt_state"),
+        )
+
+    def add_up(self, gradients: PyTree, others: PyTree, size: int, *, is_of_mean: bool) -> Any:
+        # The gradients of split parameters are already scattered and divided over their axes.
+        def finish(x: jax.Array, has: PartitionSpec, wanted: PartitionSpec) -> jax.Array:
+            done = set(axes_of_spec(has))
+            x = x if done else scale_arrays(x, 1 / size)
+            for dim, axes in split_dims(wanted, x.ndim):
+                if missing := tuple(axis for axis in axes if axis not in done):
+                    x = self._scatter(x, missing, x.ndim + dim)
+            done |= set(axes_of_spec(wanted))
+            left = [axis for axis in BATCH_AXES if axis not in done]
+            return self._reduce(all_reduce, x, [a for a in left if jax.lax.axis_size(a) > 1])
+
+        specs = [self.layout.batch_specs(gradients, field) for field in ("params", "opt_state")]
+        reduced = jax.tree.map(finish, gradients, *specs)
+        reduced = scale_arrays(reduced, size) if is_of_mean else reduced
+        return reduced, jax.lax.psum(others, BATCH_AXES)
+
+    def _scatter_dims(self, factor: float, x: jax.Array, split: SplitDims) -> jax.Array:
+        """Returns this device's part of the sum of `factor` times an array."""
+        x = scale_arrays(x, factor)
+        for dim, axes in reversed(split):
+            x = self._scatter(x, axes, x.ndim + dim)
+        return x
+
+    def _scatter(self, x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+        return self._reduce(partial(scatter, dim=dim), x, axes)
+
+    def _reduce(self, reduction: Reduction, x: jax.Array, axes: Any) -> jax.Array:
+        if not axes:
+            return x
+        function = reduction if self.dtype is None else in_dtype(reduction, self.dtype)
+        reduced: jax.Array = function(x, tuple(axes))
+        return reduced
 
 
 # -- Changes of the model state, and their combination over workers or replicas --------------------

@@ -35,9 +35,13 @@ from spmdtrain.step.exact import FixedOrder, exist
 from spmdtrain.step.functions import StepFunctions, describe_preset, eager
 from spmdtrain.step.gradients import (
     ON_ONE_DEVICE,
-    Gradients,
+    AllReduced,
+    ByXla,
+    GradientRule,
+    Inputs,
+    Loss,
     Reduction,
-    ScatteredReduction,
+    Scattered,
     flattened,
 )
 from spmdtrain.step.health import (
@@ -73,32 +77,28 @@ class BatchLoss:
     the parameters differ. The model state after it is discarded.
 
     Attributes:
-      model_state: The model state before the batch.
+      inputs: Those of the step, whose parameters do not count.
       before: Results of the step that have to be complete before an evaluation (see `_after`).
     """
 
-    gradients: Gradients
+    rule: GradientRule
+    loss: Loss
     update: Update
     layout: Layout
-    frozen: PyTree
-    model_state: PyTree
-    batch: PyTree
-    key: jax.Array
+    inputs: Inputs
     before: Sequence[jax.Array]
 
     def value(self, params: PyTree) -> jax.Array:
         """Returns the loss at these trained parameters, a scalar that can be differentiated."""
-        params = self._placed(params)
-        return self.gradients.mean_loss(params, self.frozen, self.model_state, self.batch, self.key)
+        return self.loss.mean(self.inputs._replace(params=self._placed(params)))
 
     def grad(self, params: PyTree, _: Any = None) -> PyTree:
         """Returns the gradients at these trained parameters, computed as in the step."""
-        params = self._placed(params)
-        output = self.gradients(params, self.frozen, self.model_state, self.batch, self.key)
+        output = self.rule(self.loss, self.inputs._replace(params=self._placed(params)))
         return self.layout.gradients(output.gradients)
 
     def _placed(self, params: PyTree) -> PyTree:
-        whole = self.layout.at_rest(merge(self._after(params), self.frozen))
+        whole = self.layout.at_rest(merge(self._after(params), self.inputs.frozen))
         return self.update.partition(whole)[0]
 
     def _after(self, params: PyTree) -> PyTree:
@@ -374,7 +374,7 @@ class _Updated(NamedTuple):
 
 
 def make_train_step(
-    gradients: Gradients, update: Update, layout: Layout, health: Health
+    rule: GradientRule, loss: Loss, update: Update, layout: Layout, health: Health
 ) -> Callable[..., tuple[TrainState, StepOutput]]:
     """Returns the train step, a function (state, batch, is_last=None) -> (state, output).
 
@@ -384,16 +384,16 @@ def make_train_step(
     def updated(state: TrainState, batch: PyTree) -> tuple[_Updated, tuple[PyTree, PyTree]]:
         # Gradients of the weighted mean loss, with sums over the global batch.
         trained, frozen = update.partition(state.params)
-        computed = gradients(trained, frozen, state.model_state, batch, state.step_key)
+        inputs = Inputs(trained, frozen, state.model_state, batch, state.step_key)
+        computed = rule(loss, inputs)
         means = metrics.batch_means(computed.metrics)
         reduced = layout.gradients(computed.gradients)
 
         # The optimizer's update, and the average of the parameters.
         sums = metrics.stacked(computed.metrics)
         before = [sums, *jax.tree.leaves(computed.model_state)]
-        given = (frozen, state.model_state, batch, state.step_key)
-        loss = BatchLoss(gradients, update, layout, *given, before)
-        extra = ExtraArguments(means["loss"], reduced, loss.value, loss.grad)
+        again = BatchLoss(rule, loss, update, layout, inputs, before)
+        extra = ExtraArguments(means["loss"], reduced, again.value, again.grad)
         new = update(state.params, state.opt_state, reduced, extra, before)
         params, opt_state = layout.at_rest(new.params), new.opt_state
         steps = averaged_steps(state.step, state.averaged_before)
@@ -439,8 +439,7 @@ class StepPlan:
       layout: The shardings of the state, before and after a step.
       placement: The shardings of the batch and of the output.
       compiler_options: Options of XLA.
-      reduction: What reduces the gradients under `shard_map`; None if XLA does, and in a `Loop`,
-        whose step the user writes.
+      rule: How gradients are computed and reduced; None in a `Loop`, whose step the user writes.
       dispatch: The steps of a call of the program, and how they are repeated.
       by_index: Whether batches are `IndexedBatch`.
       jit: Whether steps are compiled. If not, operations run one by one.
@@ -453,7 +452,7 @@ class StepPlan:
     layout: Layout
     placement: Placement
     compiler_options: Mapping[str, Any]
-    reduction: Reduction | ScatteredReduction | None = None
+    rule: GradientRule | None = None
     dispatch: Dispatch = field(default_factory=Dispatch)
     by_index: bool = False
     jit: bool = True
@@ -507,7 +506,8 @@ def plan_step(
     # The checks read the operations of the model, and kernels cannot be analyzed.
     with reference_kernels():
         functions.checks.check_training(marked.rows, marked.mask)
-    gradients, reasons = _reduced(functions, marked.rows)
+    rule, reasons = choose_rule(functions, marked.rows)
+    loss = dataclasses.replace(functions.loss, placement=rule.part_placement)
     config, layout, placement = functions.config, functions.layout, functions.placement
     health = Health.choose(
         layout,
@@ -518,12 +518,12 @@ def plan_step(
         jit=config.jit,
     )
     return StepPlan(
-        make_train_step(gradients, functions.update, layout, health),
+        make_train_step(rule, loss, functions.update, layout, health),
         functions.placed_state,
         layout,
         placement,
         functions.compiler_options,
-        gradients.reduction,
+        rule,
         dispatch,
         by_index,
         config.jit,
@@ -532,53 +532,52 @@ def plan_step(
     )
 
 
-# -- The choice of the gradient reduction: by XLA, or by a function under `shard_map` --------------
+# -- The choice of the gradient rule ---------------------------------------------------------------
 #
-# A function under `shard_map` is used only if the gradients are the same as with XLA's reduction.
+# A rule that computes parts of a batch apart is used only if the gradients are the same as by XLA.
 
 OF_STATE = "the model carries state"
 """The beginning of the reason if the model has state, which depends on the global batch."""
 
 
-def _reduced(functions: StepFunctions, batch: PyTree) -> tuple[Gradients, tuple[str, ...]]:
-    """Returns the computation of the gradients of a batch, with its reduction, and the reasons."""
-    gradients, config = functions.gradients, functions.config
-    requested = gradients.reduction is not None
-    wanted = gradients.reduction or default_reduction(config, functions.placement, functions.layout)
-    if wanted is None:
-        return gradients, ()
-    reduced = dataclasses.replace(gradients, reduction=wanted)
+def choose_rule(functions: StepFunctions, batch: PyTree) -> tuple[GradientRule, tuple[str, ...]]:
+    """Returns the gradient rule for a batch, and the reasons."""
+    config, layout, placement = functions.config, functions.layout, functions.placement
+    by_xla = ByXla(placement)
+    rule = functions.rule or default_rule(config, placement, layout)
+    if isinstance(rule, ByXla):
+        return rule, ()
     trained, frozen = functions.update.partition(functions.abstract_state.params)
     if functions.own_reduction is not None and not mesh.is_abstract():
-        check_agrees(functions.own_reduction, functions.placement, trained)
-    with reference_kernels(), use_placement(gradients.traced_on):
+        check_agrees(functions.own_reduction, placement, trained)
+    key = jax.eval_shape(jax.random.key, 0)
+    model_state = functions.abstract_state.model_state
+    with reference_kernels(), use_placement(rule.traced_on):
         blocker = shard_map_blocker(
-            reduced,
-            layout=functions.layout,
-            params=trained,
-            frozen=frozen,
-            model_state=functions.abstract_state.model_state,
-            batch=batch,
+            rule,
+            functions.loss,
+            Inputs(trained, frozen, model_state, batch, key),
+            layout=layout,
             values=functions.forward.values,
             in_context=functions.context.is_active,
             batch_coupled=functions.forward.objective.batch_coupled,
         )
-    if requested and blocker:
-        raise UserError(
-            f"{describe_request(config)} reduces the gradients under shard_map, "
-            f"where each device computes on its own part of the batch: {blocker}"
-        )
-    if requested:
-        return gradients, ("batch statistics of each replica",) * gradients.per_replica
+    if functions.rule is not None:
+        if blocker:
+            raise UserError(
+                f"{describe_request(config)} reduces the gradients under shard_map, "
+                f"where each device computes on its own part of the batch: {blocker}"
+            )
+        return rule, ("batch statistics of each replica",) * rule.own_statistics
     if not blocker:
-        return reduced, ()
+        return rule, ()
     reasons = [f"reduced by XLA, because {blocker}"]
-    if blocker.startswith(OF_STATE) and wanted is flattened:
+    if blocker.startswith(OF_STATE) and isinstance(rule, AllReduced):
         reasons.append(
             f"layers wait for sums over the devices: {option('batch_statistics', 'replica')} "
             "needs 1 collective a step (statistics of each replica's examples)"
         )
-    return gradients, tuple(reasons)
+    return by_xla, tuple(reasons)
 
 
 def describe_request(config: RunConfig) -> str:
@@ -594,79 +593,74 @@ def describe_request(config: RunConfig) -> str:
     return "a reduction function"
 
 
-def default_reduction(
-    config: RunConfig, placement: Placement, layout: Layout
-) -> Reduction | ScatteredReduction | None:
-    """Returns the reduction that is faster than XLA's; None if there is none.
+def default_rule(config: RunConfig, placement: Placement, layout: Layout) -> GradientRule:
+    """Returns the rule that is fastest, if it computes the same gradients as `ByXla`.
 
     On CPU this is one all-reduce of the flattened gradients, with several processes three times as
     fast. GPU and TPU have dedicated links, and XLA combines its own collectives there. But on TPU
-    it all-reduces gradients that it should reduce-scatter. The caller checks that the reduction
-    computes the same gradients.
+    it all-reduces gradients that it should reduce-scatter.
     """
+    by_xla = ByXla(placement)
     if config.collectives.reduction is not None or not config.jit or placement.batch_shards == 1:
-        return None
+        return by_xla
     platform = placement.devices[0].platform
     if layout.splits_gradients:
-        return ScatteredReduction(layout) if platform == "tpu" else None
-    return flattened if platform == "cpu" and layout.replicates_params else None
+        return Scattered(placement, layout) if platform == "tpu" else by_xla
+    is_all_reduced = platform == "cpu" and layout.replicates_params
+    return AllReduced(placement, flattened) if is_all_reduced else by_xla
 
 
 def shard_map_blocker(
-    gradients: Gradients,
+    rule: GradientRule,
+    loss: Loss,
+    inputs: Inputs,
     *,
     layout: Layout,
-    params: PyTree,
-    frozen: PyTree,
-    model_state: PyTree,
-    batch: PyTree,
     values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
     in_context: bool = False,
     batch_coupled: bool = False,
 ) -> str | None:
-    """Returns why gradients reduced under `shard_map` could differ from XLA's; None if they cannot.
+    """Returns why the gradients of a rule could differ from those by XLA; None if they cannot.
 
-    With `gradients.per_replica`, differences by batch statistics and random numbers are intended
-    and not reported. The parameters, the model state and the global batch are abstract.
+    With `rule.own_statistics`, differences by batch statistics and random numbers are intended and
+    not reported.
 
     Args:
-      params: The trained parameters; `frozen` are the others.
+      inputs: The abstract arrays of a global batch.
       values: Maps (params, frozen, model_state, batch) to the objective's values, computed without
         batch statistics.
       in_context: Whether the model runs in a context that it does not have under `shard_map`; see
         `ModelContext`.
       batch_coupled: Whether the objective is declared to combine the examples of its batch.
     """
-    if batch_coupled and gradients.parts > 1:
+    if batch_coupled and rule.parts > 1:
         return "the objective is declared as batch_coupled"
-    name = gradients.placement.name
-    scatters = isinstance(gradients.reduction, ScatteredReduction)
+    placement, scatters = rule.placement, isinstance(rule, Scattered)
     splits = layout.splits_tensors if scatters else not layout.replicates_params
-    if gradients.placement.size(EXPERT_AXIS) > 1:
+    if placement.size(EXPERT_AXIS) > 1:
         return (
             f"mesh.{EXPERT_AXIS} splits the parameters of the experts, whose gradients XLA reduces"
         )
-    if splits and not gradients.gathers_params:
+    if splits and not rule.gathers_params:
         return (
-            f"the strategy {name} splits the parameters; use mirrored, zero, central_storage or "
-            "hybrid, without rules"
+            f"the strategy {placement.name} splits the parameters; use mirrored, zero, "
+            "central_storage or hybrid, without rules"
         )
-    if gradients.placement.size(SEQUENCE_AXIS) > 1:
+    if placement.size(SEQUENCE_AXIS) > 1:
         return (
             f"mesh.{SEQUENCE_AXIS} splits the tokens of each example, whose gradients XLA reduces"
         )
-    state_leaves = jax.tree.leaves(model_state)
-    if state_leaves and not gradients.per_replica and not gradients.batch_axes:
+    state_leaves = jax.tree.leaves(inputs.model_state)
+    if state_leaves and not rule.own_statistics and not rule.batch_axes:
         return (
             f"{OF_STATE} ({len(state_leaves)} arrays, for example batch "
             "statistics), which would differ between devices"
         )
-    single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
-    key = jax.eval_shape(jax.random.key, 0)
+    single = dataclasses.replace(loss, placement=ON_ONE_DEVICE)
     gathers = ParamGathers(None)
     with record_strategy_queries() as queries, use_gathers(gathers):
-        trace = jax.make_jaxpr(single.of_sum, axis_env=gradients.batch_axes)
-        jaxpr = trace(params, frozen, model_state, batch, key)
+        part = partial(single.gradients, over_parts=rule.over_parts)
+        jaxpr = jax.make_jaxpr(part, axis_env=rule.batch_axes)(inputs)
     if scatters and (whole := layout.gathered_whole(gathers.in_loop)):
         return (
             f"{min(whole)} would be gathered whole: only parameters that the model passes to "
@@ -674,7 +668,7 @@ def shard_map_blocker(
         )
     if queries:
         return "the objective calls current_strategy(), which is unknown on a single device"
-    named = dict(gradients.batch_axes)
+    named = dict(rule.batch_axes)
     if effects := [x for x in jaxpr.effects if getattr(x, "name", None) not in named]:
         return (
             f"the objective has side effects ({', '.join(map(str, effects))}), "
@@ -683,25 +677,25 @@ def shard_map_blocker(
     if constrains_sharding(jaxpr.jaxpr):
         return "the objective constrains the sharding of arrays itself"
     _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    if is_used[-1] and not gradients.own_draws:  # the key is the last argument
+    if is_used[-1] and not rule.own_draws:  # the key is the last argument
         return (
             "the model or the objective draws random numbers (dropout), which would differ "
             "between devices"
         )
-    if (parts := gradients.parts) == 1:
+    if rule.parts == 1:
         return None
     # Before the proof below, which traces the model without its context.
-    if in_context and _depends_on_context(values, params, frozen, model_state, batch):
+    if in_context and _depends_on_context(values, *inputs[:4]):
         return "the model depends on the mesh of JAX's context, or on Flax's logical axis rules"
-    with use_placement(gradients.part_placement):
+    with use_placement(rule.part_placement):
         why = why_parts_differ(
             lambda given, rows: values(given[0], given[1], given[2], rows),
-            (params, frozen, model_state),
-            batch,
-            parts,
-            own_draws=gradients.own_draws,
+            inputs[:3],
+            inputs.batch,
+            rule.parts,
+            own_draws=rule.own_draws,
             gradients=True,
-            axes=gradients.batch_axes,
+            axes=rule.batch_axes,
         )
     if why:
         return (

@@ -28,7 +28,7 @@ from spmdtrain.sharding.mesh import BATCH_AXES, resolve
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.exact import check_exact_shards
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.gradients import ON_ONE_DEVICE
+from spmdtrain.step.gradients import ON_ONE_DEVICE, Inputs
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.session import RunSession
 from spmdtrain.tree import named_leaves
@@ -491,19 +491,17 @@ class GradientSums:
     ) -> jax.Array:
         """Returns the checksums of this device's gradients, (1, parameters)."""
         functions, size = self._functions, jax.tree.leaves(batch)[0].shape[0]
-        parts = functions.gradients.microbatches
+        parts = functions.loss.microbatches
         parts = parts if parts % 2 else parts // 2  # an even number keeps the size of a part
         half = size if size % (2 * parts) else size // 2
         batch = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, turn * (size - half), half), batch
         )
-        alone = dataclasses.replace(
-            functions.gradients, microbatches=parts, reduction=None, placement=ON_ONE_DEVICE
-        )
+        alone = dataclasses.replace(functions.loss, microbatches=parts, placement=ON_ONE_DEVICE)
         trained, frozen = functions.update.partition(variables.params)
         own_key = jax.random.fold_in(jax.random.wrap_key_data(key), shards[0])
         with use_placement(ON_ONE_DEVICE):
-            output = alone.of_sum(trained, frozen, variables.model_state, batch, own_key)
+            output = alone.gradients(Inputs(trained, frozen, variables.model_state, batch, own_key))
         return jnp.stack([traced_sum(x) for x in jax.tree.leaves(output.gradients)])[None]
 
     def _move(self, part: PyTree) -> PyTree:

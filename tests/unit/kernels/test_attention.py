@@ -30,6 +30,7 @@ from spmdtrain.plan import topologies
 from spmdtrain.plan.topologies import compiler_environment, devices_of
 from spmdtrain.sharding.mesh import abstract_devices, build_mesh
 from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step.gradients import AllReduced
 from spmdtrain.step.program import plan_step
 from spmdtrain.strategies import strategy
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
@@ -319,8 +320,8 @@ def test_a_step_has_the_gradients_of_xla_without_remat(
     of = run_of(implementation, **options)
     check_equal(gradients(of, ROWS), wanted())
     # A kernel cannot be analyzed: the checks of the reduction read XLA's implementation.
-    reduction = plan_step(of.functions, ROWS).reduction
-    assert (reduction is not None) == (of.placement.name in ("mirrored", "hybrid"))
+    rule = plan_step(of.functions, ROWS).rule
+    assert isinstance(rule, AllReduced) == (of.placement.name in ("mirrored", "hybrid"))
 
 
 def test_checks_of_a_model_see_its_mathematics() -> None:

@@ -56,14 +56,17 @@ from spmdtrain.models.layers import normal_param
 from spmdtrain.sharding.mesh import build_mesh
 from spmdtrain.sharding.placement import constrain_sharding, current_strategy, use_placement
 from spmdtrain.step.gradients import (
+    AllReduced,
+    ByXla,
+    GradientRule,
     Reduction,
-    ScatteredReduction,
+    Scattered,
     all_reduce,
     flattened,
     hierarchical,
     one_device,
 )
-from spmdtrain.step.program import default_reduction, plan_step
+from spmdtrain.step.program import default_rule, plan_step
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
 
@@ -87,6 +90,10 @@ def expected() -> dict[str, np.ndarray]:
 def step(reduction: Reduction | None, strategy: str, microbatches: int = 1) -> CompiledStep:
     of = tokens(reduction=reduction, strategy=strategy, microbatches=microbatches)
     return compiled_step(of, BATCH)
+
+
+def is_flattened(rule: GradientRule | None) -> bool:
+    return isinstance(rule, AllReduced) and rule.reduce is flattened
 
 
 # -- the same numbers ------------------------------------------------------------------------------
@@ -591,7 +598,7 @@ def test_each_batch_is_judged_by_itself() -> None:
     alone = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
     for batch, packs in ((alone, True), (alone | {"together": np.ones(8)}, False), (alone, True)):
         plan = plan_step(steps, batch)
-        found = plan.reduction is flattened, plan.reasons == ()
+        found = is_flattened(plan.rule), plan.reasons == ()
         assert found == (packs, packs), plan.reasons
 
 
@@ -672,7 +679,7 @@ def test_an_annotated_model_has_these_numbers_too_and_gathers_a_layer_at_a_time(
     scattering, replicated = transformer(**own), transformer("mirrored", **own | default)
     check_equal(numbers(scattering), expected)
     check_equal(numbers(replicated), expected)
-    assert plan_step(replicated.functions, batch()).reduction is flattened
+    assert is_flattened(plan_step(replicated.functions, batch()).rule)
     gathers = [x for x in compiled_step(scattering, batch()).collectives if x.kind == "all-gather"]
     assert max(x.bytes for x in gathers) == 4 * shape.width * shape.hidden  # not both layers
     assert sum(x.times for x in gathers) == 2 * 2 * 7 + 2  # the embedding and the head once
@@ -704,7 +711,7 @@ SCATTERED_PLACES: dict[str, dict[str, Any]] = {
 def test_other_placements_give_the_same_numbers(place: str) -> None:
     of = transformer(**SCATTERED_PLACES[place])
     found = numbers(of)
-    assert isinstance(plan_step(of.functions, batch()).reduction, ScatteredReduction)
+    assert isinstance(plan_step(of.functions, batch()).rule, Scattered)
     if place == "half precision":
         for name, value in expected_of_one_device().items():
             np.testing.assert_allclose(found[name], value, atol=2e-3 * np.abs(value).max())
@@ -796,22 +803,22 @@ def test_a_model_that_depends_on_its_context_is_reduced_by_xla(uses: Any) -> Non
     plan = plan_step(of.functions, {"x": np.ones((64, 8), np.float32)})
     reasons = " ".join(plan.reasons)
     assert ("depends on the mesh of JAX's context" in reasons) == (uses is not None)
-    assert plan.reduction is (None if uses else flattened)
+    assert isinstance(plan.rule, ByXla) if uses else is_flattened(plan.rule)
 
 
 @pytest.mark.parametrize(
     ("platform", "splits", "chosen"),
     [
-        ("tpu", True, ScatteredReduction),
-        ("tpu", False, type(None)),
-        ("cpu", True, type(None)),
-        ("gpu", True, type(None)),
+        ("tpu", True, Scattered),
+        ("tpu", False, ByXla),
+        ("cpu", True, ByXla),
+        ("gpu", True, ByXla),
     ],
 )
 def test_only_tpus_scatter_by_default(platform: str, splits: bool, chosen: type) -> None:
     devices = [SimpleNamespace(platform=platform)] * 8
     placement: Any = SimpleNamespace(devices=devices, batch_shards=8)
     layout: Any = SimpleNamespace(splits_gradients=splits, replicates_params=False)
-    assert isinstance(default_reduction(RunConfig(), placement, layout), chosen)
+    assert isinstance(default_rule(RunConfig(), placement, layout), chosen)
     automatic = RunConfig(collectives=CollectiveOptions(reduction="automatic"))
-    assert default_reduction(automatic, placement, layout) is None
+    assert isinstance(default_rule(automatic, placement, layout), ByXla)
