@@ -16,8 +16,7 @@ from spmdtrain.kernels.attention import check_context_used
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.exact import check_exact_batch
-from spmdtrain.step.gradients import ON_ONE_DEVICE
+from spmdtrain.step.gradients import ON_ONE_DEVICE, Order
 from spmdtrain.step.metrics import Combination, Scalar, loss_terms, outputs_of_training
 from spmdtrain.step.objective import INPUTS, Forward
 from spmdtrain.step.optimizer import Update
@@ -47,11 +46,12 @@ class BatchChecks:
         state: TrainState,
         placement: Placement,
         config: RunConfig,
+        order: Order,
     ) -> None:
         self._forward, self._update, self._state = forward, update, state
-        self._placement, self._config = placement, config
+        self._placement, self._config, self._order = placement, config, order
         self._why_not_padded: dict[tuple[bool, str], str | None] = {}
-        self._why_not_exact: dict[str, str | None] = {}
+        self._why_not_apart: dict[str, str | None] = {}
 
     def check_training(self, batch: PyTree, mask: Any | None) -> None:
         """Checks that a train step of such a batch computes what the options promise.
@@ -59,13 +59,12 @@ class BatchChecks:
         `batch` and `mask` are abstract; `mask` is None if the batch is not padded.
 
         Raises:
-          UserError: If the batch does not divide over the virtual shards of `exact`, if padding
-            rows could change the gradients, if microbatches could change the values of the
-            objective, or if the model computes nothing in the compute dtype.
+          UserError: If the order of sums does not fit the batch, if padding rows could change the
+            gradients, if microbatches could change the values of the objective, or if the model
+            computes nothing in the compute dtype.
         """
         microbatches = self._config.microbatches
-        if (shards := self._config.exact) is not None:
-            check_exact_batch(shards, microbatches, jax.tree.leaves(batch)[0].shape[0])
+        self._order.check_rows(jax.tree.leaves(batch)[0].shape[0], microbatches)
         if microbatches > 1:
             self._check_microbatches(batch, microbatches)
         if mask is not None:
@@ -74,40 +73,35 @@ class BatchChecks:
             self._check_compute_dtype(batch)
 
     def check_evaluation(self, rows: PyTree, size: int) -> None:
-        """Checks that virtual shards do not change an evaluation with `exact`.
+        """Checks that the order of sums does not change an evaluation.
 
         `rows` is one example, arrays of leading dim 1, and `size` the number of rows of the batch.
 
         Raises:
-          UserError: If the batch does not divide over them, or if the objective combines examples.
+          UserError: If the batch does not divide over the parts that the order evaluates apart, or
+            if the objective combines examples.
         """
-        shards, objective = self._config.exact, self._forward.objective
-        if shards is None:
-            return
+        objective = self._forward.objective
         given = self._config.eval_batch_size is not None
         name = "eval_batch_size" if given else "the batch size of evaluations, global_batch_size,"
-        check_exact_batch(shards, 1, size, name)
-        batch = _abstract_batch(rows, size)
-        if (key := str(batch)) not in self._why_not_exact:
+        self._order.check_rows(size, name=name)
 
-            def run(variables: Variables, marked: tuple[PyTree, Any]) -> PyTree:
-                return self._forward.in_eval(objective, variables, *marked, ABSTRACT_DRAW)
+        def run(variables: Variables, marked: tuple[PyTree, Any]) -> PyTree:
+            return self._forward.in_eval(objective, variables, *marked, ABSTRACT_DRAW)
 
-            marked = batch, jax.ShapeDtypeStruct((size,), jnp.float32)
-            with reference_kernels(), use_placement(ON_ONE_DEVICE):
-                self._why_not_exact[key] = (
-                    COUPLED
-                    if objective.batch_coupled
-                    else why_parts_differ(
-                        run, self._state.variables, marked, shards, own_draws=True
+        def why(parts: int) -> str | None:
+            if objective.batch_coupled:
+                return COUPLED
+            batch = _abstract_batch(rows, size)
+            if (key := str(batch)) not in self._why_not_apart:
+                marked = batch, jax.ShapeDtypeStruct((size,), jnp.float32)
+                with reference_kernels(), use_placement(ON_ONE_DEVICE):
+                    self._why_not_apart[key] = why_parts_differ(
+                        run, self._state.variables, marked, parts, own_draws=True
                     )
-                )
-        if why := self._why_not_exact[key]:
-            raise UserError(
-                f"exact={shards} evaluates each virtual shard apart, and the objective's values in "
-                f"an evaluation may depend on other examples of the batch, on its size or on an "
-                f"example's position in it ({why}): evaluate without exact"
-            )
+            return self._why_not_apart[key]
+
+        self._order.check_apart(why)
 
     def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
         """Returns why padding rows could change an evaluation; None if they cannot.
@@ -118,7 +112,7 @@ class BatchChecks:
         function = self._forward.predict if predict else self._forward.objective
         if function.mask:  # the function handles padding rows itself
             return None
-        if self._config.exact is not None and not predict:
+        if self._order.is_fixed and not predict:
             return None  # no row depends on others, see `check_evaluation`
         if function.batch_coupled:
             return COUPLED

@@ -159,7 +159,8 @@ class Programs:
             return Dispatch()
         if given is None:
             waits = is_watched or augment is not None or not is_in_memory(dataset)
-            if waits or not may_group(config, placement, functions.abstract_state):
+            state = functions.abstract_state
+            if waits or not may_group(config, placement, state, functions.order):
                 return Dispatch()
         batch = self._abstract_batch(dataset, Dispatch(), 1, augment, config)
         rows = as_marked(jax.eval_shape(examples_of, batch)).rows

@@ -21,6 +21,7 @@ from spmdtrain.data.sampling import (
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.flops import count_flops
+from spmdtrain.step.gradients import ANY_ORDER, Order
 from spmdtrain.step.state import TrainState, check_same_arrays
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
@@ -91,7 +92,9 @@ class Dispatch:
         return self.repeat if program_steps == self.steps else Repeat.NONE
 
 
-def may_group(config: RunConfig, placement: Placement, state: TrainState) -> bool:
+def may_group(
+    config: RunConfig, placement: Placement, state: TrainState, order: Order = ANY_ORDER
+) -> bool:
     """Returns whether small steps are grouped if `steps_per_dispatch` is not set.
 
     They are grouped on CPUs, if each process has one device. On GPUs a loop of unknown length makes
@@ -100,7 +103,7 @@ def may_group(config: RunConfig, placement: Placement, state: TrainState) -> boo
     collectives take longer than the host. The model must have no state, because a step could change
     its types. Shapes of the state suffice.
     """
-    if config.exact is not None or not config.jit or placement.strategy.is_asynchronous:
+    if order.is_fixed or not config.jit or placement.strategy.is_asynchronous:
         return False
     processes = {device.process_index for device in placement.devices}
     has_one_each = len(placement.devices) == len(processes)  # the same in all processes

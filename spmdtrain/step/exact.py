@@ -23,6 +23,7 @@ from spmdtrain.step.gradients import (
     GradientRule,
     Inputs,
     Loss,
+    Order,
     accumulation_dtype,
     pairwise,
     to_mean,
@@ -33,6 +34,7 @@ from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer import ExtraArguments, Update, Updated, extra_names
 from spmdtrain.strategies import DEFAULT, TENSOR_AXIS
 from spmdtrain.tree import path_name, promoted
+from spmdtrain.xla.compiler import Value
 from spmdtrain.xla.jaxpr import equations, evaluate, inner_jaxprs, variables
 from spmdtrain.xla.padding_rules import CALLS
 
@@ -86,22 +88,6 @@ def check_exact_shards(shards: int, devices: int) -> None:
             f"shards, and equally many. Give a power of two from {2 * devices} on, and the "
             "same one wherever the bits should be the same; the number of devices must be a power "
             "of two"
-        )
-
-
-def check_exact_batch(
-    shards: int, microbatches: int, size: int, name: str = "global_batch_size"
-) -> None:
-    """Raises `UserError` if a global batch does not divide over the virtual shards.
-
-    Each shard has `microbatches` parts, and `name` is the option that sets the batch's `size`.
-    """
-    parts = shards * microbatches
-    if size % parts:
-        of_microbatches = f" times {microbatches} microbatches" * (microbatches > 1)
-        raise UserError(
-            f"exact is {shards} and {name} is {size}, which does not divide over "
-            f"{shards} virtual shards{of_microbatches}: give a multiple of {parts}"
         )
 
 
@@ -467,20 +453,78 @@ _REFUSED = frozenset(_NAMES.split())
 """Primitives that add up in an order which may depend on how their operands are split."""
 _PRODUCTS = frozenset(("mul", "integer_pow", "one_minus_square", "square"))
 _SMALL = 2**16  # elements up to which every device adds up all of an array
+_OPTIONS: Mapping[str, Mapping[str, Value]] = {
+    # Without partitioning, on one device, the simplifier sees other programs, and for example
+    # replaces a division by a product with the reciprocal, which has other bits.
+    "cpu": {"xla_disable_hlo_passes": "algsimp"},
+    # Not measured. Without autotuning, the algorithms of matrix products and convolutions do not
+    # depend on timings.
+    "gpu": {
+        "xla_gpu_autotune_level": 0,
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_exclude_nondeterministic_ops": True,
+    },
+}
+"""XLA options that keep the kernels of a step independent of the number of devices."""
 
 
 @dataclass(frozen=True)
-class FixedOrder:
+class FixedOrder(Order):
     """Sums over all elements of an array, in an order that does not depend on the devices.
 
     An array is cut into a number of slices that does not depend on the devices. A loop adds up the
     elements of one slice after the other, and a binary tree adds up the sums of the slices.
 
-    `shards` is the number of slices of a large array: a power of two, at least twice the devices.
+    `shards` is the number of slices of a large array, and of the virtual shards of a batch: a power
+    of two, at least twice the devices.
     """
 
     placement: Placement
     shards: int
+
+    is_fixed = True
+
+    def check(
+        self, config: RunConfig, reduction: Any, optimizer: optax.GradientTransformation
+    ) -> None:
+        check_exact(config, self.placement, reduction)
+        check_exact_optimizer(optimizer)
+
+    def rule(self) -> GradientRule:
+        return Exact(self.placement, self.shards)
+
+    def update(self, update: Any) -> Any:
+        return ExactUpdate(**vars(update), order=self)
+
+    def evaluation(self, evaluate: Any) -> Any:
+        return exact_evaluation(evaluate, self)
+
+    def compiler_options(self, platform: str) -> Mapping[str, Value]:
+        return _OPTIONS.get("gpu" if platform in ("cuda", "rocm") else platform, {})
+
+    def check_devices(self, devices: int) -> None:
+        check_exact_shards(self.shards, devices)
+
+    def check_rows(self, rows: int, microbatches: int = 1, name: str = "global_batch_size") -> None:
+        """Raises `UserError` if a global batch does not divide over the virtual shards.
+
+        Each of them has `microbatches` parts.
+        """
+        parts = self.shards * microbatches
+        if rows % parts:
+            of_microbatches = f" times {microbatches} microbatches" * (microbatches > 1)
+            raise UserError(
+                f"exact is {self.shards} and {name} is {rows}, which does not divide over "
+                f"{self.shards} virtual shards{of_microbatches}: give a multiple of {parts}"
+            )
+
+    def check_apart(self, why_parts_differ: Callable[[int], str | None]) -> None:
+        if why := why_parts_differ(self.shards):
+            raise UserError(
+                f"exact={self.shards} evaluates each virtual shard apart, and the objective's "
+                "values in an evaluation may depend on other examples of the batch, on its size or "
+                f"on an example's position in it ({why}): evaluate without exact"
+            )
 
     def evaluate(
         self, function: Callable[..., PyTree], *args: PyTree, zero: jax.Array | None = None

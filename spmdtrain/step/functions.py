@@ -31,19 +31,14 @@ from spmdtrain.sharding.placement import (
 from spmdtrain.sharding.rules import AxisRules, Rule
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks, check_partitioned, check_program
-from spmdtrain.step.exact import (
-    Exact,
-    ExactUpdate,
-    FixedOrder,
-    check_exact,
-    check_exact_optimizer,
-    exact_evaluation,
-)
+from spmdtrain.step.exact import FixedOrder
 from spmdtrain.step.gradients import (
+    ANY_ORDER,
     NAMED,
     AllReduced,
     GradientRule,
     Loss,
+    Order,
     Reduction,
     Scattered,
     all_reduce,
@@ -61,7 +56,6 @@ from spmdtrain.xla.compiler import (
     Parameters,
     Value,
     compiler_options,
-    exact_options,
     merge_compiler_options,
     options_for_one_run,
     preset_flags,
@@ -97,7 +91,7 @@ class StepFunctions:
       loss: The loss of a global batch.
       rule: The gradient rule that options request; None if `plan_step` chooses one.
       own_reduction: The user's reduction of gradients; None without.
-      order: With `exact`, the order of sums over all elements of an array.
+      order: The order of the run's sums.
       compiler_options: Options for XLA, for all functions but `init`.
 
     Raises:
@@ -122,10 +116,8 @@ class StepFunctions:
         self.config, self.placement = config, placement
         extends = adapter if isinstance(adapter, ExtendsBase) else None
         frozen = (*config.freeze, *(extends.frozen if extends else ()))
-        self.update = Update(optimizer, frozen, config.ema_decay)
-        self.order = None if config.exact is None else FixedOrder(placement, config.exact)
-        if self.order is not None:
-            self.update = ExactUpdate(**vars(self.update), order=self.order)
+        self.order = ANY_ORDER if config.exact is None else FixedOrder(placement, config.exact)
+        self.update = self.order.update(Update(optimizer, frozen, config.ema_decay))
         self.context = ModelContext(placement, axis_rules)
         init = self._init
         with use_placement(placement):  # models may call current_strategy()
@@ -156,7 +148,9 @@ class StepFunctions:
             self.abstract_state.params,
             [name for name, path in states.items() if self.update.is_frozen(path)],
         )
-        self.checks = BatchChecks(self.forward, self.update, self.abstract_state, placement, config)
+        self.checks = BatchChecks(
+            self.forward, self.update, self.abstract_state, placement, config, self.order
+        )
         self.own_reduction = reduction
         for name, leaf in named_leaves(abstract.model_state).items():
             if not is_key(leaf):
@@ -187,11 +181,12 @@ class StepFunctions:
                 "which uses the statistics of the global batch: set batch_statistics to global"
             )
         self.loss = Loss(self.forward.training_sums, config.microbatches, placement)
-        self.rule = requested_rule(reduction, config, placement, self.layout)
-        if config.exact is not None:
-            check_exact_optimizer(optimizer)
+        self.order.check(config, reduction, optimizer)
+        self.rule = self.order.rule()
+        if self.rule is None:
+            self.rule = requested_rule(reduction, config, placement, self.layout)
         variables, replicated = self.shardings.variables, placement.replicated
-        self.compiler_options = step_options(config, placement)
+        self.compiler_options = step_options(config, placement, self.order)
 
         # The state is initialized directly into its shardings, and so are the arrays that a module
         # already holds: no device ever holds more than its share.
@@ -204,8 +199,7 @@ class StepFunctions:
         )
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
-        evaluate: Callable[..., Any] = self.forward.evaluate
-        evaluate = exact_evaluation(evaluate, self.order) if self.order else evaluate
+        evaluate = self.order.evaluation(self.forward.evaluate)
         check: Check | None = None
         if placement.mesh is not None and placement.mesh.size > 1:
             check = partial(check_program, placement=placement)
@@ -409,9 +403,6 @@ def requested_rule(
         scatter, or if two of the options contradict each other.
     """
     options, per_replica = config.collectives, config.normalizes_per_replica
-    if config.exact is not None:
-        check_exact(config, placement, function)
-        return Exact(placement, config.exact)
     if function is not None and not callable(function):
         raise UserError(
             f"reduction is {function!r}: it must be a function of (gradients, axes); "
@@ -447,10 +438,25 @@ def requested_rule(
     return None if function is None else AllReduced(placement, function, per_replica=per_replica)
 
 
+def describe_request(config: RunConfig) -> str:
+    """Returns the setting that requests a reduction under `shard_map`, for an error message."""
+    if config.exact is not None:
+        return f"exact={config.exact}"
+    if config.normalizes_per_replica:
+        return "batch_statistics=replica"
+    if config.collectives.reduction is not None:
+        return f"collectives.reduction={config.collectives.reduction}"
+    if config.collectives.reduce_dtype is not None:
+        return f"collectives.reduce_dtype={config.collectives.reduce_dtype}"
+    return "a reduction function"
+
+
 # -- XLA options with which the steps of a run are compiled ----------------------------------------
 
 
-def step_options(config: RunConfig, placement: Placement) -> dict[str, Value]:
+def step_options(
+    config: RunConfig, placement: Placement, order: Order = ANY_ORDER
+) -> dict[str, Value]:
     """Returns the XLA options for a step: the user's, and those that other options of the run need.
 
     Raises:
@@ -458,8 +464,7 @@ def step_options(config: RunConfig, placement: Placement) -> dict[str, Value]:
     """
     platform = placement.devices[0].platform
     ours = compiler_options(config.collectives, platform, gathers=_gathers(placement))
-    if config.exact is not None:
-        ours |= exact_options(platform)
+    ours |= order.compiler_options(platform)
     flags = {flag.name: flag.value for flag in _flags(config, placement)}
     return merge_compiler_options(config.compiler_options, ours, placement.replicated, flags)
 

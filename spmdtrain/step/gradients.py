@@ -2,18 +2,20 @@
 
 import collections
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
@@ -29,6 +31,7 @@ from spmdtrain.step import metrics
 from spmdtrain.step.metrics import Combination, loss_terms
 from spmdtrain.strategies import DEFAULT, OUTER_AXIS
 from spmdtrain.tree import named_leaves
+from spmdtrain.xla.compiler import Value
 from spmdtrain.xla.jaxpr import is_differentiated
 
 # -- Reductions of gradients under `shard_map`, as alternatives to XLA's own all-reduce ------------
@@ -727,6 +730,63 @@ class Scattered(PerDevice):
         function = reduction if self.dtype is None else in_dtype(reduction, self.dtype)
         reduced: jax.Array = function(x, tuple(axes))
         return reduced
+
+
+# -- The order in which a run adds up --------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class Order:
+    """The order of the sums of a run: any, which may depend on the devices.
+
+    `FixedOrder` overrides what differs.
+    """
+
+    is_fixed = False
+    """Whether all sums have one order on any number of devices."""
+
+    def check(
+        self, config: RunConfig, reduction: Any, optimizer: optax.GradientTransformation
+    ) -> None:
+        """Raises `UserError` if a run cannot have this order.
+
+        `reduction` is the user's reduction of gradients; None without.
+        """
+
+    def rule(self) -> GradientRule | None:
+        """Returns the gradient rule with this order; None if options and batches decide."""
+        return None
+
+    def update(self, update: T) -> T:
+        """Returns an optimizer's `Update` with this order."""
+        return update
+
+    def evaluation(self, evaluate: T) -> T:
+        """Returns the evaluation of a batch with this order."""
+        return evaluate
+
+    def compiler_options(self, platform: str) -> Mapping[str, Value]:
+        """Returns the options of XLA that the order needs on a platform, such as "gpu"."""
+        return {}
+
+    def check_devices(self, devices: int) -> None:
+        """Raises `UserError` if a batch cannot be added up in the order on so many devices."""
+
+    def check_rows(self, rows: int, microbatches: int = 1, name: str = "global_batch_size") -> None:
+        """Raises `UserError` if a batch of this number of rows cannot be added up in the order.
+
+        `name` is the option that sets the number.
+        """
+
+    def check_apart(self, why_parts_differ: Callable[[int], str | None]) -> None:
+        """Raises `UserError` if the order evaluates parts apart, and their values would differ.
+
+        The function returns why they differ, for a number of parts.
+        """
+
+
+ANY_ORDER = Order()
 
 
 # -- Changes of the model state, and their combination over workers or replicas --------------------

@@ -32,14 +32,21 @@ from spmdtrain.sharding.placement import (
 from spmdtrain.step import metrics
 from spmdtrain.step.dispatch import Dispatch, Repeat, batch_shardings, repeated
 from spmdtrain.step.exact import FixedOrder, exist
-from spmdtrain.step.functions import StepFunctions, describe_preset, eager
+from spmdtrain.step.functions import (
+    StepFunctions,
+    describe_preset,
+    describe_request,
+    eager,
+)
 from spmdtrain.step.gradients import (
+    ANY_ORDER,
     ON_ONE_DEVICE,
     AllReduced,
     ByXla,
     GradientRule,
     Inputs,
     Loss,
+    Order,
     Reduction,
     Scattered,
     flattened,
@@ -239,14 +246,14 @@ class Health:
     Attributes:
       log_every: The cadence of the log. On CPUs, where a pass over all parameters is a tenth of the
         step of a small network, steps that are not logged skip the norms (see `may_branch`).
-      order: The order of the sums of norms; None if it may depend on the devices.
+      order: The order of the sums of norms.
       is_traced: Whether the step may be traced again. Without `jit` the user's code sees values.
     """
 
     layout: Layout
     log_every: int
     norms_pass: NormsPass = NormsPass.AFTER
-    order: FixedOrder | None = None
+    order: Order = ANY_ORDER
     is_traced: bool = True
 
     @classmethod
@@ -257,14 +264,14 @@ class Health:
         params: PyTree,
         log_every: int,
         *,
-        order: FixedOrder | None,
+        order: Order,
         jit: bool,
     ) -> "Health":
         """Returns the fastest way for abstract parameters."""
         norms_pass = NormsPass.AFTER
-        if order is None and recomputes_changes(params, layout):
+        if not order.is_fixed and recomputes_changes(params, layout):
             norms_pass = NormsPass.IN_BRANCH
-        elif order is None and jit and placement.devices[0].platform == "tpu":
+        elif not order.is_fixed and jit and placement.devices[0].platform == "tpu":
             is_complex = any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params))
             norms_pass = NormsPass.AFTER if is_complex else NormsPass.IN_UPDATE
         return cls(layout, log_every, norms_pass, order, is_traced=jit)
@@ -307,8 +314,8 @@ class Health:
         return flags, self._norms(after.params, after.step, known)
 
     def _norms(self, params: PyTree, step: jax.Array, changes: Changes | None) -> jax.Array:
-        if self.order is not None:
-            order, trees = self.order, (params, *(() if changes is None else changes()))
+        if isinstance(order := self.order, FixedOrder):
+            trees = (params, *(() if changes is None else changes()))
             return jnp.stack([order.evaluate(lambda x: global_norm(x, None), x) for x in trees])
         places = self.layout.on_device.params
         places_of_changes = None if self.layout.splits_gradients else places
@@ -578,19 +585,6 @@ def choose_rule(functions: StepFunctions, batch: PyTree) -> tuple[GradientRule, 
             "needs 1 collective a step (statistics of each replica's examples)"
         )
     return by_xla, tuple(reasons)
-
-
-def describe_request(config: RunConfig) -> str:
-    """Returns the setting that requests a reduction under `shard_map`, for an error message."""
-    if config.exact is not None:
-        return f"exact={config.exact}"
-    if config.normalizes_per_replica:
-        return "batch_statistics=replica"
-    if config.collectives.reduction is not None:
-        return f"collectives.reduction={config.collectives.reduction}"
-    if config.collectives.reduce_dtype is not None:
-        return f"collectives.reduce_dtype={config.collectives.reduce_dtype}"
-    return "a reduction function"
 
 
 def default_rule(config: RunConfig, placement: Placement, layout: Layout) -> GradientRule:

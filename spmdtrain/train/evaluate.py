@@ -74,7 +74,7 @@ class Evaluation:
           batch_size: The global batch size; it need not divide the dataset or the devices.
           check_interrupt: Called before each batch; may raise.
         """
-        self._check_exact(dataset, batch_size)
+        self._check_order(dataset, batch_size)
         components = components_of(dataset)
         whole, parts, done = EvaluationTotals(), dict[str, EvaluationTotals](), 0
         for name, part in (components or {"": dataset}).items():
@@ -98,10 +98,9 @@ class Evaluation:
     def check(self, dataset: Dataset, batch_size: int) -> None:
         """Checks later evaluations, and traces the declared media with the batch of `media`.
 
-        Raises `UserError` if an evaluation cannot be exact as requested, or if media cannot be
-        logged.
+        Raises `UserError` if the order of sums cannot be kept, or if media cannot be logged.
         """
-        self._check_exact(dataset, batch_size)
+        self._check_order(dataset, batch_size)
         if self._functions.media is None:
             return
         number = min(batch_size, len(dataset))
@@ -114,8 +113,8 @@ class Evaluation:
             )
         )
 
-    def _check_exact(self, dataset: Dataset, batch_size: int) -> None:
-        if self._config.exact is None:
+    def _check_order(self, dataset: Dataset, batch_size: int) -> None:
+        if not self._functions.order.is_fixed:
             return
         for part in (components_of(dataset) or {"": dataset}).values():
             self._functions.checks.check_evaluation(part.rows(np.arange(1)), batch_size)

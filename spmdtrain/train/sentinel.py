@@ -26,9 +26,8 @@ from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserE
 from spmdtrain.record.run_files import FoundFault
 from spmdtrain.sharding.mesh import BATCH_AXES, resolve
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.exact import check_exact_shards
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.gradients import ON_ONE_DEVICE, Inputs
+from spmdtrain.step.gradients import ON_ONE_DEVICE, Inputs, Order
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.session import RunSession
 from spmdtrain.tree import named_leaves
@@ -173,7 +172,7 @@ class Sentinel:
     ) -> None:
         if run.config.sentinel_action == "rollback" and run.checkpoints is None:
             raise UserError("sentinel_action is rollback, which needs a workdir with checkpoints")
-        self._sums = GradientSums(functions, placement)
+        self._sums, self._order = GradientSums(functions, placement), functions.order
         self._run, self._has_run = run, False
         self._hosts = process_group.gather(socket.gethostname())
         files = run.logger.files
@@ -243,7 +242,7 @@ class Sentinel:
 
     def _why_not_without(self, rank: int) -> str | None:
         left = [device for device in self._sums.devices if device.process_index != rank]
-        return why_not_on(len(left), self._run.config)
+        return why_not_on(len(left), self._run.config, self._order)
 
     def _go_back(self, fault: FoundFault) -> str:
         """Renames the checkpoints since the last check that passed, and requests the restart.
@@ -293,7 +292,7 @@ class Sentinel:
         return text
 
 
-def why_not_on(devices: int, config: RunConfig) -> str | None:
+def why_not_on(devices: int, config: RunConfig, order: Order) -> str | None:
     """Returns why a run with a sentinel cannot continue on fewer devices; None if it can."""
     if devices < 2:
         return f"{devices} device(s) would remain, and the sentinel needs 2 or more"
@@ -305,8 +304,7 @@ def why_not_on(devices: int, config: RunConfig) -> str | None:
         return f"{devices} devices would remain, which do not divide over {product}"
     try:
         resolve(config, batch_shards=devices)  # the sentinel refuses devices that share examples
-        if config.exact is not None:
-            check_exact_shards(config.exact, devices)
+        order.check_devices(devices)
     except UserError as error:
         return str(error)
     return None

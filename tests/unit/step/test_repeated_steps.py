@@ -24,6 +24,7 @@ from spmdtrain.step.dispatch import (
     repeated,
     update_program,
 )
+from spmdtrain.step.exact import FixedOrder
 from spmdtrain.step.state import TrainState
 
 MOST = 6  # steps of a dispatch
@@ -95,14 +96,15 @@ def state_of(params: Any, model_state: Any = ()) -> TrainState:
         ({}, state_of(shapes(4), {"mean": shapes(4)}), False),
         ({"mesh": MeshSpec(data=8)}, state_of(shapes(4)), False),
         ({"jit": False}, state_of(shapes(4)), False),
-        ({"exact": 8}, state_of(shapes(4)), False),
     ],
 )
 def test_steps_may_be_grouped_on_a_cpu_with_one_device(
     options: dict[str, Any], state: Any, expected: bool
 ) -> None:
     config = RunConfig(**(ONE | options))
-    assert may_group(config, make_placement(config), state) == expected
+    placement = make_placement(config)
+    assert may_group(config, placement, state) == expected
+    assert not may_group(config, placement, state, FixedOrder(placement, 8))
 
 
 @pytest.mark.parametrize(("processes", "expected"), [((0, 1), True), ((0, 0, 1, 1), False)])

@@ -37,8 +37,11 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
 from spmdtrain.record.lines import read_events
 from spmdtrain.sharding.mesh import resolve
-from spmdtrain.sharding.placement import make_placement, use_placement
+from spmdtrain.sharding.placement import Placement, make_placement, use_placement
 from spmdtrain.step.dispatch import Dispatch, Repeat
+from spmdtrain.step.exact import FixedOrder
+from spmdtrain.step.gradients import ANY_ORDER
+from spmdtrain.strategies import DEFAULT
 from spmdtrain.train import sentinel
 from spmdtrain.train.schedule import Schedule
 from spmdtrain.train.sentinel import FaultKind, GradientSums, Verdict, find_faulty, why_not_on
@@ -372,7 +375,9 @@ def test_a_job_is_restarted_only_on_devices_that_its_configuration_fits(
     devices: int, options: dict[str, Any], why: str | None
 ) -> None:
     config = resolve(RunConfig(**{"global_batch_size": 32} | options), batch_shards=2)
-    found = why_not_on(devices, config)
+    placement = Placement(DEFAULT, None)
+    order = ANY_ORDER if config.exact is None else FixedOrder(placement, config.exact)
+    found = why_not_on(devices, config, order)
     assert found is None if why is None else re.search(why, found or "")
 
 
