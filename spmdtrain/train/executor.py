@@ -155,11 +155,11 @@ class MeshExecutor(Executor):
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the compiled program of these steps, and the next batch."""
-        batch = next_batch(self._batches, state, self._run.logger.count_input_wait, steps[-1])
+        batch = next_batch(self._batches, state, self._run.logger.timer.count_wait, steps[-1])
         size = self._dispatch.program_steps(len(steps))
         if size not in self._compiled:
             self._compiled[size] = self._compile(size, batch, state)
-            self._run.logger.restart_timer(steps[0] - 1)
+            self._run.logger.timer.restart(steps[0] - 1)
         return self._compiled[size], batch
 
     def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:

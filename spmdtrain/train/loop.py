@@ -147,7 +147,7 @@ class LoopStep:
             loop.logger.log_header(loop.placement, state.params, program.summary)
             params, places = jax.tree.map(jax.typeof, state.params), self._plan.layout.shardings
             loop.logger.performance.describe(program, params, places.params, loop.placement)
-        loop.logger.restart_timer(loop.step)
+        loop.logger.timer.restart(loop.step)
         return program.call
 
 
@@ -421,7 +421,7 @@ class Loop:
         self._stack.callback(batches.close)
         with contextlib.closing(batches):
             for _ in self.steps():
-                yield rows_of(next_batch(batches, parts.state, parts.run.logger.count_input_wait))
+                yield rows_of(next_batch(batches, parts.state, parts.run.logger.timer.count_wait))
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset.
@@ -431,7 +431,7 @@ class Loop:
         """
         run = self._started().run
         self._boundary()  # an earlier iteration may have ended after a step
-        run.logger.restart_timer(self.step)
+        run.logger.timer.restart(self.step)
         # The bar belongs to the loop, because this generator may outlive it.
         self._bar.close()
         self._bar.enter_context(

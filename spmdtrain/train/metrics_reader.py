@@ -98,7 +98,7 @@ class MetricsReader:
         self._check_sound()
         while self._in_flight:
             self._read(*self._in_flight.popleft())
-        self._run.logger.pause_timer()
+        self._run.logger.timer.pause()
 
     def hash_last(self, step: int) -> None:
         """Logs the hash of the state after the last step, if that is due and not done.

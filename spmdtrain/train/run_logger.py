@@ -15,7 +15,7 @@ from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, end_interval, phase
-from spmdtrain.document.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
+from spmdtrain.document.terminal import LineColor, Terminal, duration, metric_texts, number
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.record.lines import (
     EVENTS_FILE,
@@ -79,12 +79,10 @@ class RunLogger:
         """Examples in one step; in a `Loop`, the examples of the batch that the user passes."""
         self.written = no_metrics()
         """The metrics that were written for epochs and evaluations, by split and step."""
-        self._rate, self._input_wait = Rate(), InputWait()
         self.performance, self.times = PerformanceLog(files), TimeAccount(files)
         self._hashes: LinesFile | None = None  # opened by the first hash
+        self.timer = StepTimer()
         self._devices: list[jax.Device] = []  # of this process
-        self._seconds = 0.0  # of training, up to the last pause
-        self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
     def begin(
@@ -164,32 +162,6 @@ class RunLogger:
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
             self.terminal.warning(f"bad records left out: {', '.join(counts)}")
 
-    def restart_timer(self, step: int) -> None:
-        """Counts the time from here on as training."""
-        self._rate.restart(step)
-        self.pause_timer()
-        self._since = time.perf_counter()
-        self._input_wait.restart(step, self._seconds)
-
-    def pause_timer(self) -> None:
-        """Stops counting the time as training until `restart_timer`."""
-        self._seconds, self._since = self.seconds, None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far, without evaluations, saves and compilation."""
-        now = time.perf_counter()
-        return self._seconds + (0.0 if self._since is None else now - self._since)
-
-    @property
-    def input_wait(self) -> float | None:
-        """Seconds of training in which the devices waited for batches; None if not measured."""
-        return self._input_wait.waited
-
-    def count_input_wait(self, seconds: float) -> None:
-        """Counts time in which the devices waited for a batch; 0 while the timer is paused."""
-        self._input_wait.count(0.0 if self._since is None else seconds)
-
     def count_value(self, name: str, value: int) -> None:
         """Counts a value that a step had; the next line of training has the counts by value."""
         self._counts.setdefault(name, Counter())[value] += 1
@@ -202,12 +174,11 @@ class RunLogger:
           done: The last step that is known to be done, for the speed.
         """
         self.latest[Split.TRAIN] = metrics
-        rate = self._rate.read(done)
+        rate, wait = self.timer.read(done)
         speed: Metrics = {}
         if rate is not None:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
-        wait = self._input_wait.read(done, self.seconds)
         is_chief = process_group.is_chief()  # others have neither files nor trackers
         curves = self._log_performance(step, done, speed, wait) if is_chief else {}
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
@@ -720,46 +691,68 @@ def goodput_line(times: RunTimes) -> str:
     return line
 
 
-# -- The time that the devices wait for batches ----------------------------------------------------
+# -- The time of the steps, and the part of it in which the devices wait for batches ---------------
 
 
-class InputWait:
-    """The share of the training time in which the devices waited for a batch.
+class StepTimer:
+    """The seconds of training without evaluations, saves and compilation, and the speed of steps.
 
-    As for `Rate`, each reading covers the time since the last one.
+    It is paused until the first `restart`. The speed of rich's `Progress` includes evaluations and
+    saves, and exists on a terminal only.
+
+    Args:
+      clock: Returns seconds.
     """
 
-    def __init__(self) -> None:
-        self._waited: float | None = None  # seconds; None if they are not counted
-        self.restart(0, 0.0)
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._before = 0.0  # seconds of training up to the last pause
+        self._since: float | None = None  # when it was restarted; None while it is paused
+        self.waited: float | None = None
+        """Seconds of training in which the devices waited for batches; None if not counted."""
+        self._read_from(0)
 
-    def restart(self, step: int, seconds: float) -> None:
-        """Starts a new measurement at `step`, when `seconds` were spent on training."""
-        self._step, self._seconds, self._before = step, seconds, self._waited or 0.0
+    def _read_from(self, step: int) -> None:
+        """Lets the next reading begin with `step`."""
+        self._rate: float | None = None
         self._share: float | None = None
+        self._rate_from = step, self._clock()
+        self._share_from = step, self._before, self.waited or 0.0
 
-    def count(self, seconds: float) -> None:
-        self._waited = (self._waited or 0.0) + seconds
+    def restart(self, step: int) -> None:
+        """Counts the time from here on as training; the next reading begins with `step`."""
+        self.pause()
+        self._read_from(step)
+        self._since = self._clock()
+
+    def pause(self) -> None:
+        """Stops counting the time as training until `restart`."""
+        self._before, self._since = self.seconds, None
 
     @property
-    def waited(self) -> float | None:
-        """Seconds of all waits; None if they are not counted."""
-        return self._waited
+    def seconds(self) -> float:
+        """Seconds of training so far."""
+        return self._before + (0.0 if self._since is None else self._clock() - self._since)
 
-    def read(self, step: int, seconds: float) -> float | None:
-        """Returns the share since the last reading, from 0 to 1, and starts a new measurement.
+    def count_wait(self, seconds: float) -> None:
+        """Counts time in which the devices waited for a batch; 0 while the timer is paused."""
+        self.waited = (self.waited or 0.0) + (0.0 if self._since is None else seconds)
 
-        The last reading is returned again if `step` has not changed, None if waits are not counted.
+    def read(self, step: int) -> tuple[float | None, float | None]:
+        """Returns the steps per second and the share of waits, from 0 to 1, since the last reading.
 
-        Args:
-          step: Number of steps so far.
-          seconds: Time spent on training so far.
+        If `step`, the number of steps so far, has not changed, they are those of the last reading
+        (None at first). The share is None if waits are not counted.
         """
-        if self._waited is not None and step > self._step and seconds > self._seconds:
-            share = min((self._waited - self._before) / (seconds - self._seconds), 1.0)
-            self.restart(step, seconds)
-            self._share = share
-        return self._share
+        now, seconds = self._clock(), self.seconds
+        first, began = self._rate_from
+        if step > first and now > began:
+            self._rate, self._rate_from = (step - first) / (now - began), (step, now)
+        first, spent, waited = self._share_from
+        if self.waited is not None and step > first and seconds > spent:
+            self._share = min((self.waited - waited) / (seconds - spent), 1.0)
+            self._share_from = step, seconds, self.waited
+        return self._rate, self._share
 
 
 def next_batch(

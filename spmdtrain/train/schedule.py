@@ -354,7 +354,7 @@ class Epochs:
         self._logger.log_epoch(step, found)
 
     def _count_seconds(self) -> None:
-        now = self._logger.seconds
+        now = self._logger.timer.seconds
         self.sums.seconds += now - self._counted
         self._counted = now
 
@@ -364,9 +364,10 @@ class Epochs:
         None if it is not measured. After a resume within the epoch, only the time since then
         counts.
         """
-        (seconds, waited), now = self._before, (self._counted, self._logger.input_wait or 0.0)
+        waits = self._logger.timer.waited
+        (seconds, waited), now = self._before, (self._counted, waits or 0.0)
         self._before = now
-        if self._logger.input_wait is None or now[0] <= seconds:
+        if waits is None or now[0] <= seconds:
             return None
         return min((now[1] - waited) / (now[0] - seconds), 1.0)
 

@@ -711,7 +711,7 @@ class Boundary:
         if preempted:
             run.signals.stop_if_received()
         if not last:
-            run.logger.restart_timer(step)
+            run.logger.timer.restart(step)
 
     def flush(self) -> None:
         """Waits for pending steps and reads their outputs."""
