@@ -335,9 +335,9 @@ class RunFiles:
             self._parsed = parsed
         return self._parsed
 
-    def recorded(self, split: Split, step: int) -> dict[str, float]:
-        """Returns the written metrics of a split at a step; `{}` if there are none."""
-        return self.history(split).get(step, {})
+    def recorded(self, step: int) -> dict[str, dict[str, float]]:
+        """Returns the written metrics at a step by split."""
+        return {line["split"]: _metrics_of(line) for line in self.lines() if line["step"] == step}
 
     def history(self, split: Split) -> dict[int, dict[str, float]]:
         """Returns the written metrics of a split by step."""

@@ -182,8 +182,9 @@ class MeshExecutor(Executor):
         trained, _ = functions.update.partition(state.params)
         logger.log_header(self._placement, state.params, program.summary, trained)
         params, places = functions.abstract_state.params, functions.shardings.params
-        logger.performance.describe(program, params, places, self._placement)
-        logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens
+        logger.performance.describe(
+            program, params, places, self._placement, counts_tokens=functions.loss_is_of_tokens
+        )
         return program.call
 
 

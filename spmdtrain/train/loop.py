@@ -638,7 +638,7 @@ class Loop:
             parts.last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
         logger = parts.run.logger
-        if not logger.read_metrics(Split(split), self.step):
+        if not logger.earlier_metrics(Split(split), self.step):
             logger.log_evaluation(Split(split), self.step, metrics)
 
     def log(

@@ -83,6 +83,8 @@ class RunLogger:
         self._hashes: LinesFile | None = None  # opened by the first hash
         self.timer = StepTimer()
         self._devices: list[jax.Device] = []  # of this process
+        # The step from which this start continues, and what earlier ones have written for it.
+        self._earlier: tuple[int, Mapping[str, Metrics]] = 0, {}
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
     def begin(
@@ -106,7 +108,7 @@ class RunLogger:
         if self.files:
             self.files.rewind(last)
             if (self.files.folder / HASHES_FILE).exists():
-                self._append_hash(ResumedAt(last))
+                self.log_hash(ResumedAt(last))
             self.files.write_config(
                 config_as_json(self.config),
                 mesh=placement.axes,
@@ -123,6 +125,8 @@ class RunLogger:
                 found = list(self.files.history(split).items()) if self.files else []
                 # Only process 0 has files.
                 self.written[split] = dict(process_group.broadcast(found))
+            at_step = self.files.recorded(step) if self.files else {}
+            self._earlier = step, process_group.broadcast(at_step)
 
     def log_header(
         self, placement: Placement, params: Any, program: str, trained: Any = None
@@ -175,29 +179,24 @@ class RunLogger:
         """
         self.latest[Split.TRAIN] = metrics
         rate, wait = self.timer.read(done)
-        speed: Metrics = {}
-        if rate is not None:
-            speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
-            speed["steps/s"] = rate
-        is_chief = process_group.is_chief()  # others have neither files nor trackers
-        curves = self._log_performance(step, done, speed, wait) if is_chief else {}
+        batch = self.batch_size
+        examples = None if rate is None or batch is None else rate * batch
+        curves = _NO_CURVES
+        if process_group.is_chief():  # others have neither files nor trackers
+            times = self.times.measure(done)
+            goodput = None if times is None else times.goodput
+            curves = self.performance.record(step, examples, rate, wait, goodput, self._devices)
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
         texts = metric_texts(self._shown(metrics))
-        texts += [f"{number(v)} {unit}" for unit, v in speed.items()]
+        texts += [] if examples is None else [f"{number(examples)} examples/s"]
+        texts += [] if rate is None else [f"{number(rate)} steps/s"]
         texts += [] if wait is None else [f"input_wait {wait:.1%}"]
         if self.terminal.has_bar:
             self.terminal.advance(step, texts)
         else:
             texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
             self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
-
-    def _log_performance(self, step: int, done: int, speed: Metrics, wait: float | None) -> Metrics:
-        """Writes a line of performance; returns its values as curves."""
-        times = self.times.measure(done)
-        goodput = None if times is None else times.goodput
-        examples, steps = speed.get("examples/s"), speed.get("steps/s")
-        return self.performance.record(step, examples, steps, wait, goodput, self._devices)
 
     def _shown(self, metrics: Metrics) -> Metrics:
         """Returns the metrics for the terminal: without norms, and without a constant rate."""
@@ -206,19 +205,21 @@ class RunLogger:
         )
         return {name: value for name, value in metrics.items() if name not in hidden}
 
-    def log_hash(self, found: StateHash) -> None:
-        """Writes the hash of the state after a step."""
-        self._append_hash(found)
-
-    def _append_hash(self, line: StateHash | ResumedAt) -> None:
+    def log_hash(self, line: StateHash | ResumedAt) -> None:
+        """Writes the hash of the state after a step, or from where hashes are written again."""
         if self.files:
             if self._hashes is None:
                 self._hashes = self.files.lines_file(HASHES_FILE)
             self._hashes.append(line.to_json())
 
-    def log_checkpoint(self, step: int) -> None:
-        """Logs that the state after `step` is being saved."""
+    def log_save(self, step: int, complete: int) -> None:
+        """Logs that the state after `step` is being saved.
+
+        `complete` is the step of the newest complete checkpoint, for the status file.
+        """
         self.times.log("checkpoint", step)
+        if self.files:
+            self.files.write_status(Status.RUNNING, complete)
 
     def log_fault(self, step: int, message: str) -> None:
         """Logs that in a step a device has computed other gradients than the other devices."""
@@ -295,18 +296,17 @@ class RunLogger:
         if self.files:
             self.files.write_metrics(step, split, metrics, counts, trajectory or "")
 
-    def read_metrics(self, split: Split, step: int) -> Metrics:
-        """Returns the metrics of a split at a step that this or an earlier start has written."""
-        found: Metrics = self.files.recorded(split, step) if self.files else {}
-        found = process_group.broadcast(found)  # only process 0 has files
+    def earlier_metrics(self, split: Split, step: int) -> Metrics:
+        """Returns the metrics of a split at a step that an earlier start has written.
+
+        They can only be of the step from which this start continues, because `begin` removes the
+        lines of later steps. They become the latest ones of the split.
+        """
+        first, by_split = self._earlier
+        found = by_split.get(split, {}) if step == first else {}
         if found:
             self.latest[split] = found
         return found
-
-    def log_save(self, step: int) -> None:
-        """Writes the step of the newest complete checkpoint to the status file."""
-        if self.files:
-            self.files.write_status(Status.RUNNING, step)
 
     def log_end(
         self,
@@ -366,65 +366,31 @@ def _size(arrays: Any) -> int:
 PyTree = Any
 
 
-class ProgramReport:
-    """The content of `program.json`, computed in a thread, so that the steps do not wait.
-
-    Args:
-      params: The parameters, or their shapes.
-      places: Their shardings; None if they are on parameter servers.
-    """
-
-    def __init__(
-        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
-    ) -> None:
-        self.peak = peak_flops(placement.devices[0].device_kind)
-        """Peak FLOP/s of a device; None if its chip is not known."""
-        self.devices = len(placement.devices)
-        executor = ThreadPoolExecutor(1, thread_name_prefix="program-report")
-        self._content: Future[dict[str, Any]] = executor.submit(
-            self._compute, program, params, places, placement
-        )
-        executor.shutdown(wait=False)
-
-    def content(self, *, wait: bool = False) -> dict[str, Any] | None:
-        """Returns the content of the report; without `wait`, None while it is computed."""
-        return self._content.result() if wait or self._content.done() else None
-
-    def _compute(
-        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
-    ) -> dict[str, Any]:
-        leaves, found = named_leaves(params), program.collectives
-        content: dict[str, Any] = {
-            "parameters": sum(math.prod(leaf.shape) for leaf in leaves.values()),
-            "flops_per_step": None,
-            "flops_convention": CONVENTION,
-            "peak_flops_per_device": self.peak,
-            "devices": self.devices,
-            "mesh": _axes(placement),
-            "collectives": [] if isinstance(found, str) else _totals(found),
-            "sharding": [] if places is None else _table(leaves, places),
-        }
-        if isinstance(found, str):
-            content["collectives_unknown"] = found
-        try:
-            content["flops_per_step"] = _flops(program)
-        except Exception as error:  # of an unusual program; a report must not end a run
-            content["flops_unknown"] = f"{type(error).__name__}: {error}"
-        return content
-
-
-def _flops(program: Program) -> float | None:
-    """Returns the model's FLOPs of one step, as `CONVENTION` defines them."""
-    if program.jaxpr is None or program.retrace is None:
-        return None
-    return model_flops(program.jaxpr, program.retrace).once / program.steps
-
-
-def _axes(placement: Placement) -> dict[str, int]:
-    """Returns the mesh axes with more than one device and their sizes."""
-    if placement.mesh is None:
-        return {}
-    return {str(name): size for name, size in placement.mesh.shape.items() if size > 1}
+def program_report(
+    program: Program, params: PyTree, places: PyTree | None, placement: Placement
+) -> dict[str, Any]:
+    """Returns the content of `program.json`; arguments as for `PerformanceLog.describe`."""
+    leaves, found = named_leaves(params), program.collectives
+    axes = {} if placement.mesh is None else placement.mesh.shape
+    content: dict[str, Any] = {
+        "parameters": sum(math.prod(leaf.shape) for leaf in leaves.values()),
+        "flops_per_step": None,
+        "flops_convention": CONVENTION,
+        "peak_flops_per_device": peak_flops(placement.devices[0].device_kind),
+        "devices": len(placement.devices),
+        "mesh": {str(name): size for name, size in axes.items() if size > 1},
+        "collectives": [] if isinstance(found, str) else _totals(found),
+        "sharding": [] if places is None else _table(leaves, places),
+    }
+    if isinstance(found, str):
+        content["collectives_unknown"] = found
+    try:
+        if program.jaxpr is not None and program.retrace is not None:
+            flops = model_flops(program.jaxpr, program.retrace).once
+            content["flops_per_step"] = flops / program.steps
+    except Exception as error:  # of an unusual program; a report must not end a run
+        content["flops_unknown"] = f"{type(error).__name__}: {error}"
+    return content
 
 
 def _totals(found: Sequence[Collective]) -> list[dict[str, Any]]:
@@ -472,12 +438,10 @@ class PerformanceLog:
     def __init__(self, files: RunFiles | None) -> None:
         self._files = files
         self._lines: LinesFile | None = None
-        self.loss_is_of_tokens = False
-        """Whether each weight of the loss belongs to a token, so that their sum counts tokens."""
+        self._counts_tokens = False
         self._weight, self._steps = 0.0, 0  # of the loss, since the last line
-        self._report: ProgramReport | None = None
-        self._flops: float | None = None  # of one step
-        self._is_written = False
+        self._report: Future[dict[str, Any]] | None = None
+        self._program: Mapping[str, Any] = {}  # the content of `program.json`, once it is written
 
     def count_weights(self, weights: Sequence[float]) -> None:
         """Counts the loss's weights, given as a sum for each of several steps."""
@@ -485,19 +449,36 @@ class PerformanceLog:
         self._steps += len(weights)
 
     def describe(
-        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
+        self,
+        program: Program,
+        params: PyTree,
+        places: PyTree | None,
+        placement: Placement,
+        *,
+        counts_tokens: bool = False,
     ) -> None:
-        """Starts to compute the report of the program; arguments as for `ProgramReport`."""
-        if self._files is not None and self._report is None:
-            self._report = ProgramReport(program, params, places, placement)
+        """Computes the report of the run's first program, in a thread: the steps do not wait.
+
+        Args:
+          params: The parameters, or their shapes.
+          places: Their shardings; None if they are on parameter servers.
+          counts_tokens: Whether each weight of the loss belongs to a token, so that their sum
+            counts tokens.
+        """
+        self._counts_tokens = counts_tokens
+        if self._files is None or self._report is not None:
+            return
+        executor = ThreadPoolExecutor(1, thread_name_prefix="program-report")
+        self._report = executor.submit(program_report, program, params, places, placement)
+        executor.shutdown(wait=False)
 
     def write_program(self, *, wait: bool = False) -> None:
         """Writes `program.json` once it is computed; waits for that if `wait`."""
-        if self._is_written or self._report is None or self._files is None:
+        if self._program or self._report is None or self._files is None:
             return
-        if (content := self._report.content(wait=wait)) is not None:
-            self._is_written, self._flops = True, content["flops_per_step"]
-            self._files.write_report(PROGRAM_REPORT, content)
+        if wait or self._report.done():
+            self._program = self._report.result()
+            self._files.write_report(PROGRAM_REPORT, self._program)
 
     def record(
         self,
@@ -517,11 +498,20 @@ class PerformanceLog:
           devices: The devices of this process.
         """
         self.write_program()
+        tokens = utilization = None
+        if steps_per_second is not None:
+            if self._counts_tokens and self._steps:
+                tokens = steps_per_second * self._weight / self._steps
+            flops, peak = (
+                self._program.get(x) for x in ("flops_per_step", "peak_flops_per_device")
+            )
+            if flops and peak:
+                utilization = flops * steps_per_second / (peak * self._program["devices"])
         known = {
             "examples_per_second": examples_per_second,
             "steps_per_second": steps_per_second,
-            "tokens_per_second": self._tokens(steps_per_second),
-            "model_flops_utilization": self._utilization(steps_per_second),
+            "tokens_per_second": tokens,
+            "model_flops_utilization": utilization,
             "input_wait": input_wait,
             "device_memory_bytes": peak_memory(devices),
             "goodput": goodput,
@@ -533,17 +523,6 @@ class PerformanceLog:
                 self._lines = self._files.lines_file(PERFORMANCE_FILE)
             self._lines.append({"step": step, "time": time.time()} | values)
         return {f"{_TAGS.get(name, 'speed')}/{name}": value for name, value in values.items()}
-
-    def _tokens(self, steps_per_second: float | None) -> float | None:
-        if steps_per_second is None or not self.loss_is_of_tokens or not self._steps:
-            return None
-        return steps_per_second * self._weight / self._steps
-
-    def _utilization(self, steps_per_second: float | None) -> float | None:
-        report = self._report
-        if steps_per_second is None or report is None or not report.peak or not self._flops:
-            return None
-        return self._flops * steps_per_second / (report.peak * report.devices)
 
 
 def peak_memory(devices: Any) -> int | None:
@@ -624,7 +603,7 @@ class TimeAccount:
             lost[kind] = lost.get(kind, 0.0) + seconds
         productive = self._earlier.productive + own.productive
         if event["time"] - self._written_at >= _INTERVAL:
-            self._write_phases(event)
+            self._write(event)
         return RunTimes(max(0.0, event["time"] - self._began), productive, lost)
 
     def log(self, event: Literal["checkpoint", "evaluation"], step: int) -> None:
@@ -632,7 +611,7 @@ class TimeAccount:
         if self._own:
             self._step = max(self._step, step)
             self._write({"time": self._clock(), "event": event, "step": step})
-            self._write_phases(self._now())
+            self._write(self._now())
 
     def log_fault(self, step: int, reason: str) -> None:
         """Writes that in a step a device has computed other gradients than the other devices."""
@@ -650,7 +629,7 @@ class TimeAccount:
         if not self._own or self._ended:
             return
         self._ended = True
-        self._write_phases(self._now())
+        self._write(self._now())
         end: RunEvent = {"time": self._clock(), "event": "end", "status": status}
         end |= {"reason": reason or ""}
         self._write(end if step is None else end | {"step": step})
@@ -663,11 +642,9 @@ class TimeAccount:
         plain = {str(phase): round(seconds.get(phase, 0.0), 6) for phase in _PHASES}
         return {"time": self._clock(), "event": "phases", "step": self._step, "seconds": plain}
 
-    def _write_phases(self, event: RunEvent) -> None:
-        self._written_at = event["time"]
-        self._write(event)
-
     def _write(self, event: RunEvent) -> None:
+        if event["event"] == "phases":
+            self._written_at = event["time"]
         if self._lines is not None:
             self._lines.append(event)
 

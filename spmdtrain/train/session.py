@@ -509,7 +509,7 @@ class RunSession:
         # `checkpoint_every_seconds` may have triggered a save at that step.
         by_clock = self.config.checkpoint_every_seconds is not None
         saved = self.schedule.saves_by_count(step) or by_clock
-        written = self.logger.read_metrics(Split.EVAL, step)  # in all processes
+        written = self.logger.earlier_metrics(Split.EVAL, step)  # in all processes
         # Also if it is written: an earlier start may have failed before the next save, and the
         # callbacks of the checkpoint have not seen the evaluation.
         missed = not written or not self.start_is_evaluated
@@ -550,8 +550,7 @@ class RunSession:
             )
         progress.saved(self.saved_step)
         self.schedule.saved()
-        self.logger.log_checkpoint(step)
-        self.logger.log_save(self.saved_step)
+        self.logger.log_save(step, self.saved_step)
 
     def wait_for_save(self) -> None:
         """Waits until the save in progress is complete; raises its error."""
@@ -567,11 +566,11 @@ class RunSession:
         """
         self.wait_for_save()  # if it has failed, the run must not be logged as finished
         logger = self.logger
-        if self.test is not None and not logger.read_metrics(Split.TEST, step):
+        if self.test is not None and not logger.earlier_metrics(Split.TEST, step):
             logger.log_evaluation(Split.TEST, step, evaluate(self.test))
         for split in (Split.TRAIN, Split.EVAL):
             if not logger.latest[split]:  # no step was left: use what an earlier start has written
-                logger.read_metrics(split, step)
+                logger.earlier_metrics(split, step)
         logger.log_end(Status.FINISHED, step)
         return logger.latest[Split.TEST]
 
