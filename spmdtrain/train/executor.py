@@ -89,11 +89,8 @@ class DeviceExamples:
         self._placement, self._terminal = placement, terminal
         self._last: tuple[Dataset, PyTree] | None = None
 
-    def __call__(self, config: RunConfig, run: RunSession) -> PyTree:
-        """Returns all examples of a run on the devices; None without `data_on_device`."""
-        if not config.data_on_device:
-            return None
-        dataset = run.train_dataset
+    def __call__(self, dataset: Dataset) -> PyTree:
+        """Returns all examples of a dataset on the devices."""
         if self._last is None or self._last[0] is not dataset:
             self._last = None  # first, because the devices need not hold the old ones as well
             with self._terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
@@ -146,7 +143,7 @@ class MeshExecutor(Executor):
             workers=config.data_workers,
             sizes=map(len, run.schedule.dispatches(first)),
             most_steps=dispatch.steps if dispatch.is_counted else None,
-            arrays=examples(config, run),
+            arrays=examples(run.train_dataset) if config.data_on_device else None,
             step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
             progress=run.stream_progress,
