@@ -45,13 +45,10 @@ from spmdtrain.xla.collectives import Collective
 # -- The log of a run: lines on the terminal and files in the workdir ------------------------------
 
 Metrics = dict[str, float]
+Written = dict[Split, dict[int, Metrics]]
+"""Metrics by split and step."""
 _NO_CURVES: Mapping[str, float] = {}
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
-
-
-def no_metrics() -> dict[Split, dict[int, Metrics]]:
-    """Returns empty metrics of the splits whose metrics are kept."""
-    return {Split.EPOCH: {}, Split.EVAL: {}}
 
 
 class RunLogger:
@@ -77,8 +74,8 @@ class RunLogger:
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
         """Examples in one step; in a `Loop`, the examples of the batch that the user passes."""
-        self.written = no_metrics()
-        """The metrics that were written for epochs and evaluations, by split and step."""
+        self.written: Written = {Split.EPOCH: {}, Split.EVAL: {}}
+        """The metrics that were written for epochs and evaluations."""
         self.performance, self.times = PerformanceLog(files), TimeAccount(files)
         self._hashes: LinesFile | None = None  # opened by the first hash
         self.timer = StepTimer()

@@ -373,20 +373,16 @@ class Epochs:
 
     def result(self, step: int) -> FitResult:
         """Returns the result of a fit that ends after `step`."""
-        latest = self._logger.latest
-        train, seen, tested = latest[Split.TRAIN], latest[Split.EVAL], latest[Split.TEST]
-        return FitResult(step, train, seen, tested, self.history())
-
-    def history(self) -> History:
-        """Returns the metrics that were written for epochs and evaluations."""
-        written = self._logger.written
-        return History(
+        latest, written = self._logger.latest, self._logger.written
+        history = History(
             [{"step": step} | metrics for step, metrics in sorted(written[Split.EPOCH].items())],
             [
                 {"step": step, "epoch": self.completed(step)} | metrics
                 for step, metrics in sorted(written[Split.EVAL].items())
             ],
         )
+        train, seen, tested = latest[Split.TRAIN], latest[Split.EVAL], latest[Split.TEST]
+        return FitResult(step, train, seen, tested, history)
 
 
 def known_rate(config: RunConfig, opt_state: PyTree) -> float | None:

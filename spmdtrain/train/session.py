@@ -58,7 +58,7 @@ from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
-from spmdtrain.train.callbacks import CallbackStates
+from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, FrozenMetrics
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
 
@@ -330,9 +330,9 @@ class RunSession:
     checkpoints: Checkpoints | None
     signals: StopSignals
     epochs: Epochs
+    callbacks: CallbackRunner
     base: BaseModel | None = None
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
-    callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
     is_new: bool = True
     """Whether this start continues no run. Lines in the workdir then belong to other runs."""
@@ -350,10 +350,9 @@ class RunSession:
         trained: Trainable,
         terminal: Terminal,
         clock: Callable[[], float],
+        callbacks: CallbackRunner,
         trackers: Sequence[Tracker] = (),
         functions: Mapping[str, CodeRecord] | None = None,
-        *,
-        may_add_metrics: bool = False,
     ) -> "RunSession":
         """Checks the inputs of a run and opens its files.
 
@@ -362,9 +361,9 @@ class RunSession:
           splits: Datasets or arrays by name: "train", "validation" and "test".
           trained: Gives the abstract state (shapes and dtypes) and its shardings.
           clock: Returns seconds, for `checkpoint_every_seconds`.
+          callbacks: The callbacks of the trainer or loop.
           trackers: The user's own trackers.
           functions: Records of the user's functions by their use.
-          may_add_metrics: Whether callbacks may add metrics to an evaluation.
 
         Raises:
           UserError: If an input is wrong, or the processes have different ones.
@@ -375,7 +374,8 @@ class RunSession:
         if isinstance(train, ShardedStream):
             stack.callback(train.close)
         data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
-        total = check_inputs(config, train, data, trained, may_add_metrics=may_add_metrics)
+        may_add = callbacks.may_add_metrics
+        total = check_inputs(config, train, data, trained, may_add_metrics=may_add)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
         identity = identity_of(config, train, trained, functions or {})
@@ -421,6 +421,7 @@ class RunSession:
             checkpoints=checkpoints,
             signals=signals,
             epochs=Epochs(config, size, logger, rate),
+            callbacks=callbacks,
             base=trained.base,
         )
         stack.enter_context(run.long_lived)
@@ -479,10 +480,6 @@ class RunSession:
         new = process_group.broadcast(self.identity.branched(after))
         self.identity = dataclasses.replace(self.identity, trajectories=new)
 
-    def due(self, step: int) -> Due:
-        """Returns what is due after a step; all processes call it after the same steps."""
-        return self.schedule.due(step, preempted=self.signals.stop_requested())
-
     @property
     def train_data(self) -> TrainingData:
         """The training data; raises `UserError` if the `Loop` has none."""
@@ -525,12 +522,11 @@ class RunSession:
 
     # -- saving --------------------------------------------------------------------------------
 
-    def save(self, state: TrainState, step: int, metrics: Metrics | None, *, stopped: bool) -> None:
-        """Starts to save the state after `step`.
+    def save(self, state: TrainState, step: int, metrics: Metrics | None) -> None:
+        """Starts to save the state after `step`, and calls the callbacks of the checkpoint.
 
-        Args:
-          metrics: The metrics of its evaluation; None if there was none.
-          stopped: Whether `stop()` ends the run with this step.
+        `metrics` are the metrics of its evaluation; None if there was none. Without a workdir it
+        does nothing.
         """
         if self.checkpoints is None:
             return
@@ -542,15 +538,16 @@ class RunSession:
                 step,
                 self.identity,
                 metrics,
-                stopped=stopped,
+                stopped=self.callbacks.stop_requested,
                 epoch=self.epochs.to_json(),
-                callbacks=self.callback_states.to_json(),
+                callbacks=self.callbacks.states.to_json(),
                 positions=self.stream_progress.at(step),
                 wait_for_files=self.logger.trackers.flush(),
             )
         progress.saved(self.saved_step)
         self.schedule.saved()
         self.logger.log_save(step, self.saved_step)
+        self.callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
 
     def wait_for_save(self) -> None:
         """Waits until the save in progress is complete; raises its error."""
@@ -667,7 +664,7 @@ class Boundary:
     """The boundary between two steps of a run, at which it evaluates, saves and stops.
 
     `pass_step` has the order; the other methods are its parts. The defaults are those of a `Loop`,
-    which has no callbacks of epochs, and whose steps are all dispatched by this process.
+    whose steps are all dispatched by this process.
     """
 
     def __init__(self, run: RunSession, reader: "MetricsReader") -> None:
@@ -683,19 +680,22 @@ class Boundary:
         Raises:
           PreemptedExit: If a signal asks the run to stop; the state is saved.
         """
-        run, schedule = self.run, self.run.schedule
+        run, schedule, callbacks = self.run, self.run.schedule, self.run.callbacks
         # First: no state is evaluated or saved before its own finite flag is known.
         self.flush()
         evaluates = due.evaluate
         if due.epoch_end:
-            self.end_epoch(step, evaluates=evaluates)
-        if self.stop_requested():  # by a callback, after `due` was computed
+            written = run.logger.written[Split.EPOCH].get(step, {})
+            means = FrozenMetrics({"epoch": run.epochs.completed(step)} | written)
+            last, event = step == schedule.total, CallbackEvent.EPOCH_END
+            callbacks(event, step, means, evaluates=evaluates, is_last=last)
+        if callbacks.stop_requested:  # by a callback, after `due` was computed
             schedule.total = step
             evaluates = schedule.should_evaluate(step, saved=due.save)
         # Evaluation comes before the save, which records the metrics of the state.
         metrics = self.evaluate(step, is_due=evaluates)
         # During the evaluation, a callback or a signal may have asked to stop.
-        if self.stop_requested():
+        if callbacks.stop_requested:
             schedule.total = step
         preempted = run.signals.stop_requested()
         if preempted or due.save or schedule.should_save(step):
@@ -715,13 +715,6 @@ class Boundary:
     def flush(self) -> None:
         """Waits for pending steps and reads their outputs."""
         self.reader.flush()
-
-    def end_epoch(self, step: int, *, evaluates: bool) -> None:
-        """Calls the callbacks of an epoch; `evaluates` is whether an evaluation of it follows."""
-
-    def stop_requested(self) -> bool:
-        """Returns whether `stop()` was called, so that the run ends with this step."""
-        raise NotImplementedError
 
     def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
         """Returns the metrics of the evaluation of a step; None if there is none."""

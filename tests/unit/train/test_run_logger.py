@@ -1,5 +1,6 @@
 """The log of a run: its performance, waits and phases, its events, media and profile."""
 
+import contextlib
 import json
 import os
 import re
@@ -580,7 +581,7 @@ def test_a_trace_is_in_the_workdir_of_the_home_folder(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     config = RunConfig(steps=1, workdir="~/run", profile_steps="1:1")
-    with ProfiledSteps(config, 0, print) as profile:
+    with contextlib.closing(ProfiledSteps(config, 0, print)) as profile:
         profile.before(1)
         profile.after(1, jnp.ones(1))
     assert list((tmp_path / "home" / "run").rglob("*.xplane.pb"))
