@@ -174,15 +174,14 @@ class RunFiles:
         self._clock, self._synced_at = clock, clock()
         with contextlib.ExitStack() as stack:
             try:
-                if not is_url(workdir):
-                    self.folder.mkdir(parents=True, exist_ok=True)
                 # Creating the lock also checks that the workdir is writable.
-                if is_url(workdir):
+                if is_remote := is_url(workdir):
                     (self.folder / writer.file(".lock")).write_text("")
                 else:
+                    self.folder.mkdir(parents=True, exist_ok=True)
                     self._lock = WorkdirLock(self.folder, writer.file(".lock"), writer, report)
                     stack.callback(self._lock.close)
-                self.local = self._local_folder(stack)
+                self.local = self._copied_folder(stack) if is_remote else Path(self.folder)
                 """The local folder whose files `sync` copies to a remote workdir; otherwise the
                 workdir itself."""
                 self._lines_name = writer.file("metrics", ".jsonl")
@@ -201,10 +200,8 @@ class RunFiles:
             with contextlib.suppress(UserError):  # it is replaced
                 self.sentinel = (status_of(workdir) or {}).get("sentinel")
 
-    def _local_folder(self, stack: contextlib.ExitStack) -> Path:
-        """Returns the local folder of metrics and media; `stack` deletes it if it is temporary."""
-        if not is_url(self.folder):
-            return Path(self.folder)
+    def _copied_folder(self, stack: contextlib.ExitStack) -> Path:
+        """Returns a temporary folder, which `stack` deletes, with the lines of media."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spmdtrain-")))
         if (lines := self.folder / MEDIA_LINES).exists():
             (folder / MEDIA_LINES).write_bytes(read_bytes(lines, LARGEST_LOG))
