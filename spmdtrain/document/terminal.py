@@ -84,34 +84,6 @@ class LineColor(enum.StrEnum):
     WARNING = "yellow"
 
 
-class Rate:
-    """Steps per second since the last reading.
-
-    Call `restart` after evaluations and saves, so that only training is measured. The speed of
-    rich's `Progress` includes them, and exists on a terminal only.
-    """
-
-    def __init__(self) -> None:
-        self.restart(0)
-
-    def restart(self, step: int) -> None:
-        """Starts a new measurement at `step`."""
-        self._step, self._time = step, time.perf_counter()
-        self._rate: float | None = None
-
-    def read(self, step: int) -> float | None:
-        """Returns the steps per second since the last reading, and starts a new measurement.
-
-        If `step`, the number of steps so far, has not changed, the result is the last reading (None
-        at first).
-        """
-        now, steps = time.perf_counter(), step - self._step
-        if steps > 0 and now > self._time:
-            self._rate = steps / (now - self._time)
-            self._step, self._time = step, now
-        return self._rate
-
-
 class _Since:
     """A text with the seconds since it was created."""
 

@@ -112,7 +112,7 @@ class ServerExecutor(Executor):
         program = Program(self._wait, "", collectives="each worker compiles its own step")
         placement = make_placement(run.config)
         run.logger.performance.describe(program, state.params, None, placement)
-        run.logger.restart_timer(first)
+        run.logger.timer.restart(first)
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, int]:
         """Returns the number of the next batch; workers receive batches up to the next due step."""

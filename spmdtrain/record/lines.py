@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
@@ -46,8 +46,33 @@ def errors_of_writing(path: epath.Path) -> Iterator[None]:
         raise StorageError(f"{path} cannot be written: {one_line(error)}") from error
 
 
-class LineAppender:
-    """A local file to which complete lines are appended.
+def read_if_exists(path: epath.Path, most: int) -> bytes | None:
+    """Returns the content of a file of at most `most` bytes; None if there is no file.
+
+    Raises:
+      StorageError: If the file cannot be read.
+      UserError: If it is not a regular file, or too large.
+    """
+    try:
+        return read_bytes(path, most)
+    except FileNotFoundError:
+        return None
+    except UserError:
+        raise
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def read_lines(path: epath.Path) -> list[bytes]:
+    """Returns the lines of a file that end with a line feed, without it; none if there is no file.
+
+    Raises as `read_if_exists` does.
+    """
+    return (read_if_exists(path, LARGEST_LOG) or b"").split(b"\n")[:-1]
+
+
+class LinesFile:
+    """A file to which complete lines are appended, also over several starts of a run.
 
     A line is written at once, without a buffer, so that no line is lost if the process is killed.
     The file is closed after each line, because a network file system may report errors and show
@@ -55,97 +80,88 @@ class LineAppender:
     would take most of the time of a line.
 
     Args:
-      name: The name of the file, which may not exist yet.
-      complete: Number of bytes of its complete lines.
+      local: The local folder of the file, which may not exist yet.
+      name: The name of the file.
+      workdir: The folder of the run. If it is a URL, an earlier content is copied from there first.
       check_lock: Raises if another run may be writing to the folder: its file would be truncated.
+
+    Raises:
+      UserError: If it is not a regular file.
+      Exception: If an earlier content cannot be read (see `failures`).
     """
 
     def __init__(
-        self, folder: Path, name: str, complete: int, check_lock: Callable[[], None]
+        self, local: Path, name: str, workdir: epath.Path, check_lock: Callable[[], None]
     ) -> None:
-        self._folder, self._name, self._complete = folder, name, complete
-        self._check_lock = check_lock
-        self._path = os.path.join(folder, name)
+        self._folder, self._name, self._check_lock = local, name, check_lock
+        self._path, self._local_path = workdir / name, os.path.join(local, name)
         self._file: int | None = None
         self._appended_at = -_KEPT_OPEN
+        before = b""
+        with contextlib.suppress(FileNotFoundError):
+            before = read_bytes(self._path, LARGEST_LOG)
+            if epath.Path(local) != workdir:
+                (local / name).write_bytes(before)
+        self._complete = before.rfind(b"\n") + 1  # bytes of the complete lines
 
-    def append(self, line: bytes) -> None:
-        """Writes a line, which includes its line feed.
-
-        Raises:
-          OSError: If it cannot be written. The next call removes the part that was written.
-          StorageError: If the lock of the folder is lost.
-        """
-        before, self._appended_at = self._appended_at, time.monotonic()
+    def read(self) -> list[bytes]:
+        """Returns the complete lines, without line feeds."""
         try:
-            if not self._is_open():
-                self._open()
-            assert self._file is not None
-            left = memoryview(line)
-            while left:
-                left = left[os.write(self._file, left) :]
-        except BaseException:
-            self.close()
-            raise
-        self._complete += len(line)
-        if self._appended_at - before >= _KEPT_OPEN:
-            self.close()
-
-    def _is_open(self) -> bool:
-        """Returns whether the file is open, and was not removed or replaced since."""
-        if self._file is None:
-            return False
-        try:
-            current = os.lstat(self._path)
+            return read_bytes(epath.Path(self._local_path), LARGEST_LOG).split(b"\n")[:-1]
         except FileNotFoundError:
-            return False
-        return os.path.samestat(current, os.fstat(self._file))
+            return []
 
-    def _open(self) -> None:
-        """Opens the file, and removes an incomplete line, which a kill or a full disk may leave."""
+    def append(self, content: Mapping[str, Any]) -> None:
+        """Appends a line with JSON values.
+
+        Raises `StorageError` if it cannot be written, or if the lock of the folder is lost. The
+        next call removes the part that was written.
+        """
+        line = json.dumps(content).encode() + b"\n"
+        before, self._appended_at = self._appended_at, time.monotonic()
+        with errors_of_writing(self._path):
+            try:
+                left, file = memoryview(line), self._open()
+                while left:
+                    left = left[os.write(file, left) :]
+            except BaseException:
+                self.close()
+                raise
+            self._complete += len(line)
+            if self._appended_at - before >= _KEPT_OPEN:
+                self.close()
+
+    def _open(self) -> int:
+        """Returns the open file, which is opened again if it was removed or replaced.
+
+        Removes an incomplete line, which a kill or a full disk may leave.
+        """
+        if self._file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self._local_path), os.fstat(self._file)):
+                    return self._file
         self.close()
         self._check_lock()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self._file = no_follow.open_file(self._folder, self._name, flags)
-        self._complete = min(self._complete, os.fstat(self._file).st_size)
-        os.ftruncate(self._file, self._complete)
+        self._file = file = no_follow.open_file(self._folder, self._name, flags)
+        self._complete = min(self._complete, os.fstat(file).st_size)
+        os.ftruncate(file, self._complete)
+        return file
+
+    def replace(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Replaces all lines; raises `StorageError` as `append` does."""
+        self._check_lock()
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        self.close()
+        with errors_of_writing(self._path):
+            no_follow.write(self._folder, self._name, lambda file: file.write(content))
+        self._complete = len(content)
 
     def close(self) -> None:
         """Closes the file until the next line."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-
-class LinesFile:
-    """A file to which complete lines are appended, also over several starts of a run.
-
-    `local` is the local folder of the file. If the workdir is a URL, an earlier content is copied
-    from there first. `check_lock` is as for `LineAppender`.
-    """
-
-    def __init__(
-        self, local: Path, name: str, workdir: epath.Path, check_lock: Callable[[], None]
-    ) -> None:
-        self._path = workdir / name
-        try:
-            before = read_bytes(self._path, LARGEST_LOG)
-            if epath.Path(local) != workdir:
-                (local / name).write_bytes(before)
-        except FileNotFoundError:
-            before = b""
-        except failures(self._path) as error:
-            raise StorageError(f"{self._path} cannot be read: {one_line(error)}") from error
-        self._lines = LineAppender(local, name, before.rfind(b"\n") + 1, check_lock)
-
-    def append(self, content: Mapping[str, Any]) -> None:
-        """Appends a line with JSON values; raises `StorageError` if the file cannot be written."""
-        with errors_of_writing(self._path):
-            self._lines.append(json.dumps(content).encode() + b"\n")
-
-    def close(self) -> None:
-        """Closes the file until the next line."""
-        self._lines.close()
 
 
 # -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
@@ -177,15 +193,7 @@ def read_events(workdir: str) -> list[RunEvent]:
       UserError: If it is not a regular file.
     """
     path = folder_of(workdir) / EVENTS_FILE
-    try:
-        lines = read_bytes(path, LARGEST_LOG).split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    except UserError:
-        raise
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-    events = [_parsed_event(epath.Path(path).name, line) for line in lines]
+    events = [_parsed_event(path.name, line) for line in read_lines(path)]
     return [event for event in events if event is not None]
 
 
@@ -371,16 +379,8 @@ def read_hashes(workdir: str) -> dict[int, StateHash]:
       UserError: If it is not a regular file.
     """
     path = folder_of(workdir) / HASHES_FILE
-    try:
-        lines = read_bytes(path, LARGEST_LOG).split(b"\n")[:-1]
-    except FileNotFoundError:
-        return {}
-    except UserError:
-        raise
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
     found: dict[int, StateHash] = {}
-    for line in lines:
+    for line in read_lines(path):
         if (each := _parsed_hash(path, line)) is None:
             continue
         last = each.step if isinstance(each, ResumedAt) else each.step - 1

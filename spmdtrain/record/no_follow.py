@@ -149,28 +149,27 @@ def _parent(root: Root, name: str) -> Iterator[tuple[int | None, str]]:
     if not _RELATIVE:
         yield None, str(Path(root, name))
         return
-    with contextlib.ExitStack() as stack, _named_links(root, name):
-        parent = os.open(root, _FOLDER)
-        stack.callback(os.close, parent)
-        for folder in folders:
-            parent = os.open(folder, _FOLDER | _NOFOLLOW, dir_fd=parent)
+    with contextlib.ExitStack() as stack:
+        try:
+            parent = os.open(root, _FOLDER)
             stack.callback(os.close, parent)
-        yield parent, last
+            for folder in folders:
+                parent = os.open(folder, _FOLDER | _NOFOLLOW, dir_fd=parent)
+                stack.callback(os.close, parent)
+            yield parent, last
+        except OSError as error:
+            _name_link(error, root, name)
+            raise
 
 
-@contextlib.contextmanager
-def _named_links(root: Root, name: str) -> Iterator[None]:
-    """Changes errors to name the link that caused them, or else the full path."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            path = Path(root)
-            for part in name.split("/"):
-                path /= part
-                if path.is_symlink():
-                    reason = "a symbolic link, through which a run writes nothing: remove it"
-                    raise OSError(errno.ELOOP, reason, str(path)) from error
-        if error.filename is not None and error.errno is not None:
-            error.filename = str(Path(root, name))
-        raise
+def _name_link(error: OSError, root: Root, name: str) -> None:
+    """Raises an error that names the link that caused `error`; else gives it the full path."""
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        path = Path(root)
+        for part in name.split("/"):
+            path /= part
+            if path.is_symlink():
+                reason = "a symbolic link, through which a run writes nothing: remove it"
+                raise OSError(errno.ELOOP, reason, str(path)) from error
+    if error.filename is not None and error.errno is not None:
+        error.filename = str(Path(root, name))

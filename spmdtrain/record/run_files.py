@@ -20,7 +20,13 @@ from etils import epath
 
 from spmdtrain.errors import StorageError, UserError, foreign, version_of
 from spmdtrain.record import no_follow
-from spmdtrain.record.lines import LineAppender, LinesFile, errors_of_writing, finite_or_null
+from spmdtrain.record.lines import (
+    LinesFile,
+    errors_of_writing,
+    finite_or_null,
+    read_if_exists,
+    read_lines,
+)
 from spmdtrain.record.storage import failures, folder_of, is_url, one_line, source_digest
 from spmdtrain.record.validation import (
     LARGEST_LOG,
@@ -158,10 +164,8 @@ class RunFiles:
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._lines_name = writer.file("metrics", ".jsonl")
         self.folder = folder_of(workdir)
         self._lock: WorkdirLock | None = None
-        self._lines = self.folder / self._lines_name
         self._parsed: list[dict[str, Any]] | None = None  # the lines that the file has
         self._status_lock, self._failed = threading.Lock(), False
         self.sentinel: SentinelStatus | None = None
@@ -170,19 +174,18 @@ class RunFiles:
         self._clock, self._synced_at = clock, clock()
         with contextlib.ExitStack() as stack:
             try:
-                if not is_url(workdir):
-                    self.folder.mkdir(parents=True, exist_ok=True)
                 # Creating the lock also checks that the workdir is writable.
-                if is_url(workdir):
+                if is_remote := is_url(workdir):
                     (self.folder / writer.file(".lock")).write_text("")
                 else:
+                    self.folder.mkdir(parents=True, exist_ok=True)
                     self._lock = WorkdirLock(self.folder, writer.file(".lock"), writer, report)
                     stack.callback(self._lock.close)
-                self.local = self._local_folder(stack)
+                self.local = self._copied_folder(stack) if is_remote else Path(self.folder)
                 """The local folder whose files `sync` copies to a remote workdir; otherwise the
                 workdir itself."""
-                self._metrics = self.local / self._lines_name
-                self._appender = self._new_appender()
+                self._lines_name = writer.file("metrics", ".jsonl")
+                self._lines = LinesFile(self.local, self._lines_name, self.folder, self.check_lock)
             except (FileExistsError, NotADirectoryError) as error:
                 raise UserError(f"workdir {workdir} is not a folder: {one_line(error)}") from error
             except StorageError:  # in use
@@ -191,32 +194,18 @@ class RunFiles:
                 may_pass = getattr(error, "errno", None) in _MAY_PASS
                 kind = StorageError if may_pass else UserError
                 raise kind(f"workdir {workdir} cannot be written: {one_line(error)}") from error
-            stack.callback(lambda: self._appender.close())
+            stack.callback(self._lines.close)
             self._closing = stack.pop_all()
         if writer is Writer.TRAINING:
             with contextlib.suppress(UserError):  # it is replaced
                 self.sentinel = (status_of(workdir) or {}).get("sentinel")
 
-    def _local_folder(self, stack: contextlib.ExitStack) -> Path:
-        """Returns the local folder of metrics and media; `stack` deletes it if it is temporary."""
-        if not is_url(self.folder):
-            return Path(self.folder)
+    def _copied_folder(self, stack: contextlib.ExitStack) -> Path:
+        """Returns a temporary folder, which `stack` deletes, with the lines of media."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spmdtrain-")))
-        for name in (self._lines_name, MEDIA_LINES):
-            if (lines := self.folder / name).exists():
-                (folder / name).write_bytes(read_bytes(lines, LARGEST_LOG))
+        if (lines := self.folder / MEDIA_LINES).exists():
+            (folder / MEDIA_LINES).write_bytes(read_bytes(lines, LARGEST_LOG))
         return folder
-
-    def _new_appender(self) -> LineAppender:
-        """Returns an appender that follows the complete lines of the metrics."""
-        complete = self._read_metrics().rfind(b"\n") + 1
-        return LineAppender(self.local, self._lines_name, complete, self.check_lock)
-
-    def _read_metrics(self) -> bytes:
-        try:
-            return read_bytes(epath.Path(self._metrics), LARGEST_LOG)
-        except FileNotFoundError:
-            return b""
 
     def write_config(
         self,
@@ -255,7 +244,10 @@ class RunFiles:
 
     def lines_file(self, name: str) -> LinesFile:
         """Returns a further file of JSON lines, which `sync` copies like the metrics."""
-        lines = LinesFile(self.local, name, self.folder, self.check_lock)
+        try:
+            lines = LinesFile(self.local, name, self.folder, self.check_lock)
+        except failures(self.folder) as error:
+            raise StorageError(f"{self.folder / name} cannot be read: {one_line(error)}") from error
         self._closing.callback(lines.close)
         return lines
 
@@ -301,10 +293,8 @@ class RunFiles:
             name + COUNTS_SUFFIX: dict(sorted(count.items())) for name, count in counts.items()
         }
         first = {"step": step, "split": split} | ({TRAJECTORY: trajectory} if trajectory else {})
-        line = json.dumps(first | finite_or_null(metrics) | sorted_counts) + "\n"
         self._parsed = None
-        with errors_of_writing(self._lines):
-            self._appender.append(line.encode())
+        self._lines.append(first | finite_or_null(metrics) | sorted_counts)
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
 
@@ -333,19 +323,18 @@ class RunFiles:
         The lines are kept until the next write, because a start reads them several times.
         """
         if self._parsed is None:
-            lines = _complete_lines(self._read_metrics())
-            self._parsed = [self._parse_line(n, line) for n, line in enumerate(lines, start=1)]
+            parsed = []
+            for number, line in enumerate(self._lines.read(), start=1):
+                if (content := parse_metrics_line(line)) is None:
+                    path, start = self.folder / self._lines_name, line[:60].decode(errors="replace")
+                    raise UserError(f"{path}:{number}: not a line of metrics: {start!r}")
+                parsed.append(content)
+            self._parsed = parsed
         return self._parsed
 
-    def _parse_line(self, number: int, line: bytes) -> dict[str, Any]:
-        if (content := parse_metrics_line(line)) is None:
-            path, start = self.folder / self._lines_name, line[:60].decode(errors="replace")
-            raise UserError(f"{path}:{number}: not a line of metrics: {start!r}")
-        return content
-
-    def recorded(self, split: Split, step: int) -> dict[str, float]:
-        """Returns the written metrics of a split at a step; `{}` if there are none."""
-        return self.history(split).get(step, {})
+    def recorded(self, step: int) -> dict[str, dict[str, float]]:
+        """Returns the written metrics at a step by split."""
+        return {line["split"]: _metrics_of(line) for line in self.lines() if line["step"] == step}
 
     def history(self, split: Split) -> dict[int, dict[str, float]]:
         """Returns the written metrics of a split by step."""
@@ -365,12 +354,8 @@ class RunFiles:
         self._keep([line for line in self.lines() if line["step"] not in steps])
 
     def _keep(self, kept: list[dict[str, Any]]) -> None:
-        self.check_lock()
-        content = "".join(json.dumps(line) + "\n" for line in kept).encode()
-        self._appender.close()
-        with errors_of_writing(self._lines):
-            no_follow.write(self.local, self._lines_name, lambda file: file.write(content))
-        self._parsed, self._appender = kept, self._new_appender()
+        self._lines.replace(kept)
+        self._parsed = kept
 
     def close(self) -> None:
         """Syncs and closes all files, and unlocks the workdir."""
@@ -395,7 +380,7 @@ def status_of(workdir: str) -> dict[str, Any] | None:
       UserError: If it is not the status of a run.
     """
     path = folder_of(workdir) / "status.json"
-    if (text := _read(path, _LARGEST_STATUS)) is None:
+    if (text := read_if_exists(path, _LARGEST_STATUS)) is None:
         return None
     try:
         content = parse_object(text)
@@ -429,8 +414,8 @@ def written_metrics(workdir: str, writer: Writer, split: Split) -> dict[int, dic
 
 
 def _lines_so_far(workdir: str, writer: Writer) -> list[dict[str, Any]]:
-    text = _read(folder_of(workdir) / writer.file("metrics", ".jsonl"), LARGEST_LOG)
-    lines = [parse_metrics_line(line) for line in _complete_lines(text or b"")]
+    path = folder_of(workdir) / writer.file("metrics", ".jsonl")
+    lines = [parse_metrics_line(line) for line in read_lines(path)]
     return [content for content in lines if content is not None]
 
 
@@ -441,22 +426,6 @@ class _StatusFile(TypedDict):
     step: int
     reason: NotRequired[str]
     sentinel: NotRequired[SentinelStatus]
-
-
-def _read(path: epath.Path, most: int) -> bytes | None:
-    try:
-        return read_bytes(path, most)
-    except FileNotFoundError:
-        return None
-    except UserError:
-        raise
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-def _complete_lines(text: bytes) -> list[bytes]:
-    """Returns the lines that end with a line feed."""
-    return text.split(b"\n")[:-1]
 
 
 _SPLITS = tuple(Split)

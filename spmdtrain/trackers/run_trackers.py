@@ -200,19 +200,6 @@ class TrackerWorker:
         )
 
 
-def wait_for_all(workers: list[TrackerWorker], timeout: float | None) -> None:
-    """Waits until all trackers are closed, at most as long as the slowest of them may take.
-
-    Their workers have been ended. `timeout` is the largest number of seconds for each; None for no
-    limit besides `close_timeout`.
-    """
-    began = time.monotonic()
-    for worker in workers:
-        own = worker.tracker.close_timeout
-        limit = own if timeout is None else min(own, timeout)
-        worker.wait(limit, time.monotonic() - began)
-
-
 # -- The trackers of a run -------------------------------------------------------------------------
 
 _SHIPPED: Mapping[str, tuple[type[Tracker], str]] = {
@@ -490,7 +477,11 @@ class RunTrackers:
             timeout = _PREEMPTED_TIMEOUT
         for worker in self._workers:
             worker.end(self.status)
-        wait_for_all(self._workers, timeout)
+        began = time.monotonic()
+        for worker in self._workers:  # at most as long as the slowest of them may take
+            own = worker.tracker.close_timeout
+            limit = own if timeout is None else min(own, timeout)
+            worker.wait(limit, time.monotonic() - began)
 
 
 def checked_split(name: str) -> Split:

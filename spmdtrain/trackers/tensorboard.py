@@ -5,7 +5,7 @@ import importlib
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,27 +108,22 @@ def _indented(text: str) -> str:
 
 
 def import_writer() -> None:
-    """Imports the modules that write event files, so that the first write is as fast as others."""
-    with _without_module("google.cloud.storage"):
-        for module in ("record_writer", "proto.event_pb2", "proto.summary_pb2"):
-            importlib.import_module(f"tensorboardX.{module}")
-
-
-@contextlib.contextmanager
-def _without_module(name: str) -> Iterator[None]:
-    """Makes imports of an optional module fail, unless it is imported already.
+    """Imports the modules that write event files, so that the first write is as fast as others.
 
     tensorboardX would import the client of Google Cloud Storage if it is installed, which takes
-    a tenth of the start of a run. Event files are written to local files only.
+    a tenth of the start of a run. Event files are written to local files only, so that this import
+    is made to fail, unless the client is imported already.
     """
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]
+    client = "google.cloud.storage"
+    hides = client not in sys.modules
+    if hides:
+        sys.modules[client] = None  # type: ignore[assignment]
     try:
-        yield
+        for module in ("record_writer", "proto.event_pb2", "proto.summary_pb2"):
+            importlib.import_module(f"tensorboardX.{module}")
     finally:
-        del sys.modules[name]
+        if hides:
+            del sys.modules[client]
 
 
 class EventFile:

@@ -197,9 +197,18 @@ def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
     """
     found: dict[CallbackEvent, list[Callback]] = {event: [] for event in CallbackEvent}
     for each in listed_callbacks(callbacks):
-        functions = each if isinstance(each, Mapping) else _methods(each)
-        for event, added in _functions_by_event(functions).items():
-            found[event] += added
+        for name, given in (each if isinstance(each, Mapping) else _methods(each)).items():
+            if name not in found:
+                hint = did_you_mean(name, found)
+                raise UserError(f"there is no event {name!r} for callbacks.{hint}")
+            functions = given if isinstance(given, list) else [given]
+            for function in functions:
+                if not callable(function):
+                    raise UserError(
+                        f"callbacks[{name!r}] is a {type(function).__name__}: it must be a "
+                        "function of the event, or a list of such functions"
+                    )
+            found[CallbackEvent(name)] += functions
     return found
 
 
@@ -238,22 +247,6 @@ def _methods(callback: Any) -> CallbackFunctions:
     )
 
 
-def _functions_by_event(callbacks: CallbackFunctions) -> dict[CallbackEvent, list[Callback]]:
-    found: dict[CallbackEvent, list[Callback]] = {event: [] for event in CallbackEvent}
-    for name, functions in callbacks.items():
-        if name not in found:
-            raise UserError(f"there is no event {name!r} for callbacks.{did_you_mean(name, found)}")
-        given = functions if isinstance(functions, list) else [functions]
-        for function in given:
-            if not callable(function):
-                raise UserError(
-                    f"callbacks[{name!r}] is a {type(function).__name__}: it must be a function of "
-                    "the event, or a list of such functions"
-                )
-        found[CallbackEvent(name)] += given
-    return found
-
-
 class CallbackRunner:
     """Calls the callbacks of a trainer or loop, and records which event is being handled.
 
@@ -276,10 +269,11 @@ class CallbackRunner:
         self.step = 0
         """The step of the last event."""
         self.stop_requested = False
-        """Whether `Trainer.stop` was called since the fit began; the same in all processes."""
+        """Whether `stop` of the trainer or loop was called since the run began; the same in all
+        processes."""
 
-    def begin(self, *, from_step_zero: bool) -> CallbackStates:
-        """Forgets that a stop was requested, and returns the states of the callback objects.
+    def begin(self, *, from_step_zero: bool) -> None:
+        """Forgets that a stop was requested.
 
         Args:
           from_step_zero: Whether a run begins, so that the objects get their initial states.
@@ -291,7 +285,6 @@ class CallbackRunner:
         self.stop_requested = False
         if from_step_zero:
             self.states.reset()
-        return self.states
 
     def check_events(self, missing: set[str], what: str) -> None:
         """Raises `UserError` if a missing event has callbacks.
@@ -379,3 +372,17 @@ class CallbackRunner:
             self.event = None
         # All processes call them, and process 0 decides.
         self.stop_requested = process_group.broadcast(self.stop_requested)
+
+    def with_added(
+        self, event: CallbackEvent, step: int, computed: dict[str, float]
+    ) -> dict[str, float]:
+        """Calls the callbacks of an event that may add metrics; returns all, the added ones last.
+
+        Raises `UserError` if one replaces a computed metric, or adds what is no number.
+        """
+        if not self.has(event):
+            self.step = step
+            return computed
+        reported = AddableMetrics(computed)
+        self(event, step, reported)
+        return reported.with_added()

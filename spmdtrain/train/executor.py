@@ -89,11 +89,8 @@ class DeviceExamples:
         self._placement, self._terminal = placement, terminal
         self._last: tuple[Dataset, PyTree] | None = None
 
-    def __call__(self, config: RunConfig, run: RunSession) -> PyTree:
-        """Returns all examples of a run on the devices; None without `data_on_device`."""
-        if not config.data_on_device:
-            return None
-        dataset = run.train_dataset
+    def __call__(self, dataset: Dataset) -> PyTree:
+        """Returns all examples of a dataset on the devices."""
         if self._last is None or self._last[0] is not dataset:
             self._last = None  # first, because the devices need not hold the old ones as well
             with self._terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
@@ -146,7 +143,7 @@ class MeshExecutor(Executor):
             workers=config.data_workers,
             sizes=map(len, run.schedule.dispatches(first)),
             most_steps=dispatch.steps if dispatch.is_counted else None,
-            arrays=examples(config, run),
+            arrays=examples(run.train_dataset) if config.data_on_device else None,
             step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
             progress=run.stream_progress,
@@ -155,11 +152,11 @@ class MeshExecutor(Executor):
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the compiled program of these steps, and the next batch."""
-        batch = next_batch(self._batches, state, self._run.logger.count_input_wait, steps[-1])
+        batch = next_batch(self._batches, state, self._run.logger.timer.count_wait, steps[-1])
         size = self._dispatch.program_steps(len(steps))
         if size not in self._compiled:
             self._compiled[size] = self._compile(size, batch, state)
-            self._run.logger.restart_timer(steps[0] - 1)
+            self._run.logger.timer.restart(steps[0] - 1)
         return self._compiled[size], batch
 
     def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
@@ -182,8 +179,9 @@ class MeshExecutor(Executor):
         trained, _ = functions.update.partition(state.params)
         logger.log_header(self._placement, state.params, program.summary, trained)
         params, places = functions.abstract_state.params, functions.shardings.params
-        logger.performance.describe(program, params, places, self._placement)
-        logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens
+        logger.performance.describe(
+            program, params, places, self._placement, counts_tokens=functions.loss_is_of_tokens
+        )
         return program.call
 
 

@@ -43,11 +43,9 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Media, Tracker
 from spmdtrain.trackers.run_trackers import checked_split
 from spmdtrain.train.callbacks import (
-    AddableMetrics,
     CallbackEvent,
     CallbackRunner,
     Callbacks,
-    FrozenMetrics,
 )
 from spmdtrain.train.executor import max_in_flight, refuse_evaluator
 from spmdtrain.train.loop_checks import (
@@ -66,6 +64,7 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import RunLogger, is_pending, next_batch
+from spmdtrain.train.schedule import Due
 from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
@@ -147,7 +146,7 @@ class LoopStep:
             loop.logger.log_header(loop.placement, state.params, program.summary)
             params, places = jax.tree.map(jax.typeof, state.params), self._plan.layout.shardings
             loop.logger.performance.describe(program, params, places.params, loop.placement)
-        loop.logger.restart_timer(loop.step)
+        loop.logger.timer.restart(loop.step)
         return program.call
 
 
@@ -178,7 +177,6 @@ class StartedLoop(Boundary):
     def __init__(
         self,
         run: RunSession,
-        callbacks: CallbackRunner,
         layout: Layout,
         augment: Augment | None,
         state: TrainState,
@@ -186,13 +184,9 @@ class StartedLoop(Boundary):
         in_flight: int,
     ) -> None:
         super().__init__(run, MetricsReader(run, in_flight, lambda: self.state))
-        self.callbacks, self.layout, self.augment = callbacks, layout, augment
+        self.layout, self.augment = layout, augment
         self.state, self.saved = state, saved
-        self.is_stopped = False  # by `Loop.stop`
         self.last_eval: tuple[int, dict[str, float]] | None = None  # its step and metrics
-
-    def stop_requested(self) -> bool:
-        return self.is_stopped
 
     def evaluate(self, step: int, *, is_due: bool = False) -> dict[str, float] | None:
         """Returns the metrics of the user's evaluation after a step, if there was one."""
@@ -202,10 +196,8 @@ class StartedLoop(Boundary):
     def save(self, step: int, metrics: dict[str, float] | None) -> None:
         check_not_donated(self.state, step)
         self.reader.flush()
-        self.run.save(self.state, step, metrics, stopped=self.is_stopped)
+        self.run.save(self.state, step, metrics)
         self.saved = step
-        if self.run.checkpoints is not None:
-            self.callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
 
 
 def _in_device_memory(x: Any) -> Any:
@@ -340,17 +332,17 @@ class Loop:
             placed,
             self.terminal,
             self._clock,
+            runner,
             self._own_trackers,
             {"init": code_record(init), "augment": code_record(augment)},
         )
-        run.callback_states = runner.states
         options = options_for_one_run(self.placement.devices[0].platform)
         program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
         state, is_restored = first_state(
             run, placed, lambda: InitialState(call_together(program, *keys))
         )
         saved, in_flight = int(state.step) if is_restored else None, max_in_flight(self.placement)
-        self._parts = parts = StartedLoop(run, runner, layout, augment, state, saved, in_flight)
+        self._parts = parts = StartedLoop(run, layout, augment, state, saved, in_flight)
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement, is_new=run.is_new)
         self._stack.enter_context(run.record_outcome())
@@ -389,7 +381,7 @@ class Loop:
             run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == parts.saved)
         else:
             run.logger.log_end(Status.FINISHED, self.step)
-        parts.callbacks(CallbackEvent.FIT_END, self.step)
+        run.callbacks(CallbackEvent.FIT_END, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -421,7 +413,7 @@ class Loop:
         self._stack.callback(batches.close)
         with contextlib.closing(batches):
             for _ in self.steps():
-                yield rows_of(next_batch(batches, parts.state, parts.run.logger.count_input_wait))
+                yield rows_of(next_batch(batches, parts.state, parts.run.logger.timer.count_wait))
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset.
@@ -431,7 +423,7 @@ class Loop:
         """
         run = self._started().run
         self._boundary()  # an earlier iteration may have ended after a step
-        run.logger.restart_timer(self.step)
+        run.logger.timer.restart(self.step)
         # The bar belongs to the loop, because this generator may outlive it.
         self._bar.close()
         self._bar.enter_context(
@@ -631,14 +623,12 @@ class Loop:
                 "of its metrics at once"
             )
         if split == Split.EVAL:
-            reported = AddableMetrics(metrics)
-            parts.callbacks(CallbackEvent.EVALUATION, self.step, reported)
-            metrics = reported.with_added()
+            metrics = parts.run.callbacks.with_added(CallbackEvent.EVALUATION, self.step, metrics)
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             parts.last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
         logger = parts.run.logger
-        if not logger.read_metrics(Split(split), self.step):
+        if not logger.earlier_metrics(Split(split), self.step):
             logger.log_evaluation(Split(split), self.step, metrics)
 
     def log(
@@ -679,9 +669,9 @@ class Loop:
 
         A later start then finds the run finished, unless it asks for more steps.
         """
-        parts = self._started()
-        parts.run.schedule.total = self.step
-        parts.is_stopped = True
+        run = self._started().run
+        run.schedule.total = self.step
+        run.callbacks.stop_requested = True
 
     def _boundary(self) -> None:
         """Does what is due after the last step, once."""
@@ -689,9 +679,10 @@ class Loop:
         if self._done == self.step:
             return
         self._done = self.step
-        due = parts.run.due(self.step)
-        if due or parts.evaluate(self.step):
-            parts.pass_step(self.step, due)
+        run = parts.run
+        due = run.schedule.due(self.step, preempted=run.signals.stop_requested())
+        if due is not None or parts.evaluate(self.step):
+            parts.pass_step(self.step, due or Due())
 
     @property
     def logger(self) -> RunLogger:

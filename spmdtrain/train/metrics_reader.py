@@ -19,9 +19,8 @@ from spmdtrain.step.health import FLAGS, first_non_finite, has_norms
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS, component_metric, loss_first
 from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
+from spmdtrain.train.callbacks import CallbackEvent
 from spmdtrain.train.session import RunSession
-
-Logged = Callable[[int, dict[str, float]], dict[str, float]]
 
 
 def _of_step(value: Any, output: StepOutput, number: int) -> Any:
@@ -33,10 +32,6 @@ def _is_stacked(output: StepOutput) -> bool:
     return output.finite.ndim > 1
 
 
-def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
-    return metrics
-
-
 class MetricsReader:
     """Fetches step outputs with a delay, so that the host runs ahead of the devices.
 
@@ -46,17 +41,12 @@ class MetricsReader:
 
     Args:
       state: Returns the newest state; None if there is none.
-      logged: (step, metrics) -> the metrics to log; calls the log callbacks.
     """
 
     def __init__(
-        self,
-        run: RunSession,
-        max_in_flight: int,
-        state: Callable[[], TrainState | None],
-        logged: Logged = _as_computed,
+        self, run: RunSession, max_in_flight: int, state: Callable[[], TrainState | None]
     ) -> None:
-        self._run, self._state, self._logged = run, state, logged
+        self._run, self._state = run, state
         self._max_in_flight = max_in_flight
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
@@ -98,7 +88,7 @@ class MetricsReader:
         self._check_sound()
         while self._in_flight:
             self._read(*self._in_flight.popleft())
-        self._run.logger.pause_timer()
+        self._run.logger.timer.pause()
 
     def hash_last(self, step: int) -> None:
         """Logs the hash of the state after the last step, if that is due and not done.
@@ -249,16 +239,12 @@ class MetricsReader:
         run, step = self._run, steps[number]
         rate, norms = (_of_step(x, output, number) for x in (output.rate, output.norms))
         found = loss_first(dict(metrics))
-        found |= self._beside(step, rate, norms)
-        # First the callbacks, which may add metrics to the line.
-        logged = self._logged(step, found)
-        run.logger.log_train_step(step, run.schedule.total, logged, done=steps[-1])
-
-    def _beside(self, step: int, rate: Any, norms: Any) -> dict[str, float]:
-        """Returns the learning rate and the norms of a step, as far as they are known."""
-        used = self._run.epochs.fixed_rate if rate is None else float(rate)
-        found = {} if used is None else {LEARNING_RATE: used}
-        if norms is not None and has_norms(step, self._run.config.log_every):
+        used = run.epochs.fixed_rate if rate is None else float(rate)
+        if used is not None:
+            found[LEARNING_RATE] = used
+        if norms is not None and has_norms(step, run.config.log_every):
             known = dict(zip(NORMS, np.asarray(norms).tolist(), strict=False))
             found |= {name: known[name] for name in sorted(known)}
-        return found
+        # First the callbacks, which may add metrics to the line.
+        logged = run.callbacks.with_added(CallbackEvent.LOG, step, found)
+        run.logger.log_train_step(step, run.schedule.total, logged, done=steps[-1])

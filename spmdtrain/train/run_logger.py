@@ -15,7 +15,7 @@ from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, end_interval, phase
-from spmdtrain.document.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
+from spmdtrain.document.terminal import LineColor, Terminal, duration, metric_texts, number
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.record.lines import (
     EVENTS_FILE,
@@ -45,13 +45,10 @@ from spmdtrain.xla.collectives import Collective
 # -- The log of a run: lines on the terminal and files in the workdir ------------------------------
 
 Metrics = dict[str, float]
+Written = dict[Split, dict[int, Metrics]]
+"""Metrics by split and step."""
 _NO_CURVES: Mapping[str, float] = {}
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
-
-
-def no_metrics() -> dict[Split, dict[int, Metrics]]:
-    """Returns empty metrics of the splits whose metrics are kept."""
-    return {Split.EPOCH: {}, Split.EVAL: {}}
 
 
 class RunLogger:
@@ -77,14 +74,14 @@ class RunLogger:
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
         """Examples in one step; in a `Loop`, the examples of the batch that the user passes."""
-        self.written = no_metrics()
-        """The metrics that were written for epochs and evaluations, by split and step."""
-        self._rate, self._input_wait = Rate(), InputWait()
+        self.written: Written = {Split.EPOCH: {}, Split.EVAL: {}}
+        """The metrics that were written for epochs and evaluations."""
         self.performance, self.times = PerformanceLog(files), TimeAccount(files)
         self._hashes: LinesFile | None = None  # opened by the first hash
+        self.timer = StepTimer()
         self._devices: list[jax.Device] = []  # of this process
-        self._seconds = 0.0  # of training, up to the last pause
-        self._since: float | None = None  # when the timer was restarted
+        # The step from which this start continues, and what earlier ones have written for it.
+        self._earlier: tuple[int, Mapping[str, Metrics]] = 0, {}
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
     def begin(
@@ -108,7 +105,7 @@ class RunLogger:
         if self.files:
             self.files.rewind(last)
             if (self.files.folder / HASHES_FILE).exists():
-                self._append_hash(ResumedAt(last))
+                self.log_hash(ResumedAt(last))
             self.files.write_config(
                 config_as_json(self.config),
                 mesh=placement.axes,
@@ -125,6 +122,8 @@ class RunLogger:
                 found = list(self.files.history(split).items()) if self.files else []
                 # Only process 0 has files.
                 self.written[split] = dict(process_group.broadcast(found))
+            at_step = self.files.recorded(step) if self.files else {}
+            self._earlier = step, process_group.broadcast(at_step)
 
     def log_header(
         self, placement: Placement, params: Any, program: str, trained: Any = None
@@ -164,32 +163,6 @@ class RunLogger:
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
             self.terminal.warning(f"bad records left out: {', '.join(counts)}")
 
-    def restart_timer(self, step: int) -> None:
-        """Counts the time from here on as training."""
-        self._rate.restart(step)
-        self.pause_timer()
-        self._since = time.perf_counter()
-        self._input_wait.restart(step, self._seconds)
-
-    def pause_timer(self) -> None:
-        """Stops counting the time as training until `restart_timer`."""
-        self._seconds, self._since = self.seconds, None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far, without evaluations, saves and compilation."""
-        now = time.perf_counter()
-        return self._seconds + (0.0 if self._since is None else now - self._since)
-
-    @property
-    def input_wait(self) -> float | None:
-        """Seconds of training in which the devices waited for batches; None if not measured."""
-        return self._input_wait.waited
-
-    def count_input_wait(self, seconds: float) -> None:
-        """Counts time in which the devices waited for a batch; 0 while the timer is paused."""
-        self._input_wait.count(0.0 if self._since is None else seconds)
-
     def count_value(self, name: str, value: int) -> None:
         """Counts a value that a step had; the next line of training has the counts by value."""
         self._counts.setdefault(name, Counter())[value] += 1
@@ -202,31 +175,25 @@ class RunLogger:
           done: The last step that is known to be done, for the speed.
         """
         self.latest[Split.TRAIN] = metrics
-        rate = self._rate.read(done)
-        speed: Metrics = {}
-        if rate is not None:
-            speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
-            speed["steps/s"] = rate
-        wait = self._input_wait.read(done, self.seconds)
-        is_chief = process_group.is_chief()  # others have neither files nor trackers
-        curves = self._log_performance(step, done, speed, wait) if is_chief else {}
+        rate, wait = self.timer.read(done)
+        batch = self.batch_size
+        examples = None if rate is None or batch is None else rate * batch
+        curves = _NO_CURVES
+        if process_group.is_chief():  # others have neither files nor trackers
+            times = self.times.measure(done)
+            goodput = None if times is None else times.goodput
+            curves = self.performance.record(step, examples, rate, wait, goodput, self._devices)
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
         texts = metric_texts(self._shown(metrics))
-        texts += [f"{number(v)} {unit}" for unit, v in speed.items()]
+        texts += [] if examples is None else [f"{number(examples)} examples/s"]
+        texts += [] if rate is None else [f"{number(rate)} steps/s"]
         texts += [] if wait is None else [f"input_wait {wait:.1%}"]
         if self.terminal.has_bar:
             self.terminal.advance(step, texts)
         else:
             texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
             self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
-
-    def _log_performance(self, step: int, done: int, speed: Metrics, wait: float | None) -> Metrics:
-        """Writes a line of performance; returns its values as curves."""
-        times = self.times.measure(done)
-        goodput = None if times is None else times.goodput
-        examples, steps = speed.get("examples/s"), speed.get("steps/s")
-        return self.performance.record(step, examples, steps, wait, goodput, self._devices)
 
     def _shown(self, metrics: Metrics) -> Metrics:
         """Returns the metrics for the terminal: without norms, and without a constant rate."""
@@ -235,19 +202,21 @@ class RunLogger:
         )
         return {name: value for name, value in metrics.items() if name not in hidden}
 
-    def log_hash(self, found: StateHash) -> None:
-        """Writes the hash of the state after a step."""
-        self._append_hash(found)
-
-    def _append_hash(self, line: StateHash | ResumedAt) -> None:
+    def log_hash(self, line: StateHash | ResumedAt) -> None:
+        """Writes the hash of the state after a step, or from where hashes are written again."""
         if self.files:
             if self._hashes is None:
                 self._hashes = self.files.lines_file(HASHES_FILE)
             self._hashes.append(line.to_json())
 
-    def log_checkpoint(self, step: int) -> None:
-        """Logs that the state after `step` is being saved."""
+    def log_save(self, step: int, complete: int) -> None:
+        """Logs that the state after `step` is being saved.
+
+        `complete` is the step of the newest complete checkpoint, for the status file.
+        """
         self.times.log("checkpoint", step)
+        if self.files:
+            self.files.write_status(Status.RUNNING, complete)
 
     def log_fault(self, step: int, message: str) -> None:
         """Logs that in a step a device has computed other gradients than the other devices."""
@@ -324,18 +293,17 @@ class RunLogger:
         if self.files:
             self.files.write_metrics(step, split, metrics, counts, trajectory or "")
 
-    def read_metrics(self, split: Split, step: int) -> Metrics:
-        """Returns the metrics of a split at a step that this or an earlier start has written."""
-        found: Metrics = self.files.recorded(split, step) if self.files else {}
-        found = process_group.broadcast(found)  # only process 0 has files
+    def earlier_metrics(self, split: Split, step: int) -> Metrics:
+        """Returns the metrics of a split at a step that an earlier start has written.
+
+        They can only be of the step from which this start continues, because `begin` removes the
+        lines of later steps. They become the latest ones of the split.
+        """
+        first, by_split = self._earlier
+        found = by_split.get(split, {}) if step == first else {}
         if found:
             self.latest[split] = found
         return found
-
-    def log_save(self, step: int) -> None:
-        """Writes the step of the newest complete checkpoint to the status file."""
-        if self.files:
-            self.files.write_status(Status.RUNNING, step)
 
     def log_end(
         self,
@@ -395,65 +363,31 @@ def _size(arrays: Any) -> int:
 PyTree = Any
 
 
-class ProgramReport:
-    """The content of `program.json`, computed in a thread, so that the steps do not wait.
-
-    Args:
-      params: The parameters, or their shapes.
-      places: Their shardings; None if they are on parameter servers.
-    """
-
-    def __init__(
-        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
-    ) -> None:
-        self.peak = peak_flops(placement.devices[0].device_kind)
-        """Peak FLOP/s of a device; None if its chip is not known."""
-        self.devices = len(placement.devices)
-        executor = ThreadPoolExecutor(1, thread_name_prefix="program-report")
-        self._content: Future[dict[str, Any]] = executor.submit(
-            self._compute, program, params, places, placement
-        )
-        executor.shutdown(wait=False)
-
-    def content(self, *, wait: bool = False) -> dict[str, Any] | None:
-        """Returns the content of the report; without `wait`, None while it is computed."""
-        return self._content.result() if wait or self._content.done() else None
-
-    def _compute(
-        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
-    ) -> dict[str, Any]:
-        leaves, found = named_leaves(params), program.collectives
-        content: dict[str, Any] = {
-            "parameters": sum(math.prod(leaf.shape) for leaf in leaves.values()),
-            "flops_per_step": None,
-            "flops_convention": CONVENTION,
-            "peak_flops_per_device": self.peak,
-            "devices": self.devices,
-            "mesh": _axes(placement),
-            "collectives": [] if isinstance(found, str) else _totals(found),
-            "sharding": [] if places is None else _table(leaves, places),
-        }
-        if isinstance(found, str):
-            content["collectives_unknown"] = found
-        try:
-            content["flops_per_step"] = _flops(program)
-        except Exception as error:  # of an unusual program; a report must not end a run
-            content["flops_unknown"] = f"{type(error).__name__}: {error}"
-        return content
-
-
-def _flops(program: Program) -> float | None:
-    """Returns the model's FLOPs of one step, as `CONVENTION` defines them."""
-    if program.jaxpr is None or program.retrace is None:
-        return None
-    return model_flops(program.jaxpr, program.retrace).once / program.steps
-
-
-def _axes(placement: Placement) -> dict[str, int]:
-    """Returns the mesh axes with more than one device and their sizes."""
-    if placement.mesh is None:
-        return {}
-    return {str(name): size for name, size in placement.mesh.shape.items() if size > 1}
+def program_report(
+    program: Program, params: PyTree, places: PyTree | None, placement: Placement
+) -> dict[str, Any]:
+    """Returns the content of `program.json`; arguments as for `PerformanceLog.describe`."""
+    leaves, found = named_leaves(params), program.collectives
+    axes = {} if placement.mesh is None else placement.mesh.shape
+    content: dict[str, Any] = {
+        "parameters": sum(math.prod(leaf.shape) for leaf in leaves.values()),
+        "flops_per_step": None,
+        "flops_convention": CONVENTION,
+        "peak_flops_per_device": peak_flops(placement.devices[0].device_kind),
+        "devices": len(placement.devices),
+        "mesh": {str(name): size for name, size in axes.items() if size > 1},
+        "collectives": [] if isinstance(found, str) else _totals(found),
+        "sharding": [] if places is None else _table(leaves, places),
+    }
+    if isinstance(found, str):
+        content["collectives_unknown"] = found
+    try:
+        if program.jaxpr is not None and program.retrace is not None:
+            flops = model_flops(program.jaxpr, program.retrace).once
+            content["flops_per_step"] = flops / program.steps
+    except Exception as error:  # of an unusual program; a report must not end a run
+        content["flops_unknown"] = f"{type(error).__name__}: {error}"
+    return content
 
 
 def _totals(found: Sequence[Collective]) -> list[dict[str, Any]]:
@@ -501,12 +435,10 @@ class PerformanceLog:
     def __init__(self, files: RunFiles | None) -> None:
         self._files = files
         self._lines: LinesFile | None = None
-        self.loss_is_of_tokens = False
-        """Whether each weight of the loss belongs to a token, so that their sum counts tokens."""
+        self._counts_tokens = False
         self._weight, self._steps = 0.0, 0  # of the loss, since the last line
-        self._report: ProgramReport | None = None
-        self._flops: float | None = None  # of one step
-        self._is_written = False
+        self._report: Future[dict[str, Any]] | None = None
+        self._program: Mapping[str, Any] = {}  # the content of `program.json`, once it is written
 
     def count_weights(self, weights: Sequence[float]) -> None:
         """Counts the loss's weights, given as a sum for each of several steps."""
@@ -514,19 +446,36 @@ class PerformanceLog:
         self._steps += len(weights)
 
     def describe(
-        self, program: Program, params: PyTree, places: PyTree | None, placement: Placement
+        self,
+        program: Program,
+        params: PyTree,
+        places: PyTree | None,
+        placement: Placement,
+        *,
+        counts_tokens: bool = False,
     ) -> None:
-        """Starts to compute the report of the program; arguments as for `ProgramReport`."""
-        if self._files is not None and self._report is None:
-            self._report = ProgramReport(program, params, places, placement)
+        """Computes the report of the run's first program, in a thread: the steps do not wait.
+
+        Args:
+          params: The parameters, or their shapes.
+          places: Their shardings; None if they are on parameter servers.
+          counts_tokens: Whether each weight of the loss belongs to a token, so that their sum
+            counts tokens.
+        """
+        self._counts_tokens = counts_tokens
+        if self._files is None or self._report is not None:
+            return
+        executor = ThreadPoolExecutor(1, thread_name_prefix="program-report")
+        self._report = executor.submit(program_report, program, params, places, placement)
+        executor.shutdown(wait=False)
 
     def write_program(self, *, wait: bool = False) -> None:
         """Writes `program.json` once it is computed; waits for that if `wait`."""
-        if self._is_written or self._report is None or self._files is None:
+        if self._program or self._report is None or self._files is None:
             return
-        if (content := self._report.content(wait=wait)) is not None:
-            self._is_written, self._flops = True, content["flops_per_step"]
-            self._files.write_report(PROGRAM_REPORT, content)
+        if wait or self._report.done():
+            self._program = self._report.result()
+            self._files.write_report(PROGRAM_REPORT, self._program)
 
     def record(
         self,
@@ -546,11 +495,20 @@ class PerformanceLog:
           devices: The devices of this process.
         """
         self.write_program()
+        tokens = utilization = None
+        if steps_per_second is not None:
+            if self._counts_tokens and self._steps:
+                tokens = steps_per_second * self._weight / self._steps
+            flops, peak = (
+                self._program.get(x) for x in ("flops_per_step", "peak_flops_per_device")
+            )
+            if flops and peak:
+                utilization = flops * steps_per_second / (peak * self._program["devices"])
         known = {
             "examples_per_second": examples_per_second,
             "steps_per_second": steps_per_second,
-            "tokens_per_second": self._tokens(steps_per_second),
-            "model_flops_utilization": self._utilization(steps_per_second),
+            "tokens_per_second": tokens,
+            "model_flops_utilization": utilization,
             "input_wait": input_wait,
             "device_memory_bytes": peak_memory(devices),
             "goodput": goodput,
@@ -562,17 +520,6 @@ class PerformanceLog:
                 self._lines = self._files.lines_file(PERFORMANCE_FILE)
             self._lines.append({"step": step, "time": time.time()} | values)
         return {f"{_TAGS.get(name, 'speed')}/{name}": value for name, value in values.items()}
-
-    def _tokens(self, steps_per_second: float | None) -> float | None:
-        if steps_per_second is None or not self.loss_is_of_tokens or not self._steps:
-            return None
-        return steps_per_second * self._weight / self._steps
-
-    def _utilization(self, steps_per_second: float | None) -> float | None:
-        report = self._report
-        if steps_per_second is None or report is None or not report.peak or not self._flops:
-            return None
-        return self._flops * steps_per_second / (report.peak * report.devices)
 
 
 def peak_memory(devices: Any) -> int | None:
@@ -653,7 +600,7 @@ class TimeAccount:
             lost[kind] = lost.get(kind, 0.0) + seconds
         productive = self._earlier.productive + own.productive
         if event["time"] - self._written_at >= _INTERVAL:
-            self._write_phases(event)
+            self._write(event)
         return RunTimes(max(0.0, event["time"] - self._began), productive, lost)
 
     def log(self, event: Literal["checkpoint", "evaluation"], step: int) -> None:
@@ -661,7 +608,7 @@ class TimeAccount:
         if self._own:
             self._step = max(self._step, step)
             self._write({"time": self._clock(), "event": event, "step": step})
-            self._write_phases(self._now())
+            self._write(self._now())
 
     def log_fault(self, step: int, reason: str) -> None:
         """Writes that in a step a device has computed other gradients than the other devices."""
@@ -679,7 +626,7 @@ class TimeAccount:
         if not self._own or self._ended:
             return
         self._ended = True
-        self._write_phases(self._now())
+        self._write(self._now())
         end: RunEvent = {"time": self._clock(), "event": "end", "status": status}
         end |= {"reason": reason or ""}
         self._write(end if step is None else end | {"step": step})
@@ -692,11 +639,9 @@ class TimeAccount:
         plain = {str(phase): round(seconds.get(phase, 0.0), 6) for phase in _PHASES}
         return {"time": self._clock(), "event": "phases", "step": self._step, "seconds": plain}
 
-    def _write_phases(self, event: RunEvent) -> None:
-        self._written_at = event["time"]
-        self._write(event)
-
     def _write(self, event: RunEvent) -> None:
+        if event["event"] == "phases":
+            self._written_at = event["time"]
         if self._lines is not None:
             self._lines.append(event)
 
@@ -720,46 +665,68 @@ def goodput_line(times: RunTimes) -> str:
     return line
 
 
-# -- The time that the devices wait for batches ----------------------------------------------------
+# -- The time of the steps, and the part of it in which the devices wait for batches ---------------
 
 
-class InputWait:
-    """The share of the training time in which the devices waited for a batch.
+class StepTimer:
+    """The seconds of training without evaluations, saves and compilation, and the speed of steps.
 
-    As for `Rate`, each reading covers the time since the last one.
+    It is paused until the first `restart`. The speed of rich's `Progress` includes evaluations and
+    saves, and exists on a terminal only.
+
+    Args:
+      clock: Returns seconds.
     """
 
-    def __init__(self) -> None:
-        self._waited: float | None = None  # seconds; None if they are not counted
-        self.restart(0, 0.0)
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._before = 0.0  # seconds of training up to the last pause
+        self._since: float | None = None  # when it was restarted; None while it is paused
+        self.waited: float | None = None
+        """Seconds of training in which the devices waited for batches; None if not counted."""
+        self._read_from(0)
 
-    def restart(self, step: int, seconds: float) -> None:
-        """Starts a new measurement at `step`, when `seconds` were spent on training."""
-        self._step, self._seconds, self._before = step, seconds, self._waited or 0.0
+    def _read_from(self, step: int) -> None:
+        """Lets the next reading begin with `step`."""
+        self._rate: float | None = None
         self._share: float | None = None
+        self._rate_from = step, self._clock()
+        self._share_from = step, self._before, self.waited or 0.0
 
-    def count(self, seconds: float) -> None:
-        self._waited = (self._waited or 0.0) + seconds
+    def restart(self, step: int) -> None:
+        """Counts the time from here on as training; the next reading begins with `step`."""
+        self.pause()
+        self._read_from(step)
+        self._since = self._clock()
+
+    def pause(self) -> None:
+        """Stops counting the time as training until `restart`."""
+        self._before, self._since = self.seconds, None
 
     @property
-    def waited(self) -> float | None:
-        """Seconds of all waits; None if they are not counted."""
-        return self._waited
+    def seconds(self) -> float:
+        """Seconds of training so far."""
+        return self._before + (0.0 if self._since is None else self._clock() - self._since)
 
-    def read(self, step: int, seconds: float) -> float | None:
-        """Returns the share since the last reading, from 0 to 1, and starts a new measurement.
+    def count_wait(self, seconds: float) -> None:
+        """Counts time in which the devices waited for a batch; 0 while the timer is paused."""
+        self.waited = (self.waited or 0.0) + (0.0 if self._since is None else seconds)
 
-        The last reading is returned again if `step` has not changed, None if waits are not counted.
+    def read(self, step: int) -> tuple[float | None, float | None]:
+        """Returns the steps per second and the share of waits, from 0 to 1, since the last reading.
 
-        Args:
-          step: Number of steps so far.
-          seconds: Time spent on training so far.
+        If `step`, the number of steps so far, has not changed, they are those of the last reading
+        (None at first). The share is None if waits are not counted.
         """
-        if self._waited is not None and step > self._step and seconds > self._seconds:
-            share = min((self._waited - self._before) / (seconds - self._seconds), 1.0)
-            self.restart(step, seconds)
-            self._share = share
-        return self._share
+        now, seconds = self._clock(), self.seconds
+        first, began = self._rate_from
+        if step > first and now > began:
+            self._rate, self._rate_from = (step - first) / (now - began), (step, now)
+        first, spent, waited = self._share_from
+        if self.waited is not None and step > first and seconds > spent:
+            self._share = min((self.waited - waited) / (seconds - spent), 1.0)
+            self._share_from = step, seconds, self.waited
+        return self._rate, self._share
 
 
 def next_batch(

@@ -27,19 +27,14 @@ _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by sever
 
 @dataclass(frozen=True)
 class Due:
-    """The actions due after a step, the same in all processes; false if there are none."""
+    """The actions due after a step, the same in all processes.
 
-    save: bool
-    evaluate: bool
-    epoch_end: bool
-    preempted: bool
-    last: bool
+    There may be none: at the last step, or if a signal asks the run to stop.
+    """
 
-    def __bool__(self) -> bool:
-        return any((self.save, self.evaluate, self.epoch_end, self.preempted, self.last))
-
-
-_NOTHING = Due(save=False, evaluate=False, epoch_end=False, preempted=False, last=False)
+    save: bool = False
+    evaluate: bool = False
+    epoch_end: bool = False
 
 
 class Schedule:
@@ -126,8 +121,10 @@ class Schedule:
 
     # -- what is due ---------------------------------------------------------------------------
 
-    def due(self, step: int, *, preempted: bool) -> Due:
-        """Returns what is due after a step. All processes call it after the same steps.
+    def due(self, step: int, *, preempted: bool) -> Due | None:
+        """Returns what is due after a step; None if the next step follows at once.
+
+        All processes call it after the same steps.
 
         Args:
           step: The step that was dispatched last.
@@ -135,12 +132,9 @@ class Schedule:
         """
         save = self.should_save(step)
         evaluate, epoch_end = self.should_evaluate(step, saved=save), self.ends_epoch(step)
-        last = step == self.total
-        if not (save or evaluate or epoch_end or preempted or last):
-            return _NOTHING
-        return Due(
-            save=save, evaluate=evaluate, epoch_end=epoch_end, preempted=preempted, last=last
-        )
+        if not (save or evaluate or epoch_end or preempted or step == self.total):
+            return None
+        return Due(save=save, evaluate=evaluate, epoch_end=epoch_end)
 
     def is_due(self, step: int) -> bool:
         """Returns whether something is due after a step, apart from saves by the clock."""
@@ -354,7 +348,7 @@ class Epochs:
         self._logger.log_epoch(step, found)
 
     def _count_seconds(self) -> None:
-        now = self._logger.seconds
+        now = self._logger.timer.seconds
         self.sums.seconds += now - self._counted
         self._counted = now
 
@@ -364,28 +358,25 @@ class Epochs:
         None if it is not measured. After a resume within the epoch, only the time since then
         counts.
         """
-        (seconds, waited), now = self._before, (self._counted, self._logger.input_wait or 0.0)
+        waits = self._logger.timer.waited
+        (seconds, waited), now = self._before, (self._counted, waits or 0.0)
         self._before = now
-        if self._logger.input_wait is None or now[0] <= seconds:
+        if waits is None or now[0] <= seconds:
             return None
         return min((now[1] - waited) / (now[0] - seconds), 1.0)
 
     def result(self, step: int) -> FitResult:
         """Returns the result of a fit that ends after `step`."""
-        latest = self._logger.latest
-        train, seen, tested = latest[Split.TRAIN], latest[Split.EVAL], latest[Split.TEST]
-        return FitResult(step, train, seen, tested, self.history())
-
-    def history(self) -> History:
-        """Returns the metrics that were written for epochs and evaluations."""
-        written = self._logger.written
-        return History(
+        latest, written = self._logger.latest, self._logger.written
+        history = History(
             [{"step": step} | metrics for step, metrics in sorted(written[Split.EPOCH].items())],
             [
                 {"step": step, "epoch": self.completed(step)} | metrics
                 for step, metrics in sorted(written[Split.EVAL].items())
             ],
         )
+        train, seen, tested = latest[Split.TRAIN], latest[Split.EVAL], latest[Split.TEST]
+        return FitResult(step, train, seen, tested, history)
 
 
 def known_rate(config: RunConfig, opt_state: PyTree) -> float | None:

@@ -190,7 +190,7 @@ class Sentinel:
         with phase(Phase.STEP):
             verdict = self._sums.compare(state, batch)
         if not self._has_run:  # it was compiled
-            self._run.logger.restart_timer(step - 1)
+            self._run.logger.timer.restart(step - 1)
             self._has_run = True
         files = self._run.logger.files
         if verdict is None:

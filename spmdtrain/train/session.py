@@ -58,7 +58,7 @@ from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
-from spmdtrain.train.callbacks import CallbackStates
+from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, FrozenMetrics
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
 
@@ -132,14 +132,13 @@ def check_inputs(
     train: TrainingData | None,
     data: Mapping[str, Dataset],
     trained: Trainable,
-    *,
-    may_add_metrics: bool = False,
+    callbacks: CallbackRunner,
 ) -> int:
     """Checks that the data of a run fit its configuration; returns the number of steps.
 
     Args:
       data: Datasets of the other splits: "validation" and "test".
-      may_add_metrics: Whether callbacks may add metrics that only the first evaluation shows.
+      callbacks: May add metrics that only the first evaluation shows.
 
     Raises:
       UserError: If an option needs a workdir, a split or a metric that is missing, or a batch is
@@ -191,7 +190,7 @@ def check_inputs(
         names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
         components = components_of(data["validation"])
         names += [component_metric(name, part) for name in names for part in components]
-        if config.best_metric not in names and not may_add_metrics:
+        if config.best_metric not in names and not callbacks.may_add_metrics:
             raise UserError(
                 f"best_metric is {config.best_metric!r}, which no evaluation gives."
                 + did_you_mean(config.best_metric, names)
@@ -330,9 +329,9 @@ class RunSession:
     checkpoints: Checkpoints | None
     signals: StopSignals
     epochs: Epochs
+    callbacks: CallbackRunner
     base: BaseModel | None = None
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
-    callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
     long_lived: LongLivedObjects = field(default_factory=LongLivedObjects)
     is_new: bool = True
     """Whether this start continues no run. Lines in the workdir then belong to other runs."""
@@ -350,10 +349,9 @@ class RunSession:
         trained: Trainable,
         terminal: Terminal,
         clock: Callable[[], float],
+        callbacks: CallbackRunner,
         trackers: Sequence[Tracker] = (),
         functions: Mapping[str, CodeRecord] | None = None,
-        *,
-        may_add_metrics: bool = False,
     ) -> "RunSession":
         """Checks the inputs of a run and opens its files.
 
@@ -362,9 +360,9 @@ class RunSession:
           splits: Datasets or arrays by name: "train", "validation" and "test".
           trained: Gives the abstract state (shapes and dtypes) and its shardings.
           clock: Returns seconds, for `checkpoint_every_seconds`.
+          callbacks: The callbacks of the trainer or loop.
           trackers: The user's own trackers.
           functions: Records of the user's functions by their use.
-          may_add_metrics: Whether callbacks may add metrics to an evaluation.
 
         Raises:
           UserError: If an input is wrong, or the processes have different ones.
@@ -375,7 +373,7 @@ class RunSession:
         if isinstance(train, ShardedStream):
             stack.callback(train.close)
         data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
-        total = check_inputs(config, train, data, trained, may_add_metrics=may_add_metrics)
+        total = check_inputs(config, train, data, trained, callbacks)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
         identity = identity_of(config, train, trained, functions or {})
@@ -421,6 +419,7 @@ class RunSession:
             checkpoints=checkpoints,
             signals=signals,
             epochs=Epochs(config, size, logger, rate),
+            callbacks=callbacks,
             base=trained.base,
         )
         stack.enter_context(run.long_lived)
@@ -479,10 +478,6 @@ class RunSession:
         new = process_group.broadcast(self.identity.branched(after))
         self.identity = dataclasses.replace(self.identity, trajectories=new)
 
-    def due(self, step: int) -> Due:
-        """Returns what is due after a step; all processes call it after the same steps."""
-        return self.schedule.due(step, preempted=self.signals.stop_requested())
-
     @property
     def train_data(self) -> TrainingData:
         """The training data; raises `UserError` if the `Loop` has none."""
@@ -509,7 +504,7 @@ class RunSession:
         # `checkpoint_every_seconds` may have triggered a save at that step.
         by_clock = self.config.checkpoint_every_seconds is not None
         saved = self.schedule.saves_by_count(step) or by_clock
-        written = self.logger.read_metrics(Split.EVAL, step)  # in all processes
+        written = self.logger.earlier_metrics(Split.EVAL, step)  # in all processes
         # Also if it is written: an earlier start may have failed before the next save, and the
         # callbacks of the checkpoint have not seen the evaluation.
         missed = not written or not self.start_is_evaluated
@@ -525,12 +520,11 @@ class RunSession:
 
     # -- saving --------------------------------------------------------------------------------
 
-    def save(self, state: TrainState, step: int, metrics: Metrics | None, *, stopped: bool) -> None:
-        """Starts to save the state after `step`.
+    def save(self, state: TrainState, step: int, metrics: Metrics | None) -> None:
+        """Starts to save the state after `step`, and calls the callbacks of the checkpoint.
 
-        Args:
-          metrics: The metrics of its evaluation; None if there was none.
-          stopped: Whether `stop()` ends the run with this step.
+        `metrics` are the metrics of its evaluation; None if there was none. Without a workdir it
+        does nothing.
         """
         if self.checkpoints is None:
             return
@@ -542,16 +536,16 @@ class RunSession:
                 step,
                 self.identity,
                 metrics,
-                stopped=stopped,
+                stopped=self.callbacks.stop_requested,
                 epoch=self.epochs.to_json(),
-                callbacks=self.callback_states.to_json(),
+                callbacks=self.callbacks.states.to_json(),
                 positions=self.stream_progress.at(step),
                 wait_for_files=self.logger.trackers.flush(),
             )
         progress.saved(self.saved_step)
         self.schedule.saved()
-        self.logger.log_checkpoint(step)
-        self.logger.log_save(self.saved_step)
+        self.logger.log_save(step, self.saved_step)
+        self.callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
 
     def wait_for_save(self) -> None:
         """Waits until the save in progress is complete; raises its error."""
@@ -567,11 +561,11 @@ class RunSession:
         """
         self.wait_for_save()  # if it has failed, the run must not be logged as finished
         logger = self.logger
-        if self.test is not None and not logger.read_metrics(Split.TEST, step):
+        if self.test is not None and not logger.earlier_metrics(Split.TEST, step):
             logger.log_evaluation(Split.TEST, step, evaluate(self.test))
         for split in (Split.TRAIN, Split.EVAL):
             if not logger.latest[split]:  # no step was left: use what an earlier start has written
-                logger.read_metrics(split, step)
+                logger.earlier_metrics(split, step)
         logger.log_end(Status.FINISHED, step)
         return logger.latest[Split.TEST]
 
@@ -664,39 +658,43 @@ def check_best(
         )
 
 
+@dataclass
 class Boundary:
     """The boundary between two steps of a run, at which it evaluates, saves and stops.
 
     `pass_step` has the order; the other methods are its parts. The defaults are those of a `Loop`,
-    which has no callbacks of epochs, and whose steps are all dispatched by this process.
+    whose steps are all dispatched by this process.
     """
 
-    def __init__(self, run: RunSession, reader: "MetricsReader") -> None:
-        self.run, self.reader = run, reader
+    run: RunSession
+    reader: "MetricsReader"
 
     def pass_step(self, step: int, due: Due) -> None:
         """Does what is due after a step. The order matters.
 
         Args:
-          step: The last step that was dispatched.
+          step: The last step that was dispatched; the state is the one after it.
           due: What was due when the step had been dispatched.
 
         Raises:
           PreemptedExit: If a signal asks the run to stop; the state is saved.
         """
-        run, schedule = self.run, self.run.schedule
+        run, schedule, callbacks = self.run, self.run.schedule, self.run.callbacks
         # First: no state is evaluated or saved before its own finite flag is known.
-        self.flush()
+        self.reader.flush()
         evaluates = due.evaluate
         if due.epoch_end:
-            self.end_epoch(step, evaluates=evaluates)
-        if self.stop_requested():  # by a callback, after `due` was computed
+            written = run.logger.written[Split.EPOCH].get(step, {})
+            means = FrozenMetrics({"epoch": run.epochs.completed(step)} | written)
+            last, event = step == schedule.total, CallbackEvent.EPOCH_END
+            callbacks(event, step, means, evaluates=evaluates, is_last=last)
+        if callbacks.stop_requested:  # by a callback, after `due` was computed
             schedule.total = step
             evaluates = schedule.should_evaluate(step, saved=due.save)
         # Evaluation comes before the save, which records the metrics of the state.
         metrics = self.evaluate(step, is_due=evaluates)
         # During the evaluation, a callback or a signal may have asked to stop.
-        if self.stop_requested():
+        if callbacks.stop_requested:
             schedule.total = step
         preempted = run.signals.stop_requested()
         if preempted or due.save or schedule.should_save(step):
@@ -711,18 +709,7 @@ class Boundary:
         if preempted:
             run.signals.stop_if_received()
         if not last:
-            run.logger.restart_timer(step)
-
-    def flush(self) -> None:
-        """Waits for pending steps and reads their outputs."""
-        self.reader.flush()
-
-    def end_epoch(self, step: int, *, evaluates: bool) -> None:
-        """Calls the callbacks of an epoch; `evaluates` is whether an evaluation of it follows."""
-
-    def stop_requested(self) -> bool:
-        """Returns whether `stop()` was called, so that the run ends with this step."""
-        raise NotImplementedError
+            run.logger.timer.restart(step)
 
     def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
         """Returns the metrics of the evaluation of a step; None if there is none."""

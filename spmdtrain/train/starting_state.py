@@ -279,7 +279,7 @@ def _continued(
     state, positions = loaded.value
     run.stream_progress.record(saved.step, positions)
     run.epochs.restore(saved.epoch)
-    run.callback_states.restore(saved.callbacks, log)
+    run.callbacks.states.restore(saved.callbacks, log)
     run.start_is_evaluated = saved.metrics is not None and not saved.metrics_added
     run.continue_from(saved.identity)
     run.earlier = saved.identity

@@ -1,6 +1,7 @@
 """The `Trainer`: its model on devices, and its training loop."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -48,7 +49,6 @@ from spmdtrain.trackers.base import Media, Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers, checked_split
 from spmdtrain.train import evaluator
 from spmdtrain.train.callbacks import (
-    AddableMetrics,
     CallbackEvent,
     CallbackRunner,
     Callbacks,
@@ -64,8 +64,8 @@ from spmdtrain.train.executor import (
     join_job,
 )
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.run_logger import Metrics, checked_media, no_metrics
-from spmdtrain.train.schedule import EpochSums, FitResult
+from spmdtrain.train.run_logger import Metrics, Written, checked_media
+from spmdtrain.train.schedule import Epochs, FitResult
 from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
 from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, parse_fork
 
@@ -150,7 +150,6 @@ class Trainer:
         functions = {"model": model, "objective": objective, "reduction": reduction}
         self._code = {use: code_record(function) for use, function in functions.items()}
         self._identity: Identity | None = None  # the run that trained the state
-        self._fitting = False
         self._restored: Variables | None = None  # used to evaluate before any training
         self._restored_from: Identity | None = None  # the run that trained `_restored`
         self._make_functions = functools.partial(
@@ -174,9 +173,8 @@ class Trainer:
         at_steps = self._backend.runs_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
         self._programs = Programs(self.functions)
-        # Of earlier fits: sums of an unfinished epoch, written metrics, the position in a stream.
-        self._epoch_sums, self._written = EpochSums(), no_metrics()
-        self._stream_progress = StreamProgress()
+        # Of the last fit: sums of an unfinished epoch, written metrics, the position in a stream.
+        self._last: tuple[Epochs, Written, StreamProgress] | None = None
         self._examples = DeviceExamples(self.placement, self.terminal)
         self._trackers: RunTrackers | None = None  # during a fit
 
@@ -435,7 +433,7 @@ class Trainer:
         With several processes, JAX receives the signals, and the processes have to ask for them.
         Within a `fit` the loop does that, because it also saves.
         """
-        alone = self._fitting or process_group.count() == 1
+        alone = self._trackers is not None or process_group.count() == 1
         return self.check_interrupt if alone else StopSignals().stop_if_received
 
     def _eval_batch(self, batch: int | None) -> int:
@@ -586,18 +584,24 @@ class Trainer:
         data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
-            given = self.terminal, self._clock, self._own_trackers, self._code
-            may_add = self._callbacks.may_add_metrics
             run = RunSession.open(
-                stack, config, data, self.functions, *given, may_add_metrics=may_add
+                stack,
+                config,
+                data,
+                self.functions,
+                self.terminal,
+                self._clock,
+                self._callbacks,
+                self._own_trackers,
+                self._code,
             )
-            stack.callback(self._end_fit)
-            self._fitting, self._trackers = True, run.logger.trackers
+            stack.callback(setattr, self, "_trackers", None)
+            self._trackers = run.logger.trackers
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
             backend = stack.enter_context(self._backend.open(self._init_timeout))
             executors = stack.enter_context(contextlib.ExitStack())  # ends after `record_outcome`
             before = self._state, self._identity
-            self._start(run, stack, restart=restart)
+            self._start(run, restart=restart)
             first = self._state
             stack.enter_context(run.record_outcome())
             try:
@@ -614,7 +618,7 @@ class Trainer:
                 raise
         return run.epochs.result(self.step)
 
-    def _start(self, run: RunSession, stack: contextlib.ExitStack, *, restart: bool) -> None:
+    def _start(self, run: RunSession, *, restart: bool) -> None:
         """Sets the first state: of an earlier fit, restored from a checkpoint, or initialized."""
         run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
         watched = any(map(self._callbacks.has, (CallbackEvent.STEP, CallbackEvent.LOG)))
@@ -630,7 +634,7 @@ class Trainer:
                 f"checkpoint={self.config.checkpoint} needs init_from: a run itself always resumes "
                 "from its latest checkpoint"
             )
-        run.callback_states = self._callbacks.begin(from_step_zero=restart or self._state is None)
+        self._callbacks.begin(from_step_zero=restart or self._state is None)
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
             if self._backend.runs_steps:
@@ -642,23 +646,17 @@ class Trainer:
             self._state = at_step_zero(self._state, self.functions.shardings)
             run.branch(-1)
         elif self._identity is not None:
+            assert self._last is not None  # set with the identity
             check_continues(run, self._identity, self.step)
             run.is_new = False
             run.continue_from(self._identity)
-            run.epochs.sums, run.logger.written = self._epoch_sums, self._written
-            run.stream_progress = self._stream_progress
-        stack.callback(self._keep_metrics, run)
+            epochs, run.logger.written, run.stream_progress = self._last
+            run.epochs.sums = epochs.sums
+        self._last = run.epochs, run.logger.written, run.stream_progress
         self._identity = run.identity
         run.logger.begin(
             self.step, self.placement, describe_modes(self._adapter), is_new=run.is_new
         )
-
-    def _end_fit(self) -> None:
-        self._fitting, self._trackers = False, None
-
-    def _keep_metrics(self, run: RunSession) -> None:
-        self._epoch_sums, self._written = run.epochs.sums, run.logger.written
-        self._stream_progress = run.stream_progress
 
     def _train(self, run: RunSession, backend: Backend, executors: contextlib.ExitStack) -> None:
         first, schedule = self.step, run.schedule
@@ -676,13 +674,11 @@ class Trainer:
             examples=self._examples,
         )
         executors.callback(executor.close)
-        reader = MetricsReader(
-            run, executor.max_in_flight, lambda: executor.sync(self._current), self._log
-        )
-        boundary = TrainerBoundary(self, run, executor, reader)
+        reader = MetricsReader(run, executor.max_in_flight, lambda: executor.sync(self._current))
+        boundary = TrainerBoundary(run, reader, self, executor)
         with (
             self.terminal.progress("train", done=first, total=schedule.total),
-            ProfiledSteps(run.config, first, self.terminal.line) as profile,
+            contextlib.closing(ProfiledSteps(run.config, first, self.terminal.line)) as profile,
         ):
             for steps in schedule.dispatches(first):  # the range of steps of one dispatch
                 step = steps[-1]
@@ -699,9 +695,10 @@ class Trainer:
                 self._callbacks(CallbackEvent.STEP, step)
                 if self._callbacks.stop_requested:
                     schedule.total = executor.stop_dispatch(step)
-                due = run.due(step)
+                due = schedule.due(step, preempted=run.signals.stop_requested())
                 # With parameter servers, later steps may be pending: first the loop reads them too.
-                if due and executor.stop_dispatch(step) == step:
+                if due is not None and executor.stop_dispatch(step) == step:
+                    self._state = executor.sync(self._current)
                     boundary.pass_step(step, due)
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
@@ -711,7 +708,7 @@ class Trainer:
         if run.should_save_at_start(first):
             # Evaluated before the save, which records the metrics. A signal ends the run here.
             evaluates = run.config.eval_at_checkpoints
-            self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
+            run.save(self._current, 0, self._run_validation(run, 0) if evaluates else None)
         if run.missed_evaluation(first):  # a signal interrupted it before this start
             metrics = self._run_validation(run, first)
             if metrics and run.checkpoints and run.checkpoints.add_metrics(first, metrics):
@@ -721,22 +718,15 @@ class Trainer:
         if first > (total := run.schedule.total):
             self.terminal.line(f"nothing to do: the run is at step {first} of {total} requested")
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
-        """Calls the log callbacks; returns the metrics, including the ones that they added."""
-        reported = AddableMetrics(metrics)
-        self._callbacks(CallbackEvent.LOG, step, reported)
-        return reported.with_added()
-
     def _run_validation(self, run: RunSession, step: int) -> Metrics | None:
         if run.validation is None:
             return None
-        reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
+        metrics = self._evaluate_split(run, Split.EVAL, run.validation)
         inputs = self._variables(), run.validation, run.eval_batch_size
         is_written = step in run.logger.written[Split.EVAL]  # before an end without a save
         if not is_written and (media := self._evaluation.media(*inputs)) is not None:
             run.logger.trackers.media(step, Split.EVAL, media)
-        self._callbacks(CallbackEvent.EVALUATION, step, reported)
-        metrics = reported.with_added()
+        metrics = self._callbacks.with_added(CallbackEvent.EVALUATION, step, metrics)
         check_best(self.config, metrics, first=False, log=self.terminal.line)
         run.logger.log_evaluation(Split.EVAL, step, metrics, is_written=is_written)
         return metrics
@@ -746,48 +736,28 @@ class Trainer:
         run.check_finite_loss(split, self.step, metrics)
         return metrics
 
-    def _save(self, run: RunSession, step: int, metrics: Metrics | None) -> None:
-        run.save(self._current, step, metrics, stopped=self._callbacks.stop_requested)
-        if run.checkpoints is not None:
-            self._callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
 
-
+@dataclasses.dataclass
 class TrainerBoundary(Boundary):
     """The boundary between two steps of a trainer, which calls its methods for one fit."""
 
-    def __init__(
-        self, trainer: Trainer, run: RunSession, executor: Executor, reader: MetricsReader
-    ) -> None:
-        super().__init__(run, reader)
-        self._trainer, self._executor = trainer, executor
-
-    def flush(self) -> None:
-        self._trainer._state = self._executor.sync(self._trainer._current)
-        self.reader.flush()
-
-    def end_epoch(self, step: int, *, evaluates: bool) -> None:
-        written = self.run.logger.written[Split.EPOCH].get(step, {})
-        means = FrozenMetrics({"epoch": self.run.epochs.completed(step)} | written)
-        last, event = step == self.run.schedule.total, CallbackEvent.EPOCH_END
-        self._trainer._callbacks(event, step, means, evaluates=evaluates, is_last=last)
-
-    def stop_requested(self) -> bool:
-        return self._trainer._callbacks.stop_requested
+    trainer: Trainer
+    executor: Executor
 
     def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
         """Returns the metrics of the evaluation; None also if a signal interrupts it."""
         if not is_due:
             return None
         try:
-            return self._trainer._run_validation(self.run, step)
+            return self.trainer._run_validation(self.run, step)
         except PreemptedExit:  # `pass_step` saves first, and raises it again
             return None
 
     def save(self, step: int, metrics: Metrics | None) -> None:
-        self._trainer._save(self.run, step, metrics)
+        self.run.save(self.trainer._current, step, metrics)
 
     def report(self) -> None:
-        self._executor.report()
+        self.executor.report()
 
 
 # -- Checks of a second `fit` of a trainer, which continues the first one or starts again ----------
@@ -854,9 +824,6 @@ class ProfiledSteps:
         self._running = False
         self._marker: jax.profiler.StepTraceAnnotation | None = None
 
-    def __enter__(self) -> "ProfiledSteps":
-        return self
-
     def before(self, step: int) -> None:
         """Starts the trace or marks the step; call it before `step` is dispatched."""
         if self._folder and self._first <= step <= self._last and not self._running:
@@ -879,12 +846,10 @@ class ProfiledSteps:
             self._marker = None
         if step == self._last and self._running:
             jax.block_until_ready(output)
-            self._stop()
+            self.close()
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """Ends the trace if it has not ended."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()

@@ -240,7 +240,7 @@ def test_a_bucket_keeps_the_lines_of_a_run_before(storage: FakeGcs) -> None:
         files.write_metrics(step, Split.EVAL, {"loss": 2.0})
     files.close()
     files = RunFiles("gs://bucket/run")
-    assert files.recorded(Split.EVAL, 2) == {"loss": 2.0}
+    assert files.recorded(2)[Split.EVAL] == {"loss": 2.0}
     files.rewind(2)
     files.write_status(Status.RUNNING, 2)
     files.close()

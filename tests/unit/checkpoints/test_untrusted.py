@@ -110,10 +110,10 @@ def test_a_start_parses_the_metrics_once(tmp_path: Path, monkeypatch: pytest.Mon
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
         files.rewind(2)
         assert sorted(files.history(Split.TRAIN)) == [1, 2]
-        assert files.recorded(Split.TRAIN, 2) == {"loss": 0.5}
+        assert files.recorded(2)[Split.TRAIN] == {"loss": 0.5}
         assert len(parsed) == 3  # of the file as it was found; rewinding left two of them
         files.write_metrics(3, Split.TRAIN, {"loss": 0.25})
-        assert files.recorded(Split.TRAIN, 3) == {"loss": 0.25}
+        assert files.recorded(3)[Split.TRAIN] == {"loss": 0.25}
 
 
 def test_a_workdir_that_is_a_file_is_named(tmp_path: Path) -> None:

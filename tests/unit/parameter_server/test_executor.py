@@ -83,7 +83,7 @@ def test_lines_of_training_count_since_the_last_one(tmp_path: Path) -> None:
                 logger.count_value("staleness", number)
             logger.log_train_step(step, 4, {"loss": 1.0}, done=step)
         logger.log_train_step(3, 4, {"loss": 1.0}, done=3)
-        assert files.recorded(Split.TRAIN, 2) == {"loss": 1.0}  # numbers alone
+        assert files.recorded(2)[Split.TRAIN] == {"loss": 1.0}  # numbers alone
     report = [line.get("staleness_counts") for line in metrics(tmp_path, "train")]
     assert report == [{"0": 1}, {"1": 1, "3": 2}, None]
     histograms = [

@@ -11,7 +11,6 @@ from etils import epath
 from spmdtrain.record import no_follow
 from spmdtrain.record.lines import (
     EVENTS_FILE,
-    LineAppender,
     LinesFile,
     last_step,
     read_events,
@@ -92,14 +91,14 @@ def test_an_incomplete_last_line_is_removed_by_the_next_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("change", ["renamed", "removed"])
 def test_a_file_that_another_program_moves_is_created_again(tmp_path: Path, change: str) -> None:
     path = tmp_path / "lines.jsonl"
-    lines = LineAppender(tmp_path, path.name, 0, free)
-    lines.append(b"1\n")
-    lines.append(b"2\n")  # the file stays open
-    assert path.read_bytes() == b"1\n2\n"
+    lines = LinesFile(tmp_path, path.name, epath.Path(tmp_path), free)
+    lines.append({"a": 1})
+    lines.append({"a": 2})  # the file stays open
+    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
     path.replace(tmp_path / "old.jsonl") if change == "renamed" else path.unlink()
-    lines.append(b"3\n")
+    lines.append({"a": 3})
     lines.close()
-    assert path.read_bytes() == b"3\n"
+    assert path.read_bytes() == b'{"a": 3}\n'
 
 
 def test_lines_in_quick_succession_open_the_file_once(
@@ -113,10 +112,10 @@ def test_lines_in_quick_succession_open_the_file_once(
 
     monkeypatch.setattr(no_follow, "open_file", counting_open)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lines = LineAppender(tmp_path, "lines.jsonl", 0, free)
+    lines = LinesFile(tmp_path, "lines.jsonl", epath.Path(tmp_path), free)
     for now[0] in (10.0, 10.5, 11.0, 11.5, 20.0, 30.0, 30.1):
-        lines.append(b"line\n")
+        lines.append({"a": 1})
     # Closed after the first line of each burst, and open until the burst has ended.
     assert opened == [10.0, 10.5, 30.0, 30.1]
-    assert (tmp_path / "lines.jsonl").read_bytes() == b"line\n" * 7
+    assert (tmp_path / "lines.jsonl").read_bytes() == b'{"a": 1}\n' * 7
     lines.close()

@@ -24,6 +24,7 @@ from spmdtrain import (
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.train.metrics_reader import MetricsReader
+from spmdtrain.train.run_logger import StepTimer
 from spmdtrain.train.schedule import Epochs
 
 SIZE, BATCH = 100, 16  # epochs end at steps 7, 13 and 19: batches reach over their ends
@@ -239,7 +240,7 @@ def test_the_end_of_an_epoch_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) 
 
 def test_sums_have_the_same_bits_if_steps_are_counted_together() -> None:
     sums = (_RANDOM.normal(size=(6, 2, 2)) * 10.0 ** _RANDOM.integers(-6, 6, (6, 2, 2))).astype("f")
-    logger: Any = SimpleNamespace(seconds=0.0, input_wait=None)
+    logger: Any = SimpleNamespace(timer=StepTimer(lambda: 0.0))
 
     def counted(*parts: range) -> dict[str, Any]:
         epochs = Epochs(RunConfig(global_batch_size=BATCH, epochs=1), SIZE, logger, None)

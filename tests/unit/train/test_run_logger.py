@@ -1,5 +1,6 @@
 """The log of a run: its performance, waits and phases, its events, media and profile."""
 
+import contextlib
 import json
 import os
 import re
@@ -38,7 +39,7 @@ from spmdtrain.distributed.progress import CONTEXT, Phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
 from spmdtrain.record.lines import RunTimes, read_events, run_times
-from spmdtrain.train.run_logger import InputWait, TimeAccount, goodput_line, peak_memory
+from spmdtrain.train.run_logger import StepTimer, TimeAccount, goodput_line, peak_memory
 from spmdtrain.train.trainer import ProfiledSteps
 from spmdtrain.xla import chips
 
@@ -299,19 +300,26 @@ def test_a_loop_measures_it_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_share_is_of_the_time_since_the_last_reading() -> None:
-    wait = InputWait()
-    wait.restart(0, 10.0)
-    assert wait.read(3, 11.0) is None  # not counted, as with parameter servers
-    wait.count(1.0)
-    wait.count(0.5)
-    assert wait.read(4, 15.0) == 0.3
-    wait.count(0.5)
-    assert wait.read(4, 16.0) == 0.3  # no step since: the last reading
-    assert wait.read(5, 17.0) == 0.25
-    wait.count(9.0)
-    assert wait.read(6, 18.0) == 1.0
-    wait.restart(6, 20.0)
-    assert wait.read(6, 21.0) is None and wait.waited == 11.0
+    now = [10.0]
+    timer = StepTimer(lambda: now[0])
+
+    def share(step: int, seconds: float) -> float | None:
+        now[0] = seconds
+        return timer.read(step)[1]
+
+    timer.restart(0)
+    assert share(3, 11.0) is None  # not counted, as with parameter servers
+    timer.count_wait(1.0)
+    timer.count_wait(0.5)
+    assert share(4, 15.0) == 0.3
+    timer.count_wait(0.5)
+    assert share(4, 16.0) == 0.3  # no step since: the last reading
+    assert share(5, 17.0) == 0.25
+    timer.count_wait(9.0)
+    assert share(6, 18.0) == 1.0
+    now[0] = 20.0
+    timer.restart(6)
+    assert share(6, 21.0) is None and timer.waited == 11.0
 
 
 # -- the shares of a run's time: waiting for the devices counts as steps, also on the host ---------
@@ -573,7 +581,7 @@ def test_a_trace_is_in_the_workdir_of_the_home_folder(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     config = RunConfig(steps=1, workdir="~/run", profile_steps="1:1")
-    with ProfiledSteps(config, 0, print) as profile:
+    with contextlib.closing(ProfiledSteps(config, 0, print)) as profile:
         profile.before(1)
         profile.after(1, jnp.ones(1))
     assert list((tmp_path / "home" / "run").rglob("*.xplane.pb"))
