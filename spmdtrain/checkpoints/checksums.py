@@ -141,9 +141,10 @@ def part_sum(leaf: Any, value: Any, shard: Any) -> PartSum:
       value: The checksum; its computation may be pending.
       shard: The part, one of `distinct_shards(leaf)`.
     """
-    starts = starts_of(shard.index)
-    holders = _holders(leaf.sharding, leaf.shape)[starts]
-    return PartSum(value, starts, holders, counts=shard.replica_id == 0)
+    starts, counts = starts_of(shard.index), shard.replica_id == 0
+    if process_group.count() == 1:
+        return PartSum(value, starts, counts=counts)
+    return PartSum(value, starts, _holders(leaf.sharding, leaf.shape)[starts], counts)
 
 
 @functools.lru_cache(4096)

@@ -181,14 +181,13 @@ def _cpu() -> Any:
 
 def sum_copies(tree: PyTree) -> dict[str, list[PartSum]]:
     """Returns the checksums of each `HostCopy` of a pytree by its path, computed by this thread."""
-    return {name: _sum_parts(leaf) for name, leaf in named_leaves(tree).items()}
-
-
-def _sum_parts(leaf: HostCopy) -> list[PartSum]:
-    return [
-        part_sum(leaf, host_sum(np.asarray(shard.data), starts_of(shard.index), leaf.shape), shard)
-        for shard in distinct_shards(leaf)
-    ]
+    return {
+        name: [
+            part_sum(leaf, host_sum(np.asarray(x.data), starts_of(x.index), leaf.shape), x)
+            for x in distinct_shards(leaf)
+        ]
+        for name, leaf in named_leaves(tree).items()
+    }
 
 
 # -- Checksums of a whole state that are computed while later steps run ----------------------------

@@ -38,11 +38,16 @@ def open_manager(
       keep: Returns for each of the existing steps whether its checkpoint is kept.
       removed: Subfolder to which other checkpoints are moved; None to remove them at once.
     """
+    count = process_group.count()
     return Manager(
         folder,
         options=ocp.CheckpointManagerOptions(
             create=False,
-            multiprocessing_options=_by_all(),
+            # If the processes are listed, Orbax' barriers do not use devices, whose number may
+            # differ between processes.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=0, active_processes=set(range(count)) if count > 1 else None
+            ),
             # Removes the unfinished checkpoints of a killed run before the first save.
             # Of a local folder `Checkpoints` removes it: Orbax would remove foreign folders too.
             cleanup_tmp_directories=is_url(folder),
@@ -82,18 +87,6 @@ def _handler(item: str) -> ocp.PyTreeCheckpointHandler:
         (jax.Array, arrays), (HostCopy, arrays)
     )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
-
-
-def _by_all() -> ocp.options.MultiprocessingOptions:
-    """Returns options for all processes of the job.
-
-    If the processes are listed, Orbax' barriers do not use devices, whose number may differ between
-    processes.
-    """
-    count = process_group.count()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes=set(range(count)) if count > 1 else None
-    )
 
 
 @dataclass(frozen=True)

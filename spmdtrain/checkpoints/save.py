@@ -150,7 +150,10 @@ class Checkpoints:
     def _prepare_folder(self) -> None:
         """Makes the folder, and removes what must not be there."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_links()
+        # Links in place of folders to which Orbax writes, or which it removes.
+        for path in () if is_url(self.folder) else Path(self.folder).iterdir():
+            if path.is_symlink() and (path.name == _REMOVED or is_unfinished(path.name)):
+                no_follow.remove(self.folder, path.name)
         removed = self.folder / _REMOVED
         if not is_url(self.folder) and removed.exists() and not removed.is_dir():
             raise UserError(f"{removed} is not a folder: remove it")
@@ -218,21 +221,24 @@ class Checkpoints:
     ) -> int:
         """Saves arrays or their copies, and removes older checkpoints; returns the step."""
         try:
-            with self._failing(save):
-                if self._folder_identity() != self._opened:
-                    raise FileNotFoundError("the checkpoint folder was removed or unmounted")
-                self._saving = save
-                if process_group.is_chief():
-                    trajectory = save.identity.trajectory_at(save.step)
-                    self._records[save.step] = CheckpointRecord(
-                        save.step, save.saved_at, save.metrics, trajectory
-                    )
-                self._write(save, items, sums)
-                save.is_read.set()
-                self._manager.wait_until_finished()
-                self._manager.check_for_errors()
-                if save.replaces:
-                    (self.folder / _RETENTION).unlink()
+            if self._folder_identity() != self._opened:
+                raise FileNotFoundError("the checkpoint folder was removed or unmounted")
+            self._saving = save
+            if process_group.is_chief():
+                trajectory = save.identity.trajectory_at(save.step)
+                self._records[save.step] = CheckpointRecord(
+                    save.step, save.saved_at, save.metrics, trajectory
+                )
+            self._write(save, items, sums)
+            save.is_read.set()
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+            if save.replaces:
+                (self.folder / _RETENTION).unlink()
+        except Exception as error:
+            if (failure := self._after_failure(save, error)) is None:
+                raise
+            raise failure from error
         finally:
             save.is_read.set()
         self._remover.submit(self._remove)
@@ -255,7 +261,15 @@ class Checkpoints:
         if self._manager is None:
             if not is_url(self.folder):  # left by a killed run
                 self._remove_unfinished()
-            self._manager = self._open_manager()
+            from spmdtrain.checkpoints.orbax import open_manager
+
+            self._manager = open_manager(
+                self.folder,
+                ITEMS,
+                seal=self._seal,
+                keep=self._keep,
+                removed=None if is_url(self.folder) else _REMOVED,
+            )
         arrays = {item: as_jax_arrays(fields) for item, fields in items.items()}
         self._manager.save(
             save.step,
@@ -428,52 +442,39 @@ class Checkpoints:
             raise UserError(f"{path} is malformed ({error}): remove it") from error
         return cast(T, content)
 
-    def _open_manager(self) -> Any:
-        from spmdtrain.checkpoints.orbax import open_manager
-
-        return open_manager(
-            self.folder,
-            ITEMS,
-            seal=self._seal,
-            keep=self._keep,
-            removed=None if is_url(self.folder) else _REMOVED,
-        )
-
     # -- manifest ------------------------------------------------------------------------------
 
     def _seal(self) -> None:
         """Writes the manifest. Orbax calls this after all arrays are written, before the rename."""
-        assert self._saving is not None
-        with progress.sealing(self._saving.step):
-            self._write_manifest(self._saving)
-
-    def _write_manifest(self, save: "_Save") -> None:
-        save.wait_for_files()
-        self._check_lock()
-        unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
-        folders = (
-            path
-            for path in self.folder.iterdir()
-            if path.name.startswith(unpublished[1]) or path.name == unpublished[0]
-        )
-        if (folder := next(folders, None)) is None:
-            raise FileNotFoundError(f"the unfinished checkpoint of step {save.step} is missing")
-        stream = write_positions(folder, save.positions)
-        Manifest(
-            step=save.step,
-            saved_at=save.saved_at.isoformat(timespec="seconds"),
-            identity=save.identity,
-            metrics=None if save.metrics is None else dict(save.metrics),
-            stopped=save.stopped,
-            sums=format_sums(save.sums),
-            files=manifest.sizes(folder),
-            epoch=save.epoch,
-            callbacks=save.callbacks,
-            stream=stream,
-        ).write(folder)
-        if save.replaces:
-            intent = json.dumps({"by": save.step, "steps": save.replaces}).encode()
-            no_follow.write(self.folder, _RETENTION, lambda file: file.write(intent))
+        save = self._saving
+        assert save is not None
+        with progress.sealing(save.step):
+            save.wait_for_files()
+            self._check_lock()
+            unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
+            folders = (
+                path
+                for path in self.folder.iterdir()
+                if path.name.startswith(unpublished[1]) or path.name == unpublished[0]
+            )
+            if (folder := next(folders, None)) is None:
+                raise FileNotFoundError(f"the unfinished checkpoint of step {save.step} is missing")
+            stream = write_positions(folder, save.positions)
+            Manifest(
+                step=save.step,
+                saved_at=save.saved_at.isoformat(timespec="seconds"),
+                identity=save.identity,
+                metrics=None if save.metrics is None else dict(save.metrics),
+                stopped=save.stopped,
+                sums=format_sums(save.sums),
+                files=manifest.sizes(folder),
+                epoch=save.epoch,
+                callbacks=save.callbacks,
+                stream=stream,
+            ).write(folder)
+            if save.replaces:
+                intent = json.dumps({"by": save.step, "steps": save.replaces}).encode()
+                no_follow.write(self.folder, _RETENTION, lambda file: file.write(intent))
 
     # -- retention -----------------------------------------------------------------------------
 
@@ -501,25 +502,19 @@ class Checkpoints:
 
     # -- failures ------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _failing(self, save: "_Save") -> Iterator[None]:
-        """Cleans up after a failed save; raises an error of the storage as `StorageError`."""
-        try:
-            yield
-        except Exception as error:
-            self._failed = True
-            reason = why_failed(error, self.folder)
-            if self._folder_identity() == self._opened:
-                self._remove_unfinished()
-            if (self.folder / str(save.step) / manifest.NAME).exists():
-                self.saved_step = save.step
-                failure = f"step {save.step} is saved, but an older one could not be removed,"
-            else:
-                self._records.pop(save.step, None)
-                failure = f"step {save.step} could not be saved"
-            if reason is None:
-                raise
-            raise StorageError(f"{failure} in {self.folder}: {reason}") from error
+    def _after_failure(self, save: "_Save", error: Exception) -> StorageError | None:
+        """Cleans up after a failed save; returns the error for users if the storage has failed."""
+        self._failed = True
+        reason = why_failed(error, self.folder)
+        if self._folder_identity() == self._opened:
+            self._remove_unfinished()
+        if (self.folder / str(save.step) / manifest.NAME).exists():
+            self.saved_step = save.step
+            failure = f"step {save.step} is saved, but an older one could not be removed,"
+        else:
+            self._records.pop(save.step, None)
+            failure = f"step {save.step} could not be saved"
+        return None if reason is None else StorageError(f"{failure} in {self.folder}: {reason}")
 
     @contextlib.contextmanager
     def _storage_errors(self, failure: str) -> Iterator[None]:
@@ -553,12 +548,6 @@ class Checkpoints:
                             path.rmtree()
                         else:
                             no_follow.remove(self.folder, path.name)
-
-    def _remove_links(self) -> None:
-        """Removes symbolic links in place of folders to which Orbax writes, or which it removes."""
-        for path in () if is_url(self.folder) else Path(self.folder).iterdir():
-            if path.is_symlink() and (path.name == _REMOVED or is_unfinished(path.name)):
-                no_follow.remove(self.folder, path.name)
 
     def _remove(self) -> None:
         """Deletes the checkpoints that Orbax has moved to `_REMOVED`, also in an earlier start."""

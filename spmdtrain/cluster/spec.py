@@ -456,7 +456,7 @@ def from_tf_config(text: str | None) -> ClusterSpec:
     Raises:
       UserError: If the value is not valid; names the field.
     """
-    return ClusterSpec(*parse_tf_config(text or "{}"))
+    return ClusterSpec(*parse_tf_config(text)) if text else ClusterSpec({}, None, None)
 
 
 def _name(job: str, index: int) -> str:

@@ -10,14 +10,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import AXES
-
-if TYPE_CHECKING:
-    pass
-
 
 # -- Groups of options, each of which is one field of `RunConfig` ----------------------------------
 
@@ -28,19 +24,26 @@ ExpertExchange = Literal["all_to_all", "ragged_all_to_all"]
 class OptionGroup:
     """Options that are one field of `RunConfig`. A group checks its own values."""
 
+    FIELD: ClassVar[str]
+    """The name of this field."""
+    ABOVE_ZERO: ClassVar[Sequence[str]] = ()
+    """Options that are None or above 0."""
+
     def __post_init__(self) -> None:
-        if groups_are_checked():
+        if _groups_are_checked.get():
             self.check()
 
     def check(self) -> None:
         """Raises `UserError` for a field with the wrong type or an invalid value."""
-        raise NotImplementedError
+        check_values(self, type(self), f"{self.FIELD}.")
+        check_above_zero(self, self.ABOVE_ZERO, f"{self.FIELD}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpec(OptionGroup):
     """Sizes of the mesh axes, and the devices of the mesh."""
 
+    FIELD = "mesh"
     replica: int | None = None
     """Number of device groups along the slow outer axis, which splits the batch. -1 makes one group
     for each host or slice, or two groups if there is only one host. None means 1, or -1 with
@@ -69,7 +72,7 @@ class MeshSpec(OptionGroup):
         return {axis: getattr(self, axis) for axis in AXES}
 
     def check(self) -> None:
-        check_values(self, MeshSpec, "mesh.")
+        super().check()
         for axis, size in self.given().items():
             if size is not None and size < 1 and size != -1:
                 raise UserError(
@@ -81,20 +84,19 @@ class MeshSpec(OptionGroup):
 class ContextOptions(OptionGroup):
     """Attention over tokens that are split over mesh.context."""
 
+    FIELD = "context"
     method: ContextMethod | None = None
     """ring: keys and values go around the devices, while products with those of the device before
     are computed. gather: each device gathers the keys and values of all tokens. ulysses: each
     device gathers all tokens of some of the heads. None means the method that is expected to be
     the fastest, by the sizes and the peak rates of the devices."""
 
-    def check(self) -> None:
-        check_values(self, ContextOptions, "context.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions(OptionGroup):
     """Exchange of tokens between the devices of mesh.expert."""
 
+    FIELD = "expert"
     exchange: ExpertExchange = "all_to_all"
     """all_to_all: each device sends a buffer of fixed size to each other one. ragged_all_to_all: it
     sends the rows in use alone, which XLA does not support on CPU."""
@@ -103,7 +105,7 @@ class ExpertOptions(OptionGroup):
     layer do not fit, its devices gather all tokens instead, which is slower and equally exact."""
 
     def check(self) -> None:
-        check_values(self, ExpertOptions, "expert.")
+        super().check()
         if not 1 <= self.capacity_factor < math.inf:
             raise UserError(
                 f"expert.capacity_factor is {self.capacity_factor}: it must be at least 1, which "
@@ -115,6 +117,7 @@ class ExpertOptions(OptionGroup):
 class ShardingOptions(OptionGroup):
     """Limits and choices for sharding the state."""
 
+    FIELD, ABOVE_ZERO = "sharding", ("min_size", "max_shards", "replicated_limit")
     min_size: int = 2**14
     """Smallest array, in elements, that a strategy shards by itself; an experiment's rules also
     shard smaller ones. Gathering a smaller array would cost more than sharding saves."""
@@ -128,15 +131,13 @@ class ShardingOptions(OptionGroup):
     """Part of the state that central_storage keeps in host memory: parameters, optimizer state and
     moving average (state), or only the optimizer state (optimizer). None means state."""
 
-    def check(self) -> None:
-        check_values(self, ShardingOptions, "sharding.")
-        check_above_zero(self, ("min_size", "max_shards", "replicated_limit"), "sharding.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerOptions(OptionGroup):
     """Partitioning of the state over parameter servers, and staleness of the workers."""
 
+    FIELD = "servers"
+    ABOVE_ZERO = ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout")
     partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
     """Rule for the number of shards of a parameter: its size divided by min_shard_bytes, rounded
     up; as few as keep each within max_shard_bytes; or max_shards. A shard has at least one row."""
@@ -156,9 +157,7 @@ class ParameterServerOptions(OptionGroup):
     means three times the usual duration of a batch, and at least one second."""
 
     def check(self) -> None:
-        check_values(self, ParameterServerOptions, "servers.")
-        sizes = ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout")
-        check_above_zero(self, sizes, "servers.")
+        super().check()
         if self.max_staleness is not None and self.max_staleness < 0:
             raise UserError(f"servers.max_staleness is {self.max_staleness}: it must be 0 or more")
         for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size")):
@@ -173,6 +172,7 @@ class ParameterServerOptions(OptionGroup):
 class CollectiveOptions(OptionGroup):
     """Communication between devices. An option that the backend does not support is an error."""
 
+    FIELD, ABOVE_ZERO = "collectives", ("combine_threshold_bytes", "timeout")
     reduction: (
         Literal[
             "automatic", "all_reduce", "flattened", "hierarchical", "one_device", "reduce_scatter"
@@ -197,19 +197,12 @@ class CollectiveOptions(OptionGroup):
     """Seconds, rounded up to whole ones, that a collective of CPU devices may take before the
     process ends."""
 
-    def check(self) -> None:
-        check_values(self, CollectiveOptions, "collectives.")
-        check_above_zero(self, ("combine_threshold_bytes", "timeout"), "collectives.")
-
 
 # -- Checks of the values of option groups: types, integers, ranges --------------------------------
 
 _groups_are_checked: ContextVar[bool] = ContextVar("groups_are_checked", default=True)
-
-
-def groups_are_checked() -> bool:
-    """Returns whether an option group checks its values when it is constructed."""
-    return _groups_are_checked.get()
+"""Whether an option group checks its values when it is constructed."""
+_type_hints = functools.cache(get_type_hints)
 
 
 @contextmanager
@@ -245,11 +238,6 @@ def check_values(values: Any, fields: type, prefix: str = "") -> None:
     for field in dataclasses.fields(values):
         # A field that the subclass computes itself has no value yet.
         _check_integers(f"{prefix}{field.name}", getattr(values, field.name, None))
-
-
-@functools.cache
-def _type_hints(fields: type) -> dict[str, Any]:
-    return get_type_hints(fields)
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

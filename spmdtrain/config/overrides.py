@@ -198,9 +198,9 @@ def check_arguments(
             f"{of} takes one dataset, and {1 + len(others)} positional arguments are given. "
             f"{_advice(of, 'x')}."
         )
-    fields = {field.name for field in dataclasses.fields(RunConfig)} - {*_OF_BUILD}
-    elsewhere = _given_to("the Trainer", [*_keywords(type(method.__self__)), *fields])
     for name in unknown:
+        fields = {field.name for field in dataclasses.fields(RunConfig)} - {*_OF_BUILD}
+        elsewhere = _given_to("the Trainer", [*_keywords(type(method.__self__)), *fields])
         _refuse(of, name, _keywords(method), elsewhere)
     if data is REQUIRED:
         needs = "training data: fit(train, steps=...), or epochs=..." if of == "fit" else "data"

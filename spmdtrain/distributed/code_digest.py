@@ -15,6 +15,7 @@ import sys
 from collections import ChainMap, Counter, UserDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import field
 from pathlib import Path, PurePath
 from types import (
     BuiltinFunctionType,
@@ -92,44 +93,42 @@ def code_record(function: Any) -> CodeRecord:
     attributes. Arrays of JAX count by shape and dtype. Configurations, loops and trainers count by
     their class only, because options are compared by name.
     """
-    return _Reader(function).record(function)
+    reader, content = _Reader(), hashlib.blake2b(digest_size=6)
+    with reader.part(function):
+        for text in itertools.islice(reader.texts(function), _MOST_TEXTS):
+            encoded = text.encode(errors="surrogatepass") + b"\0"
+            content.update(encoded)
+            # An object that is used again has a number, which depends on what comes before.
+            reader.around[-1].update(b"again" if encoded.startswith(b"again ") else encoded)
+    parts: dict[str, str] = {}
+    numbers: Counter[str] = Counter()  # of functions of the same name
+    for (name, place), found in reader.parts.items():
+        numbers[name] += 1
+        unique = name if numbers[name] == 1 else f"{name} #{numbers[name]}"
+        parts[unique] = f"{found.hexdigest()} {place}"
+    return CodeRecord(content.hexdigest(), parts)
 
 
+@dataclasses.dataclass
 class _Reader:
     """Reads an object and everything that it refers to as texts."""
 
-    def __init__(self, root: Any) -> None:
-        self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no id is used twice
-        self._depth = 0
-        # Digests of what each function alone consists of, by name and place.
-        self._parts: dict[tuple[str, str], Any] = {}
-        self._around: list[Any] = []  # those that are being read
-        name = getattr(root, "__qualname__", type(root).__qualname__)
-        self._root = self._part(name, _place(root))
-
-    def record(self, root: Any) -> CodeRecord:
-        content = hashlib.blake2b(digest_size=6)
-        with self._root:
-            for text in itertools.islice(self.texts(root), _MOST_TEXTS):
-                encoded = text.encode(errors="surrogatepass") + b"\0"
-                content.update(encoded)
-                # An object that is used again has a number, which depends on what comes before.
-                self._around[-1].update(b"again" if encoded.startswith(b"again ") else encoded)
-        parts: dict[str, str] = {}
-        numbers: Counter[str] = Counter()  # of functions of the same name
-        for (name, place), found in self._parts.items():
-            numbers[name] += 1
-            unique = name if numbers[name] == 1 else f"{name} #{numbers[name]}"
-            parts[unique] = f"{found.hexdigest()} {place}"
-        return CodeRecord(content.hexdigest(), parts)
+    parts: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Digests of what each function alone consists of, by name and place."""
+    around: list[Any] = field(default_factory=list)
+    """The digests of those that are being read."""
+    _seen: dict[int, int] = field(default_factory=dict)
+    _kept: list[Any] = field(default_factory=list)  # so that no id is used twice
+    _depth: int = 0
 
     @contextmanager
-    def _part(self, name: str, place: str) -> Iterator[None]:
+    def part(self, x: Any) -> Iterator[None]:
+        """Adds the texts that are read while entered to the digest of a function or a class."""
+        name = getattr(x, "__qualname__", type(x).__qualname__).replace("<locals>.", "")
         new = hashlib.blake2b(digest_size=6)
-        self._around.append(self._parts.setdefault((name.replace("<locals>.", ""), place), new))
+        self.around.append(self.parts.setdefault((name, _place(x)), new))
         yield
-        self._around.pop()
+        self.around.pop()
 
     def texts(self, x: Any) -> Iterator[str]:
         if isinstance(x, str):
@@ -203,8 +202,7 @@ class _Reader:
         code = function.__code__
         is_own = not is_library(code.co_filename)
         changed = _changed_names(code.co_filename) if is_own else frozenset()
-        part = self._part(function.__qualname__, _place(function)) if is_own else nullcontext()
-        with part:
+        with self.part(function) if is_own else nullcontext():
             if is_own:
                 yield from self._of_code(code)
                 defaults = (function.__defaults__, function.__kwdefaults__)
@@ -254,7 +252,7 @@ class _Reader:
         yield _name(kind)
         if not _is_own_class(kind):
             return
-        with self._part(kind.__qualname__, _place(kind)):
+        with self.part(kind):
             yield from self._all(kind.__bases__)
             if issubclass(kind, enum.Enum):
                 yield from self._all(kind)
@@ -362,14 +360,14 @@ def _changed_attributes(kind: type) -> set[str]:
     return found - {""}
 
 
+@dataclasses.dataclass
 class _Changes(ast.NodeVisitor):
     """Collects what functions change besides their local variables; see `_changed_names`."""
 
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-        self._kind = ""  # the class
-        # The functions around a node: name, variables, arguments with defaults, and "self".
-        self._around: list[tuple[str, set[str], set[str], str]] = []
+    found: set[str] = field(default_factory=set)
+    _kind: str = ""  # the class
+    # The functions around a node: name, variables, arguments with defaults, and "self".
+    _around: list[tuple[str, set[str], set[str], str]] = field(default_factory=list)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outer, self._kind = self._kind, node.name
@@ -400,15 +398,12 @@ class _Changes(ast.NodeVisitor):
         if _is_set(node) and self._around and node.id not in self._around[-1][1]:
             self.found.add(node.id)  # declared as global or nonlocal
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
+    def visit_Attribute(self, node: Any) -> None:
         if _is_set(node):
             self._change(node)
         self.generic_visit(node)
 
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        if _is_set(node):
-            self._change(node)
-        self.generic_visit(node)
+    visit_Subscript = visit_Attribute
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:

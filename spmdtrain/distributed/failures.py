@@ -120,9 +120,9 @@ def watch_alone(hang_timeout: float) -> None:
 def _watch_own_work() -> Iterator[None]:
     """Ends this process if the progress of its work stops while entered."""
     ended, timeout = threading.Event(), CONTEXT.exits.hang_timeout
-    timer = IdleTimer()
 
     def watch() -> None:
+        timer = IdleTimer()
         while not ended.wait(min(1.0, timeout / 10)):
             record = progress.local_record("the process")
             if record is None or timer.idle(record.changes) < timeout:
@@ -539,17 +539,12 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         stop_request()  # without one that a part has acted on
         if threading.current_thread() is threading.main_thread():
+            handler, numbers = self._catch, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
             if process_group.count() > 1:
-                self._set(self._pass_on, signal.SIGINT, signal.SIGUSR1)
-            else:
-                self._set(self._catch, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+                handler, numbers = self._pass_on, [signal.SIGINT, signal.SIGUSR1]
+            for number in numbers:
+                self._before[number] = signal.signal(number, handler)
         return self
-
-    def _set(
-        self, handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
-    ) -> None:
-        for number in numbers:
-            self._before[number] = signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:  # a second SIGINT ends this process; a SIGTERM does not

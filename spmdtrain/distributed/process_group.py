@@ -276,7 +276,8 @@ def collect(value: T) -> list[T]:
 
 def gather(value: T) -> list[T]:
     """Returns the values of all processes, by rank, in all of them."""
-    return broadcast(collect(value))
+    job = current()
+    return [value] if job is None else job.main.gather(value)
 
 
 def barrier() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -39,29 +40,29 @@ def ignore_failure(reason: str) -> None:
 _SAME_REQUEST = 0.3  # seconds in which further signals do not make a request more urgent
 
 
+@dataclass
 class StopRequest:
     """The request of signals to stop this process.
 
     Signals within 0.3 s of the first are one request, because the scheduler, the terminal and a
     wrapper may each send one.
-
-    Attributes:
-      signal: The first signal; None before.
-      repeated: Whether another signal came after these 0.3 s, which asks to stop at once.
-      acted: Whether a part of this process has begun to stop because of it.
     """
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.repeated = self.acted = False
-        self._received_at = 0.0
+    signal: Signals | None = None
+    """The first signal; None before."""
+    repeated: bool = False
+    """Whether another signal came after these 0.3 s, which asks to stop at once."""
+    acted: bool = False
+    """Whether a part of this process has begun to stop because of it."""
+    received_at: float = 0.0
+    """When the first signal came, by `time.monotonic`."""
 
     def hear(self, number: int) -> None:
         """Records a signal."""
         now = time.monotonic()
         if self.signal is None:
-            self.signal, self._received_at = signal.Signals(number), now
-        elif now - self._received_at > _SAME_REQUEST:
+            self.signal, self.received_at = Signals(number), now
+        elif now - self.received_at > _SAME_REQUEST:
             self.repeated = True
 
 

@@ -88,13 +88,17 @@ class Layout:
         self._fields: Mapping[str, StateField] = state.FIELDS
         named = named_leaves(state)
         self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
-        self._annotated = self._annotation_rules(annotations or {}, axis_rules)
+        self._annotated: Mapping[str, Rule] = {}
+        if annotations:
+            self._annotated = self._annotation_rules(annotations, axis_rules)
         check_axes_used(placement, self._rules, list(self._annotated.values()))
         self.on_device: Any = _with_paths(self._on_device, state)
         if placement.mesh is not None and self._unused:
             patterns = [rule.pattern for rule in self._unused.values()]
             raise UserError(f"sharding rules that match no leaf of the state: {patterns}")
-        self.shardings: Any = _with_paths(self._at_rest, state, self.on_device)
+        self.shardings: Any = self.on_device
+        if placement.strategy.on_host:
+            self.shardings = _with_paths(self._at_rest, state, self.on_device)
         used = {a for n, shape in self._shapes.items() for a in self._used(self._spec(n, shape)[0])}
         self.replicates_params = not used
         self.splits_tensors = not used <= set(GATHER_AXES)
@@ -144,6 +148,8 @@ class Layout:
 
         `tree` is a part of the state; `of` selects the same part from the state's shardings.
         """
+        if self.shardings is self.on_device:
+            return tree
 
         def copy(x: jax.Array, between: Sharding, on_device: Sharding) -> jax.Array:
             return x if between == on_device else jax.device_put(x, on_device)
@@ -228,7 +234,7 @@ class Layout:
         # Scalars, such as an optimizer's counts, are not worth a transfer.
         field = self._fields[field_of(name)]
         is_offloaded = self._options.offload != "optimizer" or field.of_optimizer
-        on_host = self._placement.strategy.on_host and field.like_params and is_offloaded
+        on_host = field.like_params and is_offloaded
         return on_device.with_memory_kind("pinned_host") if leaf.shape and on_host else on_device
 
     def _gathered(self, name: str, leaf: Any) -> Sharding | None:
@@ -396,7 +402,10 @@ class Layout:
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that a large leaf is split if the strategy splits such leaves."""
-        axes = [axis for axis in self._splitting(field_of(name)) if self._placement.size(axis) > 1]
+        strategy, row = self._placement.strategy, self._fields[field_of(name)]
+        by_rules = (TENSOR_AXIS,) * (strategy.needs_rules and row.like_params)
+        splitting = strategy.split_axes(row) + by_rules
+        axes = [axis for axis in splitting if self._placement.size(axis) > 1]
         if not axes or self._used(spec):
             return
         elements = math.prod(leaf.shape)
@@ -414,13 +423,6 @@ class Layout:
             "rule for it: PartitionSpec() replicates it (or raise "
             f"{option('sharding.replicated_limit')})"
         )
-
-    def _splitting(self, field: str) -> tuple[str, ...]:
-        """Returns the axes over which the strategy and its rules split large leaves of a field."""
-        strategy = self._placement.strategy
-        row = self._fields[field]
-        by_rules = strategy.needs_rules and row.like_params
-        return strategy.split_axes(row) + (TENSOR_AXIS,) * by_rules
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(name: str, x: jax.Array) -> jax.Array:
