@@ -96,6 +96,9 @@ class StateField:
     """Its name in tables."""
     kind: str = "model"
     """What messages name if the arrays of two runs differ in this field."""
+    copied: bool = False
+    """Each copy of the state has its own: its arrays have a leading dim of copies, which is split
+    over the axes of `Placement.apart`."""
 
 
 # -- Strategies ------------------------------------------------------------------------------------

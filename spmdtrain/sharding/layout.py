@@ -1,5 +1,6 @@
 """The sharding of every leaf of the state, and the table of `--show-sharding`."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -103,6 +104,32 @@ class Layout:
         self.replicates_params = not used
         self.splits_tensors = not used <= set(GATHER_AXES)
         self._gathers = bool(used & set(GATHER_AXES))
+
+    def of_run(self, state: Any, placement: Placement, fields: Mapping[str, StateField]) -> Any:
+        """Returns the shardings of the state of a run between steps, with its step's transform.
+
+        Args:
+          state: The abstract state of the run; this layout is that of the state in a step.
+          placement: The placement in a step, whose axes of `apart` split the copies of a field.
+          fields: The rows of the transform (see `StepTransform.fields`).
+        """
+        if not fields:
+            return self.shardings
+        layout = copy.copy(self)
+        layout._fields = {**self._fields, **fields}
+
+        def place(name: str, leaf: Any) -> Sharding:
+            name = name.removeprefix("extra/")
+            copied = layout._fields[field_of(name)].copied
+            leaf = jax.ShapeDtypeStruct(leaf.shape[copied:], leaf.dtype)
+            sharding = layout._at_rest(name, leaf, layout._on_device(name, leaf))
+            if not copied:
+                return sharding
+            assert isinstance(sharding, NamedSharding)
+            spec = PartitionSpec(placement.apart, *sharding.spec)
+            return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+        return _with_paths(place, state)
 
     def unsharded_params(self) -> list[str]:
         """Returns the large parameters that the strategy does not split because no dim divides.

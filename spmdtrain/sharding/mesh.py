@@ -328,14 +328,14 @@ def describe_devices(devices: Sequence[jax.Device]) -> str:
     return text if len(counts) == 1 else f"{text} ({' + '.join(counts)} of {len(counts)} processes)"
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh, axes: tuple[str, ...] = BATCH_AXES) -> NamedSharding:
     """Returns the sharding of a batch: its leading dim is split over the batch axes."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    return NamedSharding(mesh, PartitionSpec(axes))
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh, axes: tuple[str, ...] = BATCH_AXES) -> int:
     """Returns the number of parts that a batch is split into."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def describe_mesh(mesh: Mesh) -> str:

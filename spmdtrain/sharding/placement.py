@@ -56,6 +56,8 @@ class Placement:
       context_method: The method of attention over the axis "context"; None if shapes decide.
       limits_shards: Whether the strategy's `max_shards` has limited the axis fsdp.
       batch_axis: See `current_batch_axis`.
+      apart: Axes along which each device computes steps of its own, with a state and batches of its
+        own: inside such a step nothing is split over them.
     """
 
     strategy: Strategy
@@ -64,6 +66,7 @@ class Placement:
     expert: ExpertOptions = ExpertOptions()
     limits_shards: bool = False
     batch_axis: str | None = None
+    apart: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -78,12 +81,19 @@ class Placement:
     @property
     def batch_shards(self) -> int:
         """The number of parts of a split batch: tf.distribute's `num_replicas_in_sync`."""
-        return 1 if self.mesh is None else batch_shards(self.mesh)
+        return 1 if self.mesh is None else batch_shards(self.mesh, self.batch_axes)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which the examples of a batch are split."""
+        return tuple(axis for axis in BATCH_AXES if axis not in self.apart)
 
     @property
     def batch(self) -> Sharding:
         """The sharding of a batch: its leading dim is split over the batch axes."""
-        return self.replicated if self.mesh is None else batch_sharding(self.mesh)
+        if self.mesh is None:
+            return self.replicated
+        return batch_sharding(self.mesh, self.batch_axes)
 
     @property
     def replicated(self) -> Sharding:
@@ -268,10 +278,12 @@ def current_mesh() -> CurrentMesh | None:
         return CurrentMesh(None, dict(context.shape), free)
     if _current.value is None and len(choose_devices(())) > 1:
         return None
-    mesh = _strategy().mesh
+    placement = _strategy()
+    mesh = placement.mesh
     if mesh is None or mesh.size == 1:
         return CurrentMesh(None, {}, ())
-    return CurrentMesh(mesh, dict(mesh.shape), tuple(mesh.axis_names))
+    free = tuple(axis for axis in mesh.axis_names if axis not in placement.apart)
+    return CurrentMesh(mesh, dict(mesh.shape), free)
 
 
 def _strategy() -> Placement:
@@ -332,7 +344,8 @@ def constrain_sharding(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax
     """
     if len(spec) != x.ndim:
         raise ValueError(f"constrain_sharding: {len(spec)} entries for an array of shape {x.shape}")
-    split = [_axes_of(entry) for entry in spec]
+    placement = _strategy()
+    split = [_axes_of(entry, placement) for entry in spec]
     named = [axis for axes in split for axis in axes]
     if unknown := [axis for axis in named if axis not in AXES]:
         raise ValueError(
@@ -341,7 +354,6 @@ def constrain_sharding(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax
         )
     if len(set(named)) < len(named):
         raise ValueError(f"constrain_sharding: {spec} names an axis twice (batch is {BATCH_AXES})")
-    placement = _strategy()
     if placement.mesh is None or placement.mesh.size == 1 or _queries.get() is not None:
         return x
     entries: list[object] = []
@@ -354,11 +366,11 @@ def constrain_sharding(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def _axes_of(entry: str | tuple[str, ...] | None, placement: Placement) -> tuple[str, ...]:
     if entry is None:
         return ()
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(axis for name in names for axis in (BATCH_AXES if name == "batch" else (name,)))
+    names, batch = entry if isinstance(entry, tuple) else (entry,), placement.batch_axes
+    return tuple(axis for name in names for axis in (batch if name == "batch" else (name,)))
 
 
 def _parts(placement: Placement, axes: tuple[str, ...]) -> int:

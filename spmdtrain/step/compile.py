@@ -132,7 +132,7 @@ def _with_sharding(sharding: Any, batch: PyTree) -> PyTree:
 
 
 class Programs:
-    """The compiled train steps of one trainer, by dispatch and batch."""
+    """The compiled train steps of one trainer, by kind, dispatch and batch."""
 
     def __init__(self, functions: StepFunctions) -> None:
         self._functions, self._placement = functions, functions.placement
@@ -177,12 +177,13 @@ class Programs:
         return self._choices[key]
 
     def _update_program(self) -> Any | None:
-        update, state = self._functions.update, self._functions.abstract_state
+        update, state = self._functions.update, self._functions.step_state
         trained, _ = update.partition(state.params)
         return update_program(update.optimizer, trained, state.opt_state)
 
     def begin(
         self,
+        kind: str,
         dispatch: Dispatch,
         steps: int,
         dataset: TrainingData,
@@ -195,6 +196,7 @@ class Programs:
         (`jax.default_device`, `jax.default_matmul_precision`) belong to a thread.
 
         Args:
+          kind: The kind of step (see `StepTransform`).
           dispatch: How the steps of the run are dispatched.
           steps: Number of steps of a call.
           dataset: See `abstract_batch`; so are `augment` and `config`.
@@ -202,8 +204,8 @@ class Programs:
         batch = self._abstract_batch(dataset, dispatch, steps, augment, config)
         if self._worker.submit(self._context).result() == self._context():
             shapes = jax.tree.map(_shape, batch)
-            made = self._worker.submit(self._make, dispatch, steps, shapes)
-            self._programs[self._key(dispatch, steps, shapes)] = made
+            made = self._worker.submit(self._make, kind, dispatch, steps, shapes)
+            self._programs[self._key(kind, dispatch, steps, shapes)] = made
 
     def _abstract_batch(
         self,
@@ -225,16 +227,16 @@ class Programs:
             padded_to=config.padded_batch_size(self._placement.batch_shards),
         )
 
-    def get(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
-        """Returns the compiled program of a number of steps, for batches like this one.
+    def get(self, kind: str, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
+        """Returns the compiled program of a number of steps of a kind, for batches like this one.
 
         It raises the errors of the compilation, and the next call compiles again.
         """
-        key = self._key(dispatch, steps, shapes := jax.tree.map(_shape, batch))
+        key = self._key(kind, dispatch, steps, shapes := jax.tree.map(_shape, batch))
         if key not in self._programs:
             self.wait()
             compiled: Future[Program] = Future()
-            compiled.set_result(self._make(dispatch, steps, shapes))
+            compiled.set_result(self._make(kind, dispatch, steps, shapes))
             self._programs[key] = compiled
         try:
             return self._programs[key].result()
@@ -243,9 +245,9 @@ class Programs:
             raise
 
     @staticmethod
-    def _key(dispatch: Dispatch, steps: int, shapes: PyTree) -> Hashable:
+    def _key(kind: str, dispatch: Dispatch, steps: int, shapes: PyTree) -> Hashable:
         leaves, structure = jax.tree.flatten(shapes)
-        return dispatch, steps, structure, *leaves
+        return kind, dispatch, steps, structure, *leaves
 
     def wait(self) -> None:
         """Waits until no compilation is in progress."""
@@ -257,7 +259,7 @@ class Programs:
         with use_placement(self._placement):
             return trace_context()
 
-    def _make(self, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
+    def _make(self, kind: str, dispatch: Dispatch, steps: int, batch: PyTree) -> Program:
         began, functions, first = time.perf_counter(), self._functions, batch
         with use_placement(self._placement):  # the placement belongs to a thread
             if dispatch.repeat_of(steps) is Repeat.NONE:
@@ -265,6 +267,6 @@ class Programs:
             else:
                 first = jax.eval_shape(lambda batches: batch_at(batches, 0), batch)
             by_index = functions.config.data_on_device
-            plan = plan_step(functions, first, dispatch=dispatch, by_index=by_index)
+            plan = plan_step(functions, first, kind=kind, dispatch=dispatch, by_index=by_index)
             check = partial(check_traced, plan=plan, batch=batch)
             return compile_step(plan, plan.program(), plan.state, batch, check, began=began)

@@ -48,7 +48,7 @@ from spmdtrain.step.gradients import (
 from spmdtrain.step.objective import Declared, Forward
 from spmdtrain.step.optimizer import BaseModel, Update, extra_names
 from spmdtrain.step.optimizer_record import OptimizerRecord, record_optimizer
-from spmdtrain.step.state import TrainState
+from spmdtrain.step.state import TrainState, transform_of
 from spmdtrain.strategies import ASYNCHRONOUS
 from spmdtrain.tree import is_key, named_leaves, path_name
 from spmdtrain.xla.compiler import (
@@ -84,8 +84,10 @@ class StepFunctions:
       media: Returns a pytree of arrays to log for (model, batch).
 
     Attributes:
-      abstract_state: The state as shapes and dtypes.
-      shardings: The sharding of each leaf of the state between steps.
+      transform: Makes the programs of the run from its step.
+      step_state: The state in a step, as shapes and dtypes; `layout` has its shardings.
+      abstract_state: The state of the run, as shapes and dtypes.
+      shardings: The sharding of each leaf of the state of the run between steps.
       base: The frozen base model of low-rank factors; None without.
       forward: The model with its objective and predict function.
       loss: The loss of a global batch.
@@ -119,25 +121,29 @@ class StepFunctions:
         self.order = ANY_ORDER if config.exact is None else FixedOrder(placement, config.exact)
         self.update = self.order.update(Update(optimizer, frozen, config.ema_decay))
         self.context = ModelContext(placement, axis_rules)
-        init = self._init
+        self.transform = transform_of(config, placement)
+        of_step = self._init
+        init = self.transform.begin(of_step)
+        given = adapter.given, *map(jax.random.key, (0, 0))
         with use_placement(placement):  # models may call current_strategy()
             # By `jax.jit`, which need not trace the same function a second time below.
-            self.abstract_state: TrainState = jax.jit(init).eval_shape(
-                adapter.given, *map(jax.random.key, (0, 0))
-            )
-        abstract = self.abstract_state
+            abstract: TrainState = jax.jit(of_step).eval_shape(*given)
+            self.abstract_state: TrainState = jax.jit(init).eval_shape(*given)
+        self.step_state = abstract
         states = layer_paths(adapter, abstract.model_state)
         self.update.check(abstract.params, abstract.opt_state, states.values())
         self.base = BaseModel.of(adapter, is_saved=config.init_from is None)
         annotations = annotations_of(adapter)
         self.layout = Layout(
-            *(self.abstract_state, placement, rules, config.sharding),
+            *(abstract, placement, rules, config.sharding),
             annotations=annotations,
             axis_rules=axis_rules,
             derived=extends.derived if extends else {},
         )
         self.context = ModelContext(placement, axis_rules, annotated=bool(annotations))
-        self.shardings: TrainState = self.layout.shardings
+        self.shardings: TrainState = self.layout.of_run(
+            self.abstract_state, self.transform.placement, self.transform.fields
+        )
         self.forward = Forward(
             adapter,
             objective,
@@ -271,14 +277,22 @@ class StepFunctions:
         )
         return placed
 
+    def begun(self, state: TrainState) -> TrainState:
+        """Returns the first state of the run that begins with the state of a step."""
+        if not self.transform.fields:
+            return state
+        begin = jax.jit(self.transform.begin(lambda state: state), out_shardings=self.shardings)
+        begun: TrainState = call_together(begin, state)
+        return begun
+
     def opt_state_of(self, params: PyTree) -> PyTree:
-        """Returns the optimizer's initial state for these parameters, in its shardings."""
+        """Returns the optimizer's initial state for these parameters, as in a step."""
 
         def begin(params: PyTree) -> PyTree:
             on_device = jax.device_put(params, self.layout.on_device.params)
             return self.update.init(on_device)
 
-        program = jax.jit(begin, out_shardings=self.shardings.opt_state)
+        program = jax.jit(begin, out_shardings=self.layout.shardings.opt_state)
         return call_together(program, params)
 
     @property

@@ -153,7 +153,8 @@ def updated(
             return leaf
         if differs:
             log(f"optimizer: {name} {restored!s} -> {value!s}")
-        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: value[index])
+        values = np.broadcast_to(value, leaf.shape)  # each copy of the state may have its own
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: values[index])
 
     opt_state = jax.tree_util.tree_map_with_path(replace, state.opt_state, shardings.opt_state)
     return dataclasses.replace(state, opt_state=opt_state)

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.sampling import as_marked, examples_of
+from spmdtrain.data.sampling import as_marked, examples_of, stacked_sharding
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.attention import describe_attention
@@ -356,6 +357,8 @@ class StepOutput:
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
       rate: The learning rate of the update, if it changes and is known (see `step_rate`).
       combined: The metrics that are combined from the means of others, by name.
+      copies: Whether the arrays have a leading dim of copies of the state, each of which has made
+        the step with a batch of its own.
       norms: f32 (3,), the norms of `NORMS`: of all updated parameters, of the mean gradients of the
         trained ones before the optimizer transforms them, and of what the optimizer added to those.
         They are meaningless if `has_norms` is false for the step. The step of a `Loop` has the
@@ -369,6 +372,33 @@ class StepOutput:
     rate: jax.Array | None = None
     norms: jax.Array | None = None
     combined: dict[str, Combination] = field(default_factory=dict)
+    copies: bool = field(default=False, metadata={"static": True})
+
+    def joined(self) -> "StepOutput":
+        """Returns the output over all copies of the state, for which it waits.
+
+        Means are weighted by the copies' weights, and norms are means.
+        """
+        if not self.copies:
+            return self
+
+        def read(values: Any) -> Any:
+            return np.asarray(values)
+
+        sums = read(self.sums).sum(-3)
+        totals, weights = sums[..., 0], sums[..., 1]
+        quotients = totals / np.where(weights == 0, 1, weights)
+        means = {name: quotients[..., n] for n, name in enumerate(sorted(self.metrics))}
+        for name, combination in self.combined.items():
+            means[name] = sum(c * means[term] for term, c in combination.terms)
+        return StepOutput(
+            means,
+            read(self.finite).all(-2),
+            sums=sums,
+            rate=None if self.rate is None else read(self.rate)[..., 0],
+            norms=None if self.norms is None else read(self.norms).mean(-2),
+            combined=self.combined,
+        )
 
 
 class _Updated(NamedTuple):
@@ -443,12 +473,13 @@ class StepPlan:
       step: (state, batch) -> (state, output). If steps are repeated, it also takes whether it is
         the last one of its dispatch.
       state: The abstract state; that of a `Trainer` has the sharding of each leaf.
-      layout: The shardings of the state, before and after a step.
+      shardings: The sharding of each leaf of the state, before and after a step.
       placement: The shardings of the batch and of the output.
       compiler_options: Options of XLA.
       rule: How gradients are computed and reduced; None in a `Loop`, whose step the user writes.
       dispatch: The steps of a call of the program, and how they are repeated.
       by_index: Whether batches are `IndexedBatch`.
+      apart: The axes that split the copies of the state, if outputs have a dim of them.
       jit: Whether steps are compiled. If not, operations run one by one.
       reasons: What was decided and why, where a user may wonder.
       preset: The options of XLA that a preset has added, as text.
@@ -456,7 +487,7 @@ class StepPlan:
 
     step: Callable[..., tuple[TrainState, StepOutput]]
     state: TrainState
-    layout: Layout
+    shardings: TrainState
     placement: Placement
     compiler_options: Mapping[str, Any]
     rule: GradientRule | None = None
@@ -465,6 +496,7 @@ class StepPlan:
     jit: bool = True
     reasons: tuple[str, ...] = ()
     preset: str = ""
+    apart: tuple[str, ...] = ()
 
     def program(self) -> Any:
         """Returns the function (state, batch) -> (state, output), jitted with `jit`.
@@ -476,10 +508,14 @@ class StepPlan:
         if not self.jit:
             return eager(function)
         batch = batch_shardings(self.placement, repeat, by_index=self.by_index)
+        output = self.placement.replicated
+        if self.apart:
+            output = self.placement.sharding(PartitionSpec(self.apart))
+            output = output if repeat is Repeat.NONE else stacked_sharding(output)
         return jax.jit(
             function,
-            in_shardings=(self.layout.shardings, batch),
-            out_shardings=(self.layout.shardings, self.placement.replicated),
+            in_shardings=(self.shardings, batch),
+            out_shardings=(self.shardings, output),
             donate_argnums=0,  # the new state reuses the old one's memory
             compiler_options=dict(self.compiler_options) or None,
         )
@@ -495,6 +531,7 @@ def plan_step(
     functions: StepFunctions,
     batch: PyTree,
     *,
+    kind: str | None = None,
     dispatch: Dispatch | None = None,
     by_index: bool = False,
 ) -> StepPlan:
@@ -502,6 +539,7 @@ def plan_step(
 
     Args:
       batch: The batch of one step, or its shapes.
+      kind: The kind of step (see `StepTransform`); by default that of the first step.
       dispatch: The steps of a call of the program, and how they are repeated; by default one step.
       by_index: Whether the batch is an `IndexedBatch`.
 
@@ -513,7 +551,11 @@ def plan_step(
     # The checks read the operations of the model, and kernels cannot be analyzed.
     with reference_kernels():
         functions.checks.check_training(marked.rows, marked.mask)
-    rule, reasons = choose_rule(functions, marked.rows)
+    transform = functions.transform
+    kind, apart = transform.kind(1) if kind is None else kind, transform.placement.apart
+    # The rules under `shard_map` reduce over all axes of the batch.
+    by_xla = ByXla(functions.placement), ()
+    rule, reasons = by_xla if apart else choose_rule(functions, marked.rows)
     loss = dataclasses.replace(functions.loss, placement=rule.part_placement)
     config, layout, placement = functions.config, functions.layout, functions.placement
     health = Health.choose(
@@ -524,18 +566,20 @@ def plan_step(
         order=functions.order,
         jit=config.jit,
     )
+    step = make_train_step(rule, loss, functions.update, layout, health)
     return StepPlan(
-        make_train_step(rule, loss, functions.update, layout, health),
+        transform.programs(step)[kind],
         functions.placed_state,
-        layout,
+        functions.shardings,
         placement,
         functions.compiler_options,
         rule,
         dispatch,
         by_index,
         config.jit,
-        (*reasons, *filter(None, [dispatch.note])),
+        (*reasons, *filter(None, [transform.describe(kind), dispatch.note])),
         describe_preset(config, placement, functions.compiler_options),
+        apart,
     )
 
 

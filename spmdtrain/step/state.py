@@ -1,5 +1,6 @@
-"""The training state."""
+"""The training state, and transforms of the step, which may add fields to it."""
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -8,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.base import Variables
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
+from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.gradients import accumulation_dtype
 from spmdtrain.strategies import StateField
 from spmdtrain.tree import named_leaves
@@ -31,6 +34,7 @@ class TrainState:
       key: uint32, the data of the random key from which the keys of all steps derive.
       averaged_before: int32, number of updates in the moving average at step 0, which
         `fit(restart=True)` keeps; an empty dictionary without a moving average.
+      extra: The fields by name that the step's transform adds (see `StepTransform`).
     """
 
     step: jax.Array
@@ -40,6 +44,7 @@ class TrainState:
     model_state: PyTree
     key: jax.Array
     averaged_before: PyTree = field(default_factory=dict)
+    extra: dict[str, PyTree] = field(default_factory=dict)
 
     FIELDS: ClassVar[Mapping[str, StateField]] = {
         "step": StateField(item="training", is_tree=False, replicated=True),
@@ -64,6 +69,8 @@ class TrainState:
             item="training", kind="random number generator", is_tree=False, replicated=True
         ),
         "averaged_before": StateField(item="averaging", kind="moving average", is_tree=False),
+        # The user of a `Loop` cannot begin with it, so it is none of `TREES`.
+        "extra": StateField(item="extra", kind="step's transform", is_tree=False, like_params=True),
     }
 
     @property
@@ -88,6 +95,65 @@ def evaluated_field(has_arrays: Callable[[str], bool]) -> str:
     """Returns the field with the parameters for evaluations, of a state that has arrays in some."""
     rows = TrainState.FIELDS.items()
     return next((n for n, row in rows if row.evaluated and has_arrays(n)), "params")
+
+
+# -- Transforms, which make the programs of a run from its step ------------------------------------
+
+Step = Callable[..., tuple[TrainState, Any]]
+"""(state, batch, is_last=None) -> (state, output), as of `make_train_step`."""
+
+
+class StepTransform:
+    """Makes the programs of a run from its step, one for each kind of step.
+
+    The host chooses the program by the number of the step, and a dispatch of several steps ends
+    where the kind changes. This transform leaves the step as it is, others override what differs.
+
+    Attributes:
+      placement: The placement of the code in the step.
+      fields: The rows of the fields that it adds to `TrainState.extra`, and those that replace the
+        rows of other fields.
+    """
+
+    fields: ClassVar[Mapping[str, StateField]] = {}
+
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
+        self.placement = placement
+
+    def begin(self, init: Callable[..., TrainState]) -> Callable[..., TrainState]:
+        """Returns a function that returns the first state of a run, from one of the step's."""
+        return init
+
+    def kind(self, step: int) -> str:
+        """Returns the kind of a step, which is counted from 1."""
+        return ""
+
+    def programs(self, step: Step) -> Mapping[str, Step]:
+        """Returns the step of each kind.
+
+        It takes the state of the run; `step` takes one without `extra`, and returns such a state.
+        """
+        return {self.kind(1): step}
+
+    def describe(self, kind: str) -> str:
+        """Returns a note for the log of a program; "" if it needs none."""
+        return ""
+
+
+TRANSFORMS: Mapping[str, str] = {}
+"""`module:class` of the transforms, each by the option that turns it on."""
+
+
+def transform_of(config: RunConfig, placement: Placement) -> StepTransform:
+    """Returns the transform that the configuration turns on."""
+    made = (
+        pkgutil.resolve_name(name) for option, name in TRANSFORMS.items() if getattr(config, option)
+    )
+    transform: StepTransform = next(made, StepTransform)(config, placement)
+    return transform
+
+
+# -- Checks of the arrays of a state, and the moving average of parameters -------------------------
 
 
 def check_same_arrays(before: PyTree, after: PyTree) -> None:

@@ -126,7 +126,7 @@ class MeshExecutor(Executor):
         self.max_in_flight = 2 if dispatch.steps > 1 else max_in_flight(placement)
         if dispatch.is_counted:  # the devices compute one while the host prepares the next
             self.max_in_flight = 1
-        self._compiled: dict[int, StepCall] = {}  # by the number of steps of the program
+        self._compiled: dict[tuple[str, int], StepCall] = {}  # by kind and number of steps
         self._sentinel: Sentinel | None = None
         if config.sentinel_every is not None:
             self._sentinel = Sentinel(functions, placement, run, first)
@@ -153,11 +153,12 @@ class MeshExecutor(Executor):
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the compiled program of these steps, and the next batch."""
         batch = next_batch(self._batches, state, self._run.logger.timer.count_wait, steps[-1])
-        size = self._dispatch.program_steps(len(steps))
-        if size not in self._compiled:
-            self._compiled[size] = self._compile(size, batch, state)
+        kind = self._run.schedule.kind(steps[-1])
+        key = kind, self._dispatch.program_steps(len(steps))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(*key, batch, state)
             self._run.logger.timer.restart(steps[0] - 1)
-        return self._compiled[size], batch
+        return self._compiled[key], batch
 
     def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
         """Checks the devices by the sentinel, if that is due before this step."""
@@ -169,11 +170,11 @@ class MeshExecutor(Executor):
         """Ends the reading of batches."""
         self._batches.close()
 
-    def _compile(self, steps: int, batch: PyTree, state: TrainState) -> StepCall:
+    def _compile(self, kind: str, steps: int, batch: PyTree, state: TrainState) -> StepCall:
         """Compiles the program of `steps` steps for batches like `batch`; logs its description."""
         logger = self._run.logger
         with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
-            program = self._programs.get(self._dispatch, steps, batch)
+            program = self._programs.get(kind, self._dispatch, steps, batch)
             await_compiled(program.lowered)
         functions = self._functions
         trained, _ = functions.update.partition(state.params)
@@ -258,8 +259,9 @@ class Backend:
         if first >= schedule.total or functions.has_custom_reduction:
             return
         dispatch = schedule.dispatch
-        steps = dispatch.program_steps(len(next(schedule.dispatches(first))))
-        programs.begin(dispatch, steps, run.train_data, augment, config)
+        numbers = next(schedule.dispatches(first))
+        kind, steps = schedule.kind(numbers[-1]), dispatch.program_steps(len(numbers))
+        programs.begin(kind, dispatch, steps, run.train_data, augment, config)
 
     @contextmanager
     def open(self, timeout: float) -> Iterator["Backend"]:

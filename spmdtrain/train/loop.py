@@ -102,7 +102,7 @@ def plan_loop_step(
         rate = learning_rate(after.opt_state)
         return after, StepOutput(means, finite, after.step, rate=rate, norms=norms)
 
-    return StepPlan(program, abstract, layout, placement, compiler_options)
+    return StepPlan(program, abstract, layout.shardings, placement, compiler_options)
 
 
 class LoopStep:
@@ -129,7 +129,7 @@ class LoopStep:
         with phase(Phase.STEP):
             after, output = self._compiled[key](state, batch)
         if loop.step == loop.first_step:
-            check_placed(after, self._plan.layout.shardings, "after the first step")
+            check_placed(after, self._plan.shardings, "after the first step")
         return after, output
 
     def _compile(self, state: TrainState, batch: PyTree) -> Callable[..., Any]:
@@ -144,7 +144,7 @@ class LoopStep:
             await_compiled(program.lowered)
         if process_group.is_chief():
             loop.logger.log_header(loop.placement, state.params, program.summary)
-            params, places = jax.tree.map(jax.typeof, state.params), self._plan.layout.shardings
+            params, places = jax.tree.map(jax.typeof, state.params), self._plan.shardings
             loop.logger.performance.describe(program, params, places.params, loop.placement)
         loop.logger.timer.restart(loop.step)
         return program.call

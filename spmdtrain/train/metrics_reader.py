@@ -127,6 +127,7 @@ class MetricsReader:
     def _read(self, steps: Sequence[int], output: StepOutput) -> None:
         last = steps[-1]
         with phase(Phase.STEP):  # blocks until all processes have run the step
+            output = output.joined()
             finite = np.asarray(output.finite)
             made = last if output.number is None else int(output.number)
         if made != last:

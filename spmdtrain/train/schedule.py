@@ -62,6 +62,8 @@ class Schedule:
         self.stops_at_epochs = False
         """Whether a callback reads the state after each epoch."""
         self.dispatch = Dispatch()
+        self.kind: Callable[[int], str] = lambda step: ""
+        """The kind of a step, which has a program of its own (see `StepTransform`)."""
         self._config, self._num_examples = config, num_examples
         self._evaluates, self._saves, self._clock = evaluates, saves, clock
         self._saved_at = clock()
@@ -116,7 +118,8 @@ class Schedule:
         # An epoch is timed when its last dispatch is read: by default that ends with it.
         is_default = self._config.steps_per_dispatch is None
         timed = is_default and self._config.ends_epoch(step, self._num_examples)
-        due = saved or around or hashed or checked or timed or self.ends_epoch(step)
+        changes = self.kind(step) != self.kind(step + 1)
+        due = saved or around or hashed or checked or timed or changes or self.ends_epoch(step)
         return due or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------

@@ -363,7 +363,7 @@ class ValueLoader:
             return InitialState(state)
         # Freed before others are loaded: the devices need not hold two models.
         freed: dict[str, PyTree] = {name: {} for name in TREES}
-        state = dataclasses.replace(state, **freed)
+        state = dataclasses.replace(state, **freed, extra={})
         loaded = self.load(config.init_from, config.checkpoint)
         found, places = loaded.variables, steps.shardings
         params, model_state = steps.as_parameters(found)
@@ -383,7 +383,7 @@ class ValueLoader:
             averaged=averaged,
             model_state=model_state,
         )
-        return InitialState(state, loaded.lora)
+        return InitialState(steps.begun(state), loaded.lora)
 
     def base_weights(self, folder: epath.Path, manifest: Manifest) -> tuple[Variables, LoraRecord]:
         """Loads the base weights that a checkpoint leaves out, and verifies their checksums.

@@ -82,6 +82,7 @@ def test_the_items_of_a_checkpoint_have_the_layout_of_version_1() -> None:
         ("params", ("params",)),
         ("averaged", ("averaged",)),
         ("averaging", ("averaged_before",)),
+        ("extra", ("extra",)),
         ("model_state", ("model_state",)),
         ("training", ("step", "opt_state", "key")),
     ]
