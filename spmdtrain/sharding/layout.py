@@ -18,7 +18,7 @@ from spmdtrain.config.options import ShardingOptions
 from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.sharding.mesh import GATHER_AXES
-from spmdtrain.sharding.placement import ParamGathers, Placement, computes_alone, current_gathers
+from spmdtrain.sharding.placement import ParamGathers, Placement, computes_alone, current_scope
 from spmdtrain.sharding.rules import (
     REPLICATED,
     Annotation,
@@ -187,12 +187,12 @@ class Layout:
         """Returns the parameters gathered for the model. Traced under `jit`.
 
         Parameters that are split over axes of `GATHER_AXES` are gathered, because each device needs
-        all of them for its own examples. Splits over other axes are kept. Under `use_gathers` the
-        gathers are explicit; where a device computes alone there is nothing to gather.
+        all of them for its own examples. Splits over other axes are kept. In a scope with gathers
+        they are explicit; where a device computes alone there is nothing to gather.
         """
         if not self._gathers:
             return params
-        if (gathers := current_gathers()) is not None:
+        if (gathers := current_scope().gathers) is not None:
             return _with_paths(partial(self._gather_parts, gathers), params)
         alone = computes_alone(self._placement)
         return params if alone else self._constrain(params, self._gathered)

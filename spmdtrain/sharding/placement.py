@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -166,8 +165,40 @@ def make_placement(config: RunConfig) -> Placement:
 
 # -- the current placement -------------------------------------------------------------------------
 
-# A context of JAX, so that a trace cached under one strategy is not reused under another.
-_current = jax.make_user_context(default_value=None)
+
+@dataclass(frozen=True)
+class Scope:
+    """What the code that is traced for a step finds around it.
+
+    Attributes:
+      placement: The strategy and mesh; None outside of a run.
+      gathers: The gathers of split parameters; None if the parameters are global arrays.
+      remat: The option `remat`, for the parts of a model that are marked.
+      queries: Receives an entry for each call of `current_strategy`; None if nobody asks. Caches of
+        traces ignore it.
+    """
+
+    placement: Placement | None = None
+    gathers: "ParamGathers | None" = None
+    remat: str = "none"
+    queries: list[str] | None = dataclasses.field(default=None, compare=False)
+
+
+# A context of JAX, so that a trace cached in one scope is not reused in another.
+_scope = jax.make_user_context(default_value=Scope())
+
+
+def current_scope() -> Scope:
+    """Returns the scope of the calling code."""
+    scope: Scope = _scope.value
+    return scope
+
+
+def use_scope(**changes: Any) -> AbstractContextManager[Any]:
+    """Returns a context manager with the calling code's scope, some fields of which change."""
+    context: AbstractContextManager[Any] = _scope(dataclasses.replace(current_scope(), **changes))
+    return context
+
 
 is_data_worker = False
 """Whether this process is a data worker of a run (`data_workers`)."""
@@ -182,7 +213,7 @@ def current_strategy() -> Placement:
     Raises:
       UserError: In a worker that reads data, which does not know the strategy of its run.
     """
-    if (queries := _queries.get()) is not None:
+    if (queries := current_scope().queries) is not None:
         queries.append("current_strategy")
     if is_data_worker:
         raise UserError(
@@ -234,13 +265,13 @@ def current_batch_axis() -> str | None:
 
 def is_under_shard_map(placement: Placement) -> bool:
     """Returns whether the calling code runs on each device of the run's mesh alone."""
-    current: Placement | None = _current.value
+    current = current_scope().placement
     return placement.mesh is not None and current is not None and current.mesh is None
 
 
 def computes_alone(placement: Placement) -> bool:
     """Returns whether the calling code computes with whole arrays as on a single device."""
-    return _queries.get() is not None or is_under_shard_map(placement)
+    return current_scope().queries is not None or is_under_shard_map(placement)
 
 
 @dataclass(frozen=True)
@@ -276,7 +307,7 @@ def current_mesh() -> CurrentMesh | None:
         if not set(free) <= set(AXES) or set(free) & set(context.explicit_axes):
             return None
         return CurrentMesh(None, dict(context.shape), free)
-    if _current.value is None and len(choose_devices(())) > 1:
+    if current_scope().placement is None and len(choose_devices(())) > 1:
         return None
     placement = _strategy()
     mesh = placement.mesh
@@ -287,11 +318,7 @@ def current_mesh() -> CurrentMesh | None:
 
 
 def _strategy() -> Placement:
-    current: Placement | None = _current.value
-    return current or Placement(DEFAULT, None)
-
-
-_queries: ContextVar[list[str] | None] = ContextVar("queries", default=None)
+    return current_scope().placement or Placement(DEFAULT, None)
 
 
 @contextlib.contextmanager
@@ -301,26 +328,22 @@ def record_strategy_queries() -> Iterator[list[str]]:
     It shows whether a function depends on the strategy. The list receives an entry for each call.
     """
     queries: list[str] = []
-    token = _queries.set(queries)
-    try:
+    with use_scope(queries=queries):
         yield queries
-    finally:
-        _queries.reset(token)
 
 
 def use_placement(placement: Placement) -> AbstractContextManager[Any]:
     """Returns a context manager in which `current_strategy()` returns `placement`."""
-    context: AbstractContextManager[Any] = _current(placement)
-    return context
+    return use_scope(placement=placement)
 
 
 def bind_strategy(function: Callable[..., T]) -> Callable[..., T]:
     """Returns the function with the calling code's strategy, for calls in other threads."""
-    current: Placement | None = _current.value
+    placement = current_scope().placement
 
     @functools.wraps(function)
     def called(*arguments: Any) -> T:
-        with _current(current):
+        with use_scope(placement=placement):
             return function(*arguments)
 
     return called
@@ -354,7 +377,7 @@ def constrain_sharding(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax
         )
     if len(set(named)) < len(named):
         raise ValueError(f"constrain_sharding: {spec} names an axis twice (batch is {BATCH_AXES})")
-    if placement.mesh is None or placement.mesh.size == 1 or _queries.get() is not None:
+    if placement.mesh is None or placement.mesh.size == 1 or current_scope().queries is not None:
         return x
     entries: list[object] = []
     for size, entry, axes in zip(x.shape, spec, split, strict=True):
@@ -532,25 +555,9 @@ class ParamGathers:
         return jax.tree.map(shard, weights)
 
 
-# A context of JAX, so that a trace cached under one computation is not reused under another.
-_current_gathers = jax.make_user_context(default_value=None)
-
-
-def use_gathers(gathers: ParamGathers) -> AbstractContextManager[Any]:
-    """Returns a context manager in which `current_gathers()` returns `gathers`."""
-    context: AbstractContextManager[Any] = _current_gathers(gathers)
-    return context
-
-
-def current_gathers() -> ParamGathers | None:
-    """Returns the gathers of the calling code: None if its parameters are global arrays."""
-    gathers: ParamGathers | None = _current_gathers.value
-    return gathers
-
-
 def as_shards(weights: PyTree) -> PyTree:
     """Returns stacked weights with `ShardedWeight`s in place of explicitly gathered arrays."""
-    gathers = current_gathers()
+    gathers = current_scope().gathers
     return weights if gathers is None else gathers.as_shards(weights)
 
 

@@ -16,7 +16,7 @@ from spmdtrain.kernels.attention import check_context_used
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.gradients import ON_ONE_DEVICE, Order
+from spmdtrain.step.gradients import ON_ONE_DEVICE, SumOrder
 from spmdtrain.step.metrics import Combination, Scalar, loss_terms, outputs_of_training
 from spmdtrain.step.objective import INPUTS, Forward
 from spmdtrain.step.optimizer import Update
@@ -46,7 +46,7 @@ class BatchChecks:
         state: TrainState,
         placement: Placement,
         config: RunConfig,
-        order: Order,
+        order: SumOrder,
     ) -> None:
         self._forward, self._update, self._state = forward, update, state
         self._placement, self._config, self._order = placement, config, order

@@ -21,7 +21,7 @@ from spmdtrain.data.sampling import (
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.flops import count_flops
-from spmdtrain.step.gradients import ANY_ORDER, Order
+from spmdtrain.step.gradients import ANY_ORDER, SumOrder
 from spmdtrain.step.state import TrainState, check_same_arrays
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
@@ -93,7 +93,7 @@ class Dispatch:
 
 
 def may_group(
-    config: RunConfig, placement: Placement, state: TrainState, order: Order = ANY_ORDER
+    config: RunConfig, placement: Placement, state: TrainState, order: SumOrder = ANY_ORDER
 ) -> bool:
     """Returns whether small steps are grouped if `steps_per_dispatch` is not set.
 

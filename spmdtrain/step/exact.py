@@ -23,7 +23,7 @@ from spmdtrain.step.gradients import (
     GradientRule,
     Inputs,
     Loss,
-    Order,
+    SumOrder,
     accumulation_dtype,
     pairwise,
     to_mean,
@@ -469,7 +469,7 @@ _OPTIONS: Mapping[str, Mapping[str, Value]] = {
 
 
 @dataclass(frozen=True)
-class FixedOrder(Order):
+class FixedOrder(SumOrder):
     """Sums over all elements of an array, in an order that does not depend on the devices.
 
     An array is cut into a number of slices that does not depend on the devices. A loop adds up the

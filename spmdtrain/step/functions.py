@@ -38,9 +38,9 @@ from spmdtrain.step.gradients import (
     AllReduced,
     GradientRule,
     Loss,
-    Order,
     Reduction,
     Scattered,
+    SumOrder,
     all_reduce,
     flattened,
     in_dtype,
@@ -469,7 +469,7 @@ def describe_request(config: RunConfig) -> str:
 
 
 def step_options(
-    config: RunConfig, placement: Placement, order: Order = ANY_ORDER
+    config: RunConfig, placement: Placement, order: SumOrder = ANY_ORDER
 ) -> dict[str, Value]:
     """Returns the XLA options for a step: the user's, and those that other options of the run need.
 

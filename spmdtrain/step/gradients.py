@@ -23,8 +23,8 @@ from spmdtrain.sharding.placement import (
     ParamGathers,
     Placement,
     SplitDims,
-    use_gathers,
     use_placement,
+    use_scope,
 )
 from spmdtrain.sharding.rules import axes_of_spec, split_dims
 from spmdtrain.step import metrics
@@ -687,7 +687,7 @@ class Scattered(PerDevice):
         The gradients are divided by `size` before they are added up, which keeps the sums within
         the range of 16 bits.
         """
-        return use_gathers(ParamGathers(partial(self._scatter_dims, 1 / size)))
+        return use_scope(gathers=ParamGathers(partial(self._scatter_dims, 1 / size)))
 
     def specs(self, params: PyTree, frozen: PyTree) -> tuple[Any, Any, Any]:
         specs_of = self.layout.batch_specs
@@ -737,7 +737,7 @@ class Scattered(PerDevice):
 T = TypeVar("T")
 
 
-class Order:
+class SumOrder:
     """The order of the sums of a run: any, which may depend on the devices.
 
     `FixedOrder` overrides what differs.
@@ -786,7 +786,7 @@ class Order:
         """
 
 
-ANY_ORDER = Order()
+ANY_ORDER = SumOrder()
 
 
 # -- Changes of the model state, and their combination over workers or replicas --------------------

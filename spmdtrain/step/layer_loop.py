@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 import jax
 
 from spmdtrain.kernels.attention import keep_attention
-from spmdtrain.sharding.placement import as_shards, gather_shards, has_shards
+from spmdtrain.sharding.placement import (
+    as_shards,
+    current_scope,
+    gather_shards,
+    has_shards,
+    use_scope,
+)
 from spmdtrain.xla.jaxpr import equations
 
 # -- Loops over the layers of a model: one compiled body, or every layer compiled separately -------
@@ -77,9 +83,6 @@ _POLICIES: dict[str, Any] = {
     "dots_no_batch": _and_attention(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "attention": keep_attention,
 }
-# A context of JAX, so that a trace cached under one policy is not reused under another.
-_policy = jax.make_user_context(default_value="none")
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -100,7 +103,7 @@ def remat(function: F) -> F:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        policy = _policy.value
+        policy = current_scope().remat
         chosen = function if policy == "none" else _remat(function, policy)
         return chosen(*args, **kwargs)
 
@@ -115,7 +118,7 @@ def remat_gathers(function: F) -> F:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        policy = _policy.value
+        policy = current_scope().remat
         if policy == "none":
             return jax.checkpoint(function, policy=_keep_all_but_gathers)(*args, **kwargs)
         return _remat(function, policy)(*args, **kwargs)
@@ -137,7 +140,7 @@ def with_policy(objective: Callable[..., Any], policy: str) -> Callable[..., Any
         return objective
 
     def call(*args: Any) -> Any:
-        with _policy(policy):
+        with use_scope(remat=policy):
             traced = jax.make_jaxpr(objective)(*args)
             if any(x.params.get("policy") is _POLICIES[policy] for x in equations(traced.jaxpr)):
                 return objective(*args)

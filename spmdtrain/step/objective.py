@@ -23,7 +23,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import as_marked
 from spmdtrain.errors import LocatedErrors, UserError, function_error
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.sharding.placement import current_gathers
+from spmdtrain.sharding.placement import current_scope
 from spmdtrain.step import metrics
 from spmdtrain.step.layer_loop import with_policy
 from spmdtrain.step.metrics import check_no_pairs, check_precise, is_of_tokens, outputs_of_training
@@ -340,7 +340,7 @@ class Forward:
         computes = self._computes
         if computes is None:
             return self._layout.gather(self._cast(params))
-        if current_gathers() is None:
+        if current_scope().gathers is None:
             return self._layout.gather(self._cast(computes.base_params(params)))
 
         def part(*, of_operands: bool) -> PyTree:

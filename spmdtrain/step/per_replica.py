@@ -4,7 +4,6 @@ Everywhere else in spmdtrain values are global. The values of replicas have thei
 they cannot be mistaken for global ones: they must be reduced first.
 """
 
-import contextvars
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
@@ -21,8 +20,6 @@ from spmdtrain.strategies import AXES, DEFAULT
 from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
-
-_within = contextvars.ContextVar("_within", default=False)  # whether in `per_replica`
 
 
 class NotReducedError(UserError, TypeError):
@@ -148,7 +145,7 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
       UserError: If B does not divide over the replicas, or in another `per_replica`.
       NotReducedError: If an argument of `whole` holds a `PerReplica`.
     """
-    if _within.get():
+    if jax.sharding.get_abstract_mesh().manual_axes:
         raise UserError(
             "per_replica was called in per_replica, where all values belong to a replica"
         )
@@ -166,12 +163,8 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
         return jax.tree.map(lambda x: x[0], part._stacked) if _is_per_replica(part) else part
 
     def local(parts: list[PyTree], *whole: PyTree) -> PyTree:
-        token = _within.set(True)
-        try:
-            with use_placement(Placement(DEFAULT, None)):
-                value = function(treedef.unflatten(map(own, parts)), *whole)
-        finally:
-            _within.reset(token)
+        with use_placement(Placement(DEFAULT, None)):
+            value = function(treedef.unflatten(map(own, parts)), *whole)
         return jax.tree.map(_with_replica_dim, value)
 
     split, replicated = PartitionSpec(BATCH_AXES), PartitionSpec()

@@ -27,8 +27,8 @@ from spmdtrain.sharding.placement import (
     ParamGathers,
     Placement,
     record_strategy_queries,
-    use_gathers,
     use_placement,
+    use_scope,
 )
 from spmdtrain.step import metrics
 from spmdtrain.step.dispatch import Dispatch, Repeat, batch_shardings, repeated
@@ -47,9 +47,9 @@ from spmdtrain.step.gradients import (
     GradientRule,
     Inputs,
     Loss,
-    Order,
     Reduction,
     Scattered,
+    SumOrder,
     flattened,
 )
 from spmdtrain.step.health import (
@@ -254,7 +254,7 @@ class Health:
     layout: Layout
     log_every: int
     norms_pass: NormsPass = NormsPass.AFTER
-    order: Order = ANY_ORDER
+    order: SumOrder = ANY_ORDER
     is_traced: bool = True
 
     @classmethod
@@ -265,7 +265,7 @@ class Health:
         params: PyTree,
         log_every: int,
         *,
-        order: Order,
+        order: SumOrder,
         jit: bool,
     ) -> "Health":
         """Returns the fastest way for abstract parameters."""
@@ -696,7 +696,7 @@ def shard_map_blocker(
         )
     single = dataclasses.replace(loss, placement=ON_ONE_DEVICE)
     gathers = ParamGathers(None)
-    with record_strategy_queries() as queries, use_gathers(gathers):
+    with record_strategy_queries() as queries, use_scope(gathers=gathers):
         part = partial(single.gradients, over_parts=rule.over_parts)
         jaxpr = jax.make_jaxpr(part, axis_env=rule.batch_axes)(inputs)
     if scatters and (whole := layout.gathered_whole(gathers.in_loop)):

@@ -27,7 +27,7 @@ from spmdtrain.record.run_files import FoundFault
 from spmdtrain.sharding.mesh import BATCH_AXES, resolve
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.gradients import ON_ONE_DEVICE, Inputs, Order
+from spmdtrain.step.gradients import ON_ONE_DEVICE, Inputs, SumOrder
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.session import RunSession
 from spmdtrain.tree import named_leaves
@@ -292,7 +292,7 @@ class Sentinel:
         return text
 
 
-def why_not_on(devices: int, config: RunConfig, order: Order) -> str | None:
+def why_not_on(devices: int, config: RunConfig, order: SumOrder) -> str | None:
     """Returns why a run with a sentinel cannot continue on fewer devices; None if it can."""
     if devices < 2:
         return f"{devices} device(s) would remain, and the sentinel needs 2 or more"
