@@ -325,7 +325,7 @@ print("the last line")
         os.close(writer)
         wait_for(tmp_path, "written")
         with open(reader, "rb") as out:
-            # More than a pipe holds, so that the launcher has seen that its reader goes on.
+            # More than a pipe holds, so that the launcher has seen that its reader continues.
             read = [next(out) for _ in range(1_000)] if how == "read later" else []
             (tmp_path / "read").touch()
             read += out if how == "read later" else []
