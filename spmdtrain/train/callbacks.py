@@ -372,3 +372,17 @@ class CallbackRunner:
             self.event = None
         # All processes call them, and process 0 decides.
         self.stop_requested = process_group.broadcast(self.stop_requested)
+
+    def with_added(
+        self, event: CallbackEvent, step: int, computed: dict[str, float]
+    ) -> dict[str, float]:
+        """Calls the callbacks of an event that may add metrics; returns all, the added ones last.
+
+        Raises `UserError` if one replaces a computed metric, or adds anything but numbers.
+        """
+        if not self.has(event):
+            self.step = step
+            return computed
+        reported = AddableMetrics(computed)
+        self(event, step, reported)
+        return reported.with_added()

@@ -43,7 +43,6 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Media, Tracker
 from spmdtrain.trackers.run_trackers import checked_split
 from spmdtrain.train.callbacks import (
-    AddableMetrics,
     CallbackEvent,
     CallbackRunner,
     Callbacks,
@@ -65,6 +64,7 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import RunLogger, is_pending, next_batch
+from spmdtrain.train.schedule import Due
 from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
@@ -623,9 +623,7 @@ class Loop:
                 "of its metrics at once"
             )
         if split == Split.EVAL:
-            reported = AddableMetrics(metrics)
-            parts.run.callbacks(CallbackEvent.EVALUATION, self.step, reported)
-            metrics = reported.with_added()
+            metrics = parts.run.callbacks.with_added(CallbackEvent.EVALUATION, self.step, metrics)
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             parts.last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
@@ -683,8 +681,8 @@ class Loop:
         self._done = self.step
         run = parts.run
         due = run.schedule.due(self.step, preempted=run.signals.stop_requested())
-        if due or parts.evaluate(self.step):
-            parts.pass_step(self.step, due)
+        if due is not None or parts.evaluate(self.step):
+            parts.pass_step(self.step, due or Due())
 
     @property
     def logger(self) -> RunLogger:

@@ -19,7 +19,7 @@ from spmdtrain.step.health import FLAGS, first_non_finite, has_norms
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS, component_metric, loss_first
 from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
-from spmdtrain.train.callbacks import AddableMetrics, CallbackEvent
+from spmdtrain.train.callbacks import CallbackEvent
 from spmdtrain.train.session import RunSession
 
 
@@ -246,7 +246,5 @@ class MetricsReader:
             known = dict(zip(NORMS, np.asarray(norms).tolist(), strict=False))
             found |= {name: known[name] for name in sorted(known)}
         # First the callbacks, which may add metrics to the line.
-        reported = AddableMetrics(found)
-        run.callbacks(CallbackEvent.LOG, step, reported)
-        logged = reported.with_added()
+        logged = run.callbacks.with_added(CallbackEvent.LOG, step, found)
         run.logger.log_train_step(step, run.schedule.total, logged, done=steps[-1])

@@ -27,19 +27,14 @@ _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by sever
 
 @dataclass(frozen=True)
 class Due:
-    """The actions due after a step, the same in all processes; false if there are none."""
+    """The actions due after a step, the same in all processes.
 
-    save: bool
-    evaluate: bool
-    epoch_end: bool
-    preempted: bool
-    last: bool
+    There may be none: at the last step, or if a signal asks the run to stop.
+    """
 
-    def __bool__(self) -> bool:
-        return any((self.save, self.evaluate, self.epoch_end, self.preempted, self.last))
-
-
-_NOTHING = Due(save=False, evaluate=False, epoch_end=False, preempted=False, last=False)
+    save: bool = False
+    evaluate: bool = False
+    epoch_end: bool = False
 
 
 class Schedule:
@@ -126,8 +121,10 @@ class Schedule:
 
     # -- what is due ---------------------------------------------------------------------------
 
-    def due(self, step: int, *, preempted: bool) -> Due:
-        """Returns what is due after a step. All processes call it after the same steps.
+    def due(self, step: int, *, preempted: bool) -> Due | None:
+        """Returns what is due after a step; None if the next step follows at once.
+
+        All processes call it after the same steps.
 
         Args:
           step: The step that was dispatched last.
@@ -135,12 +132,9 @@ class Schedule:
         """
         save = self.should_save(step)
         evaluate, epoch_end = self.should_evaluate(step, saved=save), self.ends_epoch(step)
-        last = step == self.total
-        if not (save or evaluate or epoch_end or preempted or last):
-            return _NOTHING
-        return Due(
-            save=save, evaluate=evaluate, epoch_end=epoch_end, preempted=preempted, last=last
-        )
+        if not (save or evaluate or epoch_end or preempted or step == self.total):
+            return None
+        return Due(save=save, evaluate=evaluate, epoch_end=epoch_end)
 
     def is_due(self, step: int) -> bool:
         """Returns whether something is due after a step, apart from saves by the clock."""

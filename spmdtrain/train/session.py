@@ -132,14 +132,13 @@ def check_inputs(
     train: TrainingData | None,
     data: Mapping[str, Dataset],
     trained: Trainable,
-    *,
-    may_add_metrics: bool = False,
+    callbacks: CallbackRunner,
 ) -> int:
     """Checks that the data of a run fit its configuration; returns the number of steps.
 
     Args:
       data: Datasets of the other splits: "validation" and "test".
-      may_add_metrics: Whether callbacks may add metrics that only the first evaluation shows.
+      callbacks: May add metrics that only the first evaluation shows.
 
     Raises:
       UserError: If an option needs a workdir, a split or a metric that is missing, or a batch is
@@ -191,7 +190,7 @@ def check_inputs(
         names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
         components = components_of(data["validation"])
         names += [component_metric(name, part) for name in names for part in components]
-        if config.best_metric not in names and not may_add_metrics:
+        if config.best_metric not in names and not callbacks.may_add_metrics:
             raise UserError(
                 f"best_metric is {config.best_metric!r}, which no evaluation gives."
                 + did_you_mean(config.best_metric, names)
@@ -374,8 +373,7 @@ class RunSession:
         if isinstance(train, ShardedStream):
             stack.callback(train.close)
         data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
-        may_add = callbacks.may_add_metrics
-        total = check_inputs(config, train, data, trained, may_add_metrics=may_add)
+        total = check_inputs(config, train, data, trained, callbacks)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
         identity = identity_of(config, train, trained, functions or {})

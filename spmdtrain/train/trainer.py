@@ -48,7 +48,6 @@ from spmdtrain.trackers.base import Media, Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers, checked_split
 from spmdtrain.train import evaluator
 from spmdtrain.train.callbacks import (
-    AddableMetrics,
     CallbackEvent,
     CallbackRunner,
     Callbacks,
@@ -697,7 +696,7 @@ class Trainer:
                     schedule.total = executor.stop_dispatch(step)
                 due = schedule.due(step, preempted=run.signals.stop_requested())
                 # With parameter servers, later steps may be pending: first the loop reads them too.
-                if due and executor.stop_dispatch(step) == step:
+                if due is not None and executor.stop_dispatch(step) == step:
                     boundary.pass_step(step, due)
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
@@ -720,13 +719,12 @@ class Trainer:
     def _run_validation(self, run: RunSession, step: int) -> Metrics | None:
         if run.validation is None:
             return None
-        reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
+        metrics = self._evaluate_split(run, Split.EVAL, run.validation)
         inputs = self._variables(), run.validation, run.eval_batch_size
         is_written = step in run.logger.written[Split.EVAL]  # before an end without a save
         if not is_written and (media := self._evaluation.media(*inputs)) is not None:
             run.logger.trackers.media(step, Split.EVAL, media)
-        self._callbacks(CallbackEvent.EVALUATION, step, reported)
-        metrics = reported.with_added()
+        metrics = self._callbacks.with_added(CallbackEvent.EVALUATION, step, metrics)
         check_best(self.config, metrics, first=False, log=self.terminal.line)
         run.logger.log_evaluation(Split.EVAL, step, metrics, is_written=is_written)
         return metrics
