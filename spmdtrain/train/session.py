@@ -658,6 +658,7 @@ def check_best(
         )
 
 
+@dataclass
 class Boundary:
     """The boundary between two steps of a run, at which it evaluates, saves and stops.
 
@@ -665,14 +666,14 @@ class Boundary:
     whose steps are all dispatched by this process.
     """
 
-    def __init__(self, run: RunSession, reader: "MetricsReader") -> None:
-        self.run, self.reader = run, reader
+    run: RunSession
+    reader: "MetricsReader"
 
     def pass_step(self, step: int, due: Due) -> None:
         """Does what is due after a step. The order matters.
 
         Args:
-          step: The last step that was dispatched.
+          step: The last step that was dispatched; the state is the one after it.
           due: What was due when the step had been dispatched.
 
         Raises:
@@ -680,7 +681,7 @@ class Boundary:
         """
         run, schedule, callbacks = self.run, self.run.schedule, self.run.callbacks
         # First: no state is evaluated or saved before its own finite flag is known.
-        self.flush()
+        self.reader.flush()
         evaluates = due.evaluate
         if due.epoch_end:
             written = run.logger.written[Split.EPOCH].get(step, {})
@@ -709,10 +710,6 @@ class Boundary:
             run.signals.stop_if_received()
         if not last:
             run.logger.timer.restart(step)
-
-    def flush(self) -> None:
-        """Waits for pending steps and reads their outputs."""
-        self.reader.flush()
 
     def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
         """Returns the metrics of the evaluation of a step; None if there is none."""

@@ -1,6 +1,7 @@
 """The `Trainer`: its model on devices, and its training loop."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -674,7 +675,7 @@ class Trainer:
         )
         executors.callback(executor.close)
         reader = MetricsReader(run, executor.max_in_flight, lambda: executor.sync(self._current))
-        boundary = TrainerBoundary(self, run, executor, reader)
+        boundary = TrainerBoundary(run, reader, self, executor)
         with (
             self.terminal.progress("train", done=first, total=schedule.total),
             contextlib.closing(ProfiledSteps(run.config, first, self.terminal.line)) as profile,
@@ -697,6 +698,7 @@ class Trainer:
                 due = schedule.due(step, preempted=run.signals.stop_requested())
                 # With parameter servers, later steps may be pending: first the loop reads them too.
                 if due is not None and executor.stop_dispatch(step) == step:
+                    self._state = executor.sync(self._current)
                     boundary.pass_step(step, due)
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
@@ -735,33 +737,27 @@ class Trainer:
         return metrics
 
 
+@dataclasses.dataclass
 class TrainerBoundary(Boundary):
     """The boundary between two steps of a trainer, which calls its methods for one fit."""
 
-    def __init__(
-        self, trainer: Trainer, run: RunSession, executor: Executor, reader: MetricsReader
-    ) -> None:
-        super().__init__(run, reader)
-        self._trainer, self._executor = trainer, executor
-
-    def flush(self) -> None:
-        self._trainer._state = self._executor.sync(self._trainer._current)
-        self.reader.flush()
+    trainer: Trainer
+    executor: Executor
 
     def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
         """Returns the metrics of the evaluation; None also if a signal interrupts it."""
         if not is_due:
             return None
         try:
-            return self._trainer._run_validation(self.run, step)
+            return self.trainer._run_validation(self.run, step)
         except PreemptedExit:  # `pass_step` saves first, and raises it again
             return None
 
     def save(self, step: int, metrics: Metrics | None) -> None:
-        self.run.save(self._trainer._current, step, metrics)
+        self.run.save(self.trainer._current, step, metrics)
 
     def report(self) -> None:
-        self._executor.report()
+        self.executor.report()
 
 
 # -- Checks of a second `fit` of a trainer, which continues the first one or starts again ----------
