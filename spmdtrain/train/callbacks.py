@@ -378,7 +378,7 @@ class CallbackRunner:
     ) -> dict[str, float]:
         """Calls the callbacks of an event that may add metrics; returns all, the added ones last.
 
-        Raises `UserError` if one replaces a computed metric, or adds what is no number.
+        Raises `UserError` if one replaces a computed metric, or adds anything but numbers.
         """
         if not self.has(event):
             self.step = step
