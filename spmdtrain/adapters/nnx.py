@@ -68,7 +68,7 @@ class NnxModel:
             for path, module in nnx.iter_modules(model)
             if (found := _modes_of(module))
         }
-        graph, *states = _split(model)
+        graph, *states = nnx.split(model, *_KINDS)
         params, streams, rest = (jax.tree.map(_as_array, state) for state in states)
         self.annotations = _annotations(params, "params") | _annotations(rest, "model_state")
         self._structure = _NnxStructure(graph, _Layout(params), _Layout(streams), _Layout(rest))
@@ -86,11 +86,13 @@ class NnxModel:
             _average_statistics(model, axis)
         result = function(model, batch)
         nnx.pop(model, nnx.Intermediate)  # values from `sow` are not state
-        _, _, _, rest = _split(model)
+        rest: Any = nnx.split(model, *_KINDS)[-1]
         after = _to_dict(rest)
-        before = variables.model_state
-        if (names := sorted(_flat(before))) != sorted(_flat(after)):
-            _refuse_other_variables(rest, names)
+        before, now = (
+            sorted(traverse_util.flatten_dict(x, sep="/")) for x in (variables.model_state, after)
+        )
+        if before != now:
+            _refuse_other_variables(rest, before)
         return result, after
 
     def layer_path(self, name: str) -> str:
@@ -105,6 +107,10 @@ class NnxModel:
         structure = self._structure
         assert structure is not None, "call init() first"
         return structure.merge(variables, jax.random.key(0), Mode.EVAL)
+
+
+_KINDS: Any = (nnx.Param, nnx.RngState, ...)
+"""The variables of a module: parameters, random streams, and all others."""
 
 
 class _NnxStructure(NamedTuple):
@@ -148,13 +154,6 @@ def _train_as_given(model: nnx.Module) -> None:
     model.train()  # sets modes that are None as well, and a model may override it
     for module, name in in_evaluation:
         setattr(module, name, True)
-
-
-def _split(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
-    """Returns the graph, the parameters, the random streams and all other variables."""
-    graph, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
-    params, streams, rest = states
-    return graph, params, streams, rest
 
 
 def _check_attributes(model: nnx.Module) -> None:
@@ -245,10 +244,6 @@ def _annotations(state: Any, root: str) -> dict[str, Annotation]:
 def _to_dict(state: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return traverse_util.unflatten_dict({_names(path): leaf for path, leaf in leaves})
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return traverse_util.flatten_dict(tree, sep="/")
 
 
 class _Layout:

@@ -24,8 +24,8 @@ ExpertExchange = Literal["all_to_all", "ragged_all_to_all"]
 class OptionGroup:
     """Options that are one field of `RunConfig`. A group checks its own values."""
 
-    FIELD: ClassVar[str]
-    """The name of this field."""
+    PREFIX: ClassVar[str]
+    """Stands before the names of its options, such as `mesh.`."""
     ABOVE_ZERO: ClassVar[Sequence[str]] = ()
     """Options that are None or above 0."""
 
@@ -35,15 +35,15 @@ class OptionGroup:
 
     def check(self) -> None:
         """Raises `UserError` for a field with the wrong type or an invalid value."""
-        check_values(self, type(self), f"{self.FIELD}.")
-        check_above_zero(self, self.ABOVE_ZERO, f"{self.FIELD}.")
+        check_values(self, type(self), self.PREFIX)
+        check_above_zero(self, self.ABOVE_ZERO, self.PREFIX)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpec(OptionGroup):
     """Sizes of the mesh axes, and the devices of the mesh."""
 
-    FIELD = "mesh"
+    PREFIX = "mesh."
     replica: int | None = None
     """Number of device groups along the slow outer axis, which splits the batch. -1 makes one group
     for each host or slice, or two groups if there is only one host. None means 1, or -1 with
@@ -84,7 +84,7 @@ class MeshSpec(OptionGroup):
 class ContextOptions(OptionGroup):
     """Attention over tokens that are split over mesh.context."""
 
-    FIELD = "context"
+    PREFIX = "context."
     method: ContextMethod | None = None
     """ring: keys and values go around the devices, while products with those of the device before
     are computed. gather: each device gathers the keys and values of all tokens. ulysses: each
@@ -96,7 +96,7 @@ class ContextOptions(OptionGroup):
 class ExpertOptions(OptionGroup):
     """Exchange of tokens between the devices of mesh.expert."""
 
-    FIELD = "expert"
+    PREFIX = "expert."
     exchange: ExpertExchange = "all_to_all"
     """all_to_all: each device sends a buffer of fixed size to each other one. ragged_all_to_all: it
     sends the rows in use alone, which XLA does not support on CPU."""
@@ -117,7 +117,7 @@ class ExpertOptions(OptionGroup):
 class ShardingOptions(OptionGroup):
     """Limits and choices for sharding the state."""
 
-    FIELD, ABOVE_ZERO = "sharding", ("min_size", "max_shards", "replicated_limit")
+    PREFIX, ABOVE_ZERO = "sharding.", ("min_size", "max_shards", "replicated_limit")
     min_size: int = 2**14
     """Smallest array, in elements, that a strategy shards by itself; an experiment's rules also
     shard smaller ones. Gathering a smaller array would cost more than sharding saves."""
@@ -136,7 +136,7 @@ class ShardingOptions(OptionGroup):
 class ParameterServerOptions(OptionGroup):
     """Partitioning of the state over parameter servers, and staleness of the workers."""
 
-    FIELD = "servers"
+    PREFIX = "servers."
     ABOVE_ZERO = ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout")
     partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
     """Rule for the number of shards of a parameter: its size divided by min_shard_bytes, rounded
@@ -172,7 +172,7 @@ class ParameterServerOptions(OptionGroup):
 class CollectiveOptions(OptionGroup):
     """Communication between devices. An option that the backend does not support is an error."""
 
-    FIELD, ABOVE_ZERO = "collectives", ("combine_threshold_bytes", "timeout")
+    PREFIX, ABOVE_ZERO = "collectives.", ("combine_threshold_bytes", "timeout")
     reduction: (
         Literal[
             "automatic", "all_reduce", "flattened", "hierarchical", "one_device", "reduce_scatter"

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from spmdtrain.data.examples import (
+    BATCHED,
     BatchedDataset,
     ExampleReader,
     IndexableDataset,
-    holds_batches,
     holds_numbers,
 )
 from spmdtrain.data.sources.files import SourceFile, find_files
@@ -453,7 +453,7 @@ def _table(data: Any, names: frozenset[str]) -> Any:
         return next(iter(_table(frame, known_as(frame)).values()))
     if names & {"pyarrow.Table", "pyarrow.RecordBatch"}:
         return arrow_columns(data)
-    if holds_batches(names) and not isinstance(data, BatchedDataset):
+    if names & BATCHED and not isinstance(data, BatchedDataset):
         return BatchedDataset(data)
     return HuggingFaceDataset(data) if "datasets.Dataset" in names else data
 

@@ -2,7 +2,7 @@
 
 import functools
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -398,13 +398,9 @@ def cause_of(error: Exception) -> str:
 
 # -- Data whose items are batches, as in Keras' `PyDataset`: their rows are the examples -----------
 
-_BASES = {"keras.PyDataset", "keras.Sequence", "tf_keras.Sequence", "tensorflow.Sequence"}
+BATCHED = {"keras.PyDataset", "keras.Sequence", "tf_keras.Sequence", "tensorflow.Sequence"}
+"""Classes whose items are batches, as `known_as` names them."""
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
-
-
-def holds_batches(names: Collection[str]) -> bool:
-    """Returns whether an object's items are batches, by its classes as `known_as` returns them."""
-    return not _BASES.isdisjoint(names)
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,10 @@ def train_batches(
         mask = (local < batch_size).astype(np.float32)
         read = ((with_marks(x, mask=mask), after) for x, after in read)
     placing = _Placer(sharding, size, step_may_place=step_may_place, most_steps=most_steps)
-    ready = (_Dispatch.of(placing, group) for group in _group(read, sizes))
+    ready = (
+        _Dispatch(placing([batch for batch, _ in group]), len(group), group[-1][1])
+        for group in _group(read, sizes)
+    )
     placed = ready if placing.step_may_place else _prefetch(ready)
     received = _received(placed, start, progress)
     return received if arrays is None else (indexed(x, arrays) for x in received)
@@ -222,10 +225,6 @@ class _Dispatch(NamedTuple):
     steps: int
     positions: Positions
     """Positions of a stream after the last of its steps."""
-
-    @classmethod
-    def of(cls, place: "_Placer", group: Sequence[tuple[PyTree, Positions]]) -> "_Dispatch":
-        return cls(place([batch for batch, _ in group]), len(group), group[-1][1])
 
 
 def _received(

@@ -85,7 +85,6 @@ class TrainBatches:
         self._per_block = max(1, _BLOCK // self.batch_size)  # batches
         # A few blocks, because threads that read ahead may be in different ones.
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
-        self._local_block = functools.lru_cache(maxsize=4)(self._make_local_block)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy in another process computes the order again, and begins with empty caches.
@@ -117,13 +116,8 @@ class TrainBatches:
 
     def local_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the index and the epoch of the examples that this process loads."""
-        block, batch = divmod(self.skipped.batch_of(step), self._per_block)
-        indices, epochs = self._local_block(block)
-        return indices[batch], epochs[batch]
-
-    def _make_local_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        indices, epochs = self._block(block)
-        return indices[:, self.local], epochs[:, self.local]
+        indices, epochs = self.examples(step)
+        return indices[self.local], epochs[self.local]
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices and epochs of several batches, each (batches, batch_size)."""

@@ -28,7 +28,7 @@ from spmdtrain.data.datasets import (
     known_as,
     stream_advice,
 )
-from spmdtrain.data.examples import ExampleReader, holds_batches, raise_with_place
+from spmdtrain.data.examples import BATCHED, ExampleReader, raise_with_place
 from spmdtrain.data.read_ahead import (
     begin_worker,
     death_of_worker,
@@ -72,7 +72,7 @@ class Stream:
 def is_iterable_only(data: Any) -> bool:
     """Returns whether examples can only be iterated over, without random access."""
     indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    indexable = indexable or holds_batches(known_as(data))
+    indexable = indexable or not BATCHED.isdisjoint(known_as(data))
     return isinstance(data, (Stream, Iterable)) and not indexable and not hasattr(data, "rows")
 
 

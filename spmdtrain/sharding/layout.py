@@ -261,7 +261,7 @@ class Layout:
         # Scalars, such as an optimizer's counts, are not worth a transfer.
         field = self._fields[field_of(name)]
         is_offloaded = self._options.offload != "optimizer" or field.of_optimizer
-        on_host = field.like_params and is_offloaded
+        on_host = self._placement.strategy.on_host and field.like_params and is_offloaded
         return on_device.with_memory_kind("pinned_host") if leaf.shape and on_host else on_device
 
     def _gathered(self, name: str, leaf: Any) -> Sharding | None:

@@ -49,7 +49,10 @@ def keep_programs(folder: str | None) -> None:
     current = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if folder == OFF or (folder is None and current is not None):
         return
-    path = _own_folder() if folder is None else Path(folder).expanduser().absolute()
+    if folder is None:  # one folder per processor type: different hosts may share a home
+        path = cache_folder() / "programs" / processor()
+    else:
+        path = Path(folder).expanduser().absolute()
     if current == str(path):
         return
     try:
@@ -70,11 +73,6 @@ def keep_programs(folder: str | None) -> None:
     cache_key.get = _key
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _own_folder() -> Path:
-    """Returns the default folder, one per processor type: different hosts may share a home."""
-    return cache_folder() / "programs" / processor()
 
 
 def processor() -> str:

@@ -268,22 +268,21 @@ class Module:
                 continue
             for instruction in self.computations[name].instructions.values():
                 called = instruction.called if instruction.opcode in _CALLING else []
-                trips = self.trips(instruction, self.computations[name])
-                if trips is None:
-                    trips = 1
-                    self.unknown_loops += [instruction] if instruction.opcode == "while" else []
-                # Only the most expensive branch of a `cond` counts, of those that are not rare.
-                usual = [inner for _, inner in called if not self._is_rare(inner)]
-                most = max(usual, key=self._written, default="")
-                if instruction.opcode == "conditional":
+                counted, trips = {inner for _, inner in called}, 1
+                if instruction.opcode == "while":
+                    known = self.trips(instruction, self.computations[name])
+                    self.unknown_loops += [instruction] if known is None else []
+                    trips = 1 if known is None else known
+                elif instruction.opcode == "conditional":
+                    # Only the most expensive branch counts, of those that are not rare.
+                    usual = [inner for _, inner in called if not self._is_rare(inner)]
+                    counted = {max(usual, key=self._written, default="")}
                     if len(usual) > 1:
                         self.choices.append(instruction)
                     if len(usual) < len(called):
                         self.with_rare_branch.append(instruction)
                 for role, inner in called:
-                    runs = trips + (role == "condition")
-                    if instruction.opcode == "conditional" and inner != most:
-                        runs = 0
+                    runs = trips + (role == "condition") if inner in counted else 0
                     if inner in self.computations:
                         times[inner] += times[name] * runs
                     if instruction.opcode == "fusion" or name in fused:

@@ -153,7 +153,7 @@ def why_not_sums(function: Callable[[PyTree], PyTree], batch: PyTree) -> str | N
     sizes = size_of(batch), 2 * size_of(batch)
     classifier = Classifier(sizes, positional_draws=True, gradients=False, counts_rows=True)
     rows = [Rows(0) for _ in traced[0].in_avals]
-    for value in classifier.closed(*traced, rows):
+    for value in classifier.results(*traced, rows):
         if not isinstance(value, Mixed):
             return "a result is the same for each batch" if value is FIXED else "a result has rows"
         if not value.is_sum:
@@ -184,7 +184,7 @@ def _results(
     arguments += [Rows(0)] * (len(first.in_avals) - leaves)
     sizes = size_of(batch), other
     classifier = Classifier(sizes, positional_draws, gradients, vjps)
-    results = classifier.closed(first, second, arguments)
+    results = classifier.results(first, second, arguments)
     for value in results:
         if isinstance(value, Rows) and (value.dim, value.inner) != (0, 1):
             return f"dim {value.dim} of its result holds the rows instead of the leading dim"
@@ -218,42 +218,16 @@ class Classifier:
         self._gradients, self._vjps = gradients, vjps
         self._counts_rows = counts_rows
 
-    def closed(
-        self, first: Any, second: Any, arguments: Sequence[Value], zeros: Sequence[bool] = ()
+    def results(
+        self, first: Any, second: Any, arguments: Sequence[Value], are_zeros: Sequence[bool] = ()
     ) -> list[Value]:
-        """Classifies the results of a closed jaxpr, or of an open one without constants."""
-        consts = [self._const(a, b) for a, b in zip(first.consts, second.consts, strict=False)]
-        return self._jaxpr(
-            getattr(first, "jaxpr", first),
-            getattr(second, "jaxpr", second),
-            consts,
-            arguments,
-            zeros,
-        )
+        """Classifies the results of a closed jaxpr, or of an open one without constants.
 
-    def _const(self, first: Any, second: Any) -> Value:
-        """Classifies a constant, which may be a number that depends on the batch size."""
-        value = classified_const(first, second)
-        is_number = jnp.ndim(first) == jnp.ndim(second) == 0
-        if isinstance(value, Mixed) and is_number and is_inexact(first) and is_inexact(second):
-            return self._number(value.why, first, second)
-        return value
-
-    def _inner(
-        self, first: Any, second: Any, arguments: Sequence[Value], zeros: Sequence[bool] = ()
-    ) -> list[Value]:
-        if hasattr(first, "consts"):
-            return self.closed(first, second, arguments, zeros)
-        return self._jaxpr(first, second, [], arguments, zeros)
-
-    def _jaxpr(
-        self,
-        first: Any,
-        second: Any,
-        consts: Sequence[Value],
-        arguments: Sequence[Value],
-        are_zeros: Sequence[bool],
-    ) -> list[Value]:
+        `are_zeros` tells of the first arguments whether they are created as zeros.
+        """
+        pairs = zip(getattr(first, "consts", ()), getattr(second, "consts", ()), strict=False)
+        consts = [self._const(a, b) for a, b in pairs]
+        first, second = (getattr(each, "jaxpr", each) for each in (first, second))
         operations = [
             [(e.primitive.name, [len(shape_of(v)) for v in e.outvars]) for e in each.eqns]
             for each in (first, second)
@@ -283,6 +257,14 @@ class Classifier:
                 zeros.add(id(a.outvars[0]))
             known |= dict(zip(a.outvars, outs, strict=True))
         return [read(x, y) for x, y in zip(first.outvars, second.outvars, strict=True)]
+
+    def _const(self, first: Any, second: Any) -> Value:
+        """Classifies a constant, which may be a number that depends on the batch size."""
+        value = classified_const(first, second)
+        is_number = jnp.ndim(first) == jnp.ndim(second) == 0
+        if isinstance(value, Mixed) and is_number and is_inexact(first) and is_inexact(second):
+            return self._number(value.why, first, second)
+        return value
 
     def _number(self, why: str, first: Any, second: Any) -> Mixed:
         """Classifies a number that differs between the two traces."""
@@ -350,7 +332,7 @@ class Classifier:
             if self._gradients and name == "custom_jvp_call" and may_combine_more(op.first):
                 return self._with_derivatives(op)
             key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in op.params)
-            return self._inner(op.first.params[key], op.second.params[key], op.ins, op.zeros)
+            return self.results(op.first.params[key], op.second.params[key], op.ins, op.zeros)
         if name == "cond":
             return self._cond(op)
         if name == "while":
@@ -372,7 +354,7 @@ class Classifier:
         tangents = [value for x, value in given.items() if is_inexact(x.aval)]
         # The derivatives themselves are not differentiated: a rule may call its own function.
         plain = Classifier(self._sizes, self._positional_draws, False)
-        found = plain.closed(first, second, [*given.values(), *tangents])
+        found = plain.results(first, second, [*given.values(), *tangents])
         results = op.first.outvars
         values, derivatives = found[: len(results)], iter(found[len(results) :])
         return [
@@ -393,7 +375,9 @@ class Classifier:
         except Exception:  # of any class, as the user's rule raises them
             return [op.mixed()] * count
         alone = Classifier(self._sizes, self._positional_draws, False, counts_rows=True)
-        values = alone.closed(op.first.params["call_jaxpr"], op.second.params["call_jaxpr"], op.ins)
+        values = alone.results(
+            op.first.params["call_jaxpr"], op.second.params["call_jaxpr"], op.ins
+        )
         if any(isinstance(value, Mixed) for value in (*op.ins, *values)):
             return [value if isinstance(value, Mixed) else op.mixed() for value in values]
         operands = zip(op.first.invars, op.ins, strict=True)
@@ -405,7 +389,7 @@ class Classifier:
             for x, value in pairs
             if is_inexact(x.aval)
         ]
-        found = alone.closed(first, second, [*given.values(), *cotangents])
+        found = alone.results(first, second, [*given.values(), *cotangents])
         changing = [value for x, value in given.items() if is_inexact(x.aval)]
         gradients = zip(changing, found[count:], first.jaxpr.outvars[count:], strict=True)
         for value, gradient, variable in gradients:
@@ -427,13 +411,13 @@ class Classifier:
         before = lengths.matvec + lengths.vecmat
         arguments = [*op.ins[before : before + lengths.solve], *op.ins[sum(lengths) :]]
         a, b = (each.params["jaxprs"].solve for each in (op.first, op.second))
-        return self._inner(a, b, arguments)
+        return self.results(a, b, arguments)
 
     def _cond(self, op: Op) -> list[Value]:
         if op.ins[0] is not FIXED:
             return [op.mixed()] * len(op.first.outvars)
         branches = zip(op.first.params["branches"], op.second.params["branches"], strict=True)
-        outputs = [self._inner(a, b, op.ins[1:]) for a, b in branches]
+        outputs = [self.results(a, b, op.ins[1:]) for a, b in branches]
         return [_join(op, values) for values in zip(*outputs, strict=True)]
 
     def _while(self, op: Op) -> list[Value]:
@@ -443,11 +427,11 @@ class Classifier:
 
         def body(carry: Sequence[Value]) -> list[Value]:
             a, b = (each.params["body_jaxpr"] for each in (op.first, op.second))
-            return self._inner(a, b, [*for_body, *carry])
+            return self.results(a, b, [*for_body, *carry])
 
         carry = _fixed_point(op, carry, lambda carry: (body(carry), []))[0]
         a, b = (each.params["cond_jaxpr"] for each in (op.first, op.second))
-        if self._inner(a, b, [*for_test, *carry]) != [FIXED]:
+        if self.results(a, b, [*for_test, *carry]) != [FIXED]:
             return [op.mixed()] * len(carry)
         return carry
 
@@ -465,7 +449,7 @@ class Classifier:
 
         def body(carry: Sequence[Value]) -> tuple[list[Value], list[Value]]:
             a, b = (each.params["jaxpr"] for each in (op.first, op.second))
-            outputs = self._inner(a, b, [*consts, *carry, *items])
+            outputs = self.results(a, b, [*consts, *carry, *items])
             return outputs[:carried], outputs[carried:]
 
         carry, each = _fixed_point(op, carry, body)
