@@ -187,7 +187,7 @@ def check_arguments(
 
     Args:
       method: `fit`, `evaluate` or `predict` of a trainer.
-      data: The dataset; an error if it is `REQUIRED`.
+      data: The dataset; an error if it is `REQUIRED` or None.
       others: The positional arguments after it.
       unknown: The unknown keywords.
     """
@@ -205,6 +205,10 @@ def check_arguments(
     if data is REQUIRED:
         needs = "training data: fit(train, steps=...), or epochs=..." if of == "fit" else "data"
         raise UserError(f"{of} needs {needs}")
+    if data is None:
+        raise UserError(
+            f"{of}: the data is None: give a dataset, or arrays in a tuple or dictionary"
+        )
 
 
 def with_fixed_folder(config: RunConfig) -> RunConfig:

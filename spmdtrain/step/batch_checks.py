@@ -230,12 +230,16 @@ class BatchChecks:
             at_once = size // self._config.microbatches
             why = why_not_in_training(outputs, params, frozen, batch, at_once)
         if why:
-            shards, batch = self._placement.batch_shards, self._config.resolved_batch_size
+            shards, batch = self._placement.batch_shards, self._config.global_batch_size
             parts = shards * self._config.microbatches
-            divides = option("global_batch_size", max(1, batch // parts) * parts)
+            padded, divides = f"padded to {size} rows on {shards} devices", size
+            what = f"the global batch, {padded},"  # `fit` may have set another batch size
+            if batch is not None and self._config.padded_batch_size(shards) == size != batch:
+                what = f"global_batch_size is {batch}, and {padded} it"
+                divides = max(1, batch // parts) * parts
             raise UserError(
-                f"global_batch_size is {batch}, and padded to {size} rows on {shards} devices it "
-                f"could give other gradients: {why}. Choose one that divides over them: {divides}"
+                f"{what} could give other gradients: {why}. Choose one that divides over them: "
+                f"{option('global_batch_size', divides)}"
             )
 
     def _check_compute_dtype(self, batch: PyTree) -> None:

@@ -17,6 +17,7 @@ from spmdtrain.adapters.base import (
     ModelContext,
     Variables,
     annotations_of,
+    check_call,
     file_names_of,
     layer_paths,
 )
@@ -422,6 +423,8 @@ def requested_rule(
             f"reduction is {function!r}: it must be a function of (gradients, axes); "
             f"collectives.reduction takes names: {', '.join(NAMED)}"
         )
+    if function is not None:
+        check_call(function, "reduction(gradients, axes)", None, None)
     if options.reduction not in (None, "automatic"):
         if function is not None:
             raise UserError(

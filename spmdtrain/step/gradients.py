@@ -182,6 +182,27 @@ NAMED = {
 }
 
 
+def reduced_by(reduction: Reduction, gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the reduced gradients; `UserError` if they are no such arrays as the given ones."""
+    reduced = reduction(gradients, axes)
+    given, found = (
+        {name: (jnp.shape(x), jnp.result_type(x)) for name, x in named_leaves(tree).items()}
+        for tree in (gradients, reduced)
+    )
+    for name in {**given, **found}:
+        if given.get(name) != found.get(name):
+            shown = [
+                "nothing" if of is None else f"{of[1]}{list(of[0])}"
+                for of in (given.get(name), found.get(name))
+            ]
+            raise UserError(
+                f"the reduction returns {shown[1]} for {name or 'the gradients'}, where it is "
+                f"given {shown[0]}: it must return the sums over all of its axes in the same tree, "
+                "shapes and dtypes, as jax.lax.psum(gradients, axes) does"
+            )
+    return reduced
+
+
 def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
     """Returns `reduction` with arrays cast to `dtype` for the transfer, and cast back.
 
@@ -194,7 +215,7 @@ def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
         sent = jax.tree.map(lambda x: (x * scale).astype(dtype), gradients)
         return jax.tree.map(
             lambda x, like: (x.astype(like.dtype) / scale).astype(like.dtype),
-            reduction(sent, axes),
+            reduced_by(reduction, sent, axes),
             gradients,
         )
 
@@ -663,7 +684,7 @@ class AllReduced(PerDevice):
         share = gradients if is_of_mean else scale_arrays(gradients, 1 / size)
         if self.reduce is flattened:  # all in the same collective
             return flattened((share, others), BATCH_AXES)
-        return self.reduce(share, BATCH_AXES), jax.lax.psum(others, BATCH_AXES)
+        return reduced_by(self.reduce, share, BATCH_AXES), jax.lax.psum(others, BATCH_AXES)
 
 
 @dataclass(frozen=True)

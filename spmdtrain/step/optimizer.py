@@ -102,8 +102,36 @@ def update_with(
     update: Any = optimizer.update
     given = extra.of(extra_names(optimizer))
     own = with_own_containers((gradients, opt_state, trained))
-    updates, after = update(*own, **given)
-    return updates, after
+    found = update(*own, **given)
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise UserError(
+            f"the optimizer's update returned {_kind(found)}: it must return (updates, state)"
+        )
+    _check_fits(found[0], trained)
+    return found
+
+
+def _check_fits(updates: PyTree, trained: PyTree) -> None:
+    """Raises `UserError` if updates cannot be added to the trained parameters."""
+    shapes = {name: jnp.shape(x) for name, x in named_leaves(trained).items()}
+    added = {name: jnp.shape(x) for name, x in named_leaves(updates).items()}
+    for name in {**shapes, **added}:
+        if name not in shapes or name not in added:
+            raise UserError(
+                f"the optimizer's update returned {'no' if name in shapes else 'an'} update of "
+                f"{name}: it must return updates with the structure of the gradients"
+            )
+        if added[name] != shapes[name] and added[name] != ():
+            raise UserError(
+                f"the optimizer's update returned an update of {name} with shape {added[name]}: "
+                f"the parameter has shape {shapes[name]}"
+            )
+
+
+def _kind(value: Any) -> str:
+    """Returns the type of a value for a message, with the number of elements of a tuple."""
+    name = type(value).__name__
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a value of type {name}"
 
 
 def extra_names(optimizer: optax.GradientTransformation) -> list[str]:

@@ -51,6 +51,7 @@ from spmdtrain.step.gradients import (
     Scattered,
     SumOrder,
     flattened,
+    reduced_by,
 )
 from spmdtrain.step.health import (
     Changes,
@@ -773,7 +774,7 @@ def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> 
         for axis in BATCH_AXES:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis))
         noise = jax.tree.map(lambda x: jax.random.normal(key, x.shape).astype(x.dtype), params)
-        reduced = reduction(noise, BATCH_AXES)
+        reduced = reduced_by(reduction, noise, BATCH_AXES)
         return jax.tree.map(
             lambda x: (jax.lax.pmax(x, BATCH_AXES) == jax.lax.pmin(x, BATCH_AXES)).all(), reduced
         )

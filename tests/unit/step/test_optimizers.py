@@ -280,6 +280,10 @@ def needs_loss() -> optax.GradientTransformation:
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
 
+def returning(result: Any) -> optax.GradientTransformation:
+    return optax.GradientTransformation(lambda params: (), lambda g, s, params=None: result(g, s))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "words"),
     [
@@ -291,8 +295,25 @@ def needs_loss() -> optax.GradientTransformation:
         ),
         (optax.contrib.schedule_free_sgd(), {"ema_decay": 0.9}, "Leave ema_decay out"),
         (optax.chain(needs_loss()), {}, "requires the extra argument 'loss'.*value_fn"),
+        (returning(lambda g, s: g), {}, "update returned .*: it must return .updates, state"),
+        (returning(lambda g, s: 3), {}, "update returned a value of type int: it must return"),
+        (returning(lambda g, s: ({}, s)), {}, "no update of "),
+        (
+            returning(lambda g, s: (jax.tree.map(lambda x: x[..., None], g), s)),
+            {},
+            r"with shape \(.*, 1\): the parameter has shape",
+        ),
     ],
-    ids=["sam", "dpsgd", "average", "argument"],
+    ids=[
+        "sam",
+        "dpsgd",
+        "average",
+        "argument",
+        "no pair",
+        "a number",
+        "no updates",
+        "one more dim",
+    ],
 )
 def test_it_is_refused_in_one_line(optimizer: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:

@@ -388,6 +388,34 @@ def test_a_reduction_that_leaves_devices_apart_is_refused() -> None:
         fit(reduction="all_reduce")
 
 
+@pytest.mark.parametrize(
+    ("reduction", "message"),
+    [
+        (lambda gradients, axes: 3.0, "the reduction returns nothing for layers/0/"),
+        (lambda gradients, axes: {}, "the reduction returns nothing for layers/0/"),
+        (
+            lambda gradients, axes: jax.tree.map(
+                lambda x: jax.lax.psum(x, axes).astype(jnp.float16), gradients
+            ),
+            r"the reduction returns float16\[.*is given float32\[",
+        ),
+        (
+            lambda gradients, axes: jax.tree.map(lambda x: x.sum(), gradients),
+            r"the reduction returns float32\[\]",
+        ),
+        (lambda gradients: gradients, r"reduction\(gradients, axes\): too many positional"),
+    ],
+)
+@pytest.mark.parametrize("reduce_dtype", [None, "float16"])
+def test_a_reduction_that_returns_no_gradients_is_refused(
+    reduction: Any, message: str, reduce_dtype: Any
+) -> None:
+    if reduce_dtype is not None and "float16" in message:
+        return  # as it is given
+    with pytest.raises(UserError, match=message):
+        fit(reduction=reduction, collectives=CollectiveOptions(reduce_dtype=reduce_dtype))
+
+
 def contrastive(model: Any, batch: Any) -> dict[str, jax.Array]:
     x = model(batch[0])
     likeness = x @ x.T

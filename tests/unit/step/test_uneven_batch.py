@@ -162,6 +162,11 @@ def test_where_padding_could_change_the_gradients_it_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"8 rows on 4 devices .*{why}"):
         trainer(4, model=model, objective=objective).fit(X, steps=1)
+    unknown = trainer(4, model=model, objective=objective, global_batch_size=None)
+    with pytest.raises(
+        UserError, match=f"the global batch, padded to 8 rows on 4 devices, .*{why}"
+    ):
+        unknown.fit(X, steps=1, global_batch_size=6)
     trainer(2, model=model, objective=objective).fit(X, steps=1)  # divides
 
 

@@ -210,6 +210,8 @@ def test_inputs_and_targets_are_one_argument(of: str) -> None:
         method(X, Y)
     with pytest.raises(UserError, match=rf"{of} has no option 'batch_size'"):
         method(X, batch_size=8)
+    with pytest.raises(UserError, match=f"{of}: the data is None"):
+        method(None)
 
 
 @pytest.mark.slow
