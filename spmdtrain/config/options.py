@@ -72,6 +72,11 @@ class MeshSpec(OptionGroup):
         return {axis: getattr(self, axis) for axis in AXES}
 
     def check(self) -> None:
+        """Checks the values of the group.
+
+        Raises:
+          UserError: If a field has the wrong type, or a size is neither -1 nor at least 1.
+        """
         super().check()
         for axis, size in self.given().items():
             if size is not None and size < 1 and size != -1:
@@ -105,6 +110,7 @@ class ExpertOptions(OptionGroup):
     layer do not fit, its devices gather all tokens instead, which is slower and equally exact."""
 
     def check(self) -> None:
+        """Raises `UserError` for a field with the wrong type, or too small a capacity."""
         super().check()
         if not 1 <= self.capacity_factor < math.inf:
             raise UserError(
@@ -157,6 +163,11 @@ class ParameterServerOptions(OptionGroup):
     means three times the usual duration of a batch, and at least one second."""
 
     def check(self) -> None:
+        """Checks the values of the group.
+
+        Raises:
+          UserError: If a field has the wrong type or range, or two fields exclude each other.
+        """
         super().check()
         if self.max_staleness is not None and self.max_staleness < 0:
             raise UserError(f"servers.max_staleness is {self.max_staleness}: it must be 0 or more")

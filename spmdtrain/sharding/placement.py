@@ -168,14 +168,14 @@ def make_placement(config: RunConfig) -> Placement:
 
 @dataclass(frozen=True)
 class Scope:
-    """What the code that is traced for a step finds around it.
+    """The values that traced code of a step finds around it.
 
     Attributes:
       placement: The strategy and mesh; None outside of a run.
       gathers: The gathers of split parameters; None if the parameters are global arrays.
       remat: The option `remat`, for the parts of a model that are marked.
-      queries: Receives an entry for each call of `current_strategy`; None if nobody asks. Caches of
-        traces ignore it.
+      queries: Receives an entry for each call of `current_strategy`; None if they are not
+        recorded. Caches of traces ignore it.
     """
 
     placement: Placement | None = None

@@ -268,7 +268,7 @@ NO_SLOPE = (
 
 
 class Inputs(NamedTuple):
-    """What the loss of a batch is computed from.
+    """The values that the loss of a batch is computed from.
 
     `params` are the trained parameters, and `frozen` the others (see `Update.partition`).
     """

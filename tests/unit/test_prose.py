@@ -267,7 +267,7 @@ def f(a: int, *b: int, c: int = 0, **d: int) -> int:
         (file_of("train.trainer"), "Trainer"),
         (file_of("config.options"), "OptionGroup"),
     } < API
-    assert {"init", "run", "merge", "rows", "check"} <= ABSTRACT
+    assert {"init", "run", "merge", "rows"} <= ABSTRACT
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
