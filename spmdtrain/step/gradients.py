@@ -339,14 +339,17 @@ class Loss:
         first = jax.tree.map(_zeros, shapes[0])
         return metrics.batch_means(jax.lax.scan(add, (first, model_state), parts)[0][0])["loss"]
 
-    def gradients(self, inputs: Inputs, over_parts: OverParts = _unchanged) -> GradientOutput:
-        """Returns the gradients of the weighted sum, over all microbatches.
+    @property
+    def gradients(self) -> Callable[..., GradientOutput]:
+        """The function (inputs, over_parts) -> gradients of the weighted sum.
 
         The gradients of a `Combination` are those of its mean: each term is divided already.
-        `over_parts` is called for a part of a global batch.
+        `over_parts` is given for a part of a global batch.
         """
-        if self.microbatches == 1:
-            return self._of_rows(inputs, lambda wanted, sums: over_parts(wanted(sums)))
+        return self._of_rows if self.microbatches == 1 else self._accumulated
+
+    def _accumulated(self, inputs: Inputs, over_parts: OverParts = _unchanged) -> GradientOutput:
+        """Adds up the gradients of the microbatches."""
         # `optax.MultiSteps` would count each microbatch as a step, keep the accumulated gradients
         # in the state, and weight microbatches equally. `optax.microbatching.microbatch` passes
         # neither the model state from one microbatch to the next nor an index for the random key.
@@ -373,7 +376,7 @@ class Loss:
                 batch=rows,
                 key=jax.random.fold_in(inputs.key, index),
             )
-            output = self._of_rows(of_part, lambda *_: known)
+            output = self._of_rows(of_part, whole=lambda *_: known)
             # XLA adds each leaf as soon as its gradient exists and then reuses its memory.
             gradients = jax.tree.map(jnp.add, total.gradients, output.gradients)
             sums = jax.tree.map(jnp.add, total.metrics, output.metrics)
@@ -389,9 +392,16 @@ class Loss:
         return total._replace(gradients=gradients)
 
     def _of_rows(
-        self, inputs: Inputs, whole: Callable[[Wanted, metrics.BatchSums], PyTree]
+        self,
+        inputs: Inputs,
+        over_parts: OverParts = _unchanged,
+        whole: Callable[[Wanted, metrics.BatchSums], PyTree] | None = None,
     ) -> GradientOutput:
-        """Computes the gradients of one microbatch; `whole` maps its sums to the whole batch's."""
+        """Computes the gradients of all rows at once.
+
+        `whole` maps their sums to those of the whole batch; by default `over_parts` does.
+        """
+        whole = whole or (lambda wanted, sums: over_parts(wanted(sums)))
 
         def total(params: PyTree) -> tuple[PyTree, tuple[metrics.BatchSums, PyTree]]:
             sums, after = self.objective(params, *inputs[1:])
