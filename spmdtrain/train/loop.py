@@ -627,6 +627,7 @@ class Loop:
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             parts.last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
+        process_group.broadcast(None)  # names a call that a single process makes
         logger = parts.run.logger
         if not logger.earlier_metrics(Split(split), self.step):
             logger.log_evaluation(Split(split), self.step, metrics)

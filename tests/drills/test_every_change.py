@@ -13,6 +13,7 @@ import pytest
 from helpers import TESTS
 
 KILLED = -9
+EVALUATOR = ("evaluator", 1)  # its job and task
 HOW = ("kill", "kill", "SIGTERM", "SIGINT twice", "EIO", "ENOSPC")
 
 
@@ -62,7 +63,11 @@ def test_changes_drawn_at_random(tmp_path: Path) -> None:
     ]
     ends = check(tmp_path, cells)
     assert any(75 in end["codes"][0] for end in ends)
-    assert all(end["codes"][0][end["task"]] == KILLED for end in ends if end["how"] == "kill")
+    # An evaluator may come to fewer checkpoints than the undisturbed one, and so to its end.
+    killed = [
+        end for end in ends if end["how"] == "kill" and (end["job"], end["task"]) != EVALUATOR
+    ]
+    assert all(end["codes"][0][end["task"]] == KILLED for end in killed)
 
 
 @pytest.mark.nightly
