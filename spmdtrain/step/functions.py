@@ -86,6 +86,7 @@ class StepFunctions:
 
     Attributes:
       transform: Makes the programs of the run from its step.
+      kind: Returns the kind of a step, which is counted from 1.
       step_state: The state in a step, as shapes and dtypes; `layout` has its shardings.
       abstract_state: The state of the run, as shapes and dtypes.
       shardings: The sharding of each leaf of the state of the run between steps.
@@ -123,6 +124,7 @@ class StepFunctions:
         self.update = self.order.update(Update(optimizer, frozen, config.ema_decay))
         self.context = ModelContext(placement, axis_rules)
         self.transform = transform_of(config, placement)
+        self.kind = self.transform.kind
         of_step = self._init
         init = self.transform.begin(of_step)
         given = adapter.given, *map(jax.random.key, (0, 0))
@@ -189,9 +191,7 @@ class StepFunctions:
             )
         self.loss = Loss(self.forward.training_sums, config.microbatches, placement)
         self.order.check(config, reduction, optimizer)
-        self.rule = self.order.rule()
-        if self.rule is None:
-            self.rule = requested_rule(reduction, config, placement, self.layout)
+        self.rule = self.order.rule() or requested_rule(reduction, config, placement, self.layout)
         variables, replicated = self.shardings.variables, placement.replicated
         self.compiler_options = step_options(config, placement, self.order)
 

@@ -567,7 +567,7 @@ class GradientRule:
         return False
 
     @property
-    def batch_axes(self) -> list[tuple[str, int]]:
+    def part_axes(self) -> list[tuple[str, int]]:
         """The named axis over which a part averages batch statistics, with its size.
 
         With an axis, all parts compute the model state of the global batch.

@@ -552,11 +552,7 @@ def plan_step(
     # The checks read the operations of the model, and kernels cannot be analyzed.
     with reference_kernels():
         functions.checks.check_training(marked.rows, marked.mask)
-    transform = functions.transform
-    kind, apart = transform.kind(1) if kind is None else kind, transform.placement.apart
-    # The rules under `shard_map` reduce over all axes of the batch.
-    by_xla = ByXla(functions.placement), ()
-    rule, reasons = by_xla if apart else choose_rule(functions, marked.rows)
+    rule, reasons = choose_rule(functions, marked.rows)
     loss = dataclasses.replace(functions.loss, placement=rule.part_placement)
     config, layout, placement = functions.config, functions.layout, functions.placement
     health = Health.choose(
@@ -568,6 +564,8 @@ def plan_step(
         jit=config.jit,
     )
     step = make_train_step(rule, loss, functions.update, layout, health)
+    transform = functions.transform
+    kind = transform.kind(1) if kind is None else kind
     return StepPlan(
         transform.programs(step)[kind],
         functions.placed_state,
@@ -580,7 +578,7 @@ def plan_step(
         config.jit,
         (*reasons, *filter(None, [transform.describe(kind), dispatch.note])),
         describe_preset(config, placement, functions.compiler_options),
-        apart,
+        transform.placement.apart,
     )
 
 
@@ -613,6 +611,7 @@ def choose_rule(functions: StepFunctions, batch: PyTree) -> tuple[GradientRule, 
             values=functions.forward.values,
             in_context=functions.context.is_active,
             batch_coupled=functions.forward.objective.batch_coupled,
+            apart=functions.transform.placement.apart,
         )
     if functions.rule is not None:
         if blocker:
@@ -658,6 +657,7 @@ def shard_map_blocker(
     values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
     in_context: bool = False,
     batch_coupled: bool = False,
+    apart: tuple[str, ...] = (),
 ) -> str | None:
     """Returns why the gradients of a rule could differ from those by XLA; None if they cannot.
 
@@ -671,7 +671,10 @@ def shard_map_blocker(
       in_context: Whether the model runs in a context that it does not have under `shard_map`; see
         `ModelContext`.
       batch_coupled: Whether the objective is declared to combine the examples of its batch.
+      apart: The axes along which steps are computed apart.
     """
+    if apart:
+        return f"steps are computed apart along {' and '.join(apart)}, which are not reduced over"
     if batch_coupled and rule.parts > 1:
         return "the objective is declared as batch_coupled"
     placement, scatters = rule.placement, isinstance(rule, Scattered)
@@ -690,7 +693,7 @@ def shard_map_blocker(
             f"mesh.{SEQUENCE_AXIS} splits the tokens of each example, whose gradients XLA reduces"
         )
     state_leaves = jax.tree.leaves(inputs.model_state)
-    if state_leaves and not rule.own_statistics and not rule.batch_axes:
+    if state_leaves and not rule.own_statistics and not rule.part_axes:
         return (
             f"{OF_STATE} ({len(state_leaves)} arrays, for example batch "
             "statistics), which would differ between devices"
@@ -699,7 +702,7 @@ def shard_map_blocker(
     gathers = ParamGathers(None)
     with record_strategy_queries() as queries, use_scope(gathers=gathers):
         part = partial(single.gradients, over_parts=rule.over_parts)
-        jaxpr = jax.make_jaxpr(part, axis_env=rule.batch_axes)(inputs)
+        jaxpr = jax.make_jaxpr(part, axis_env=rule.part_axes)(inputs)
     if scatters and (whole := layout.gathered_whole(gathers.in_loop)):
         return (
             f"{min(whole)} would be gathered whole: only parameters that the model passes to "
@@ -707,7 +710,7 @@ def shard_map_blocker(
         )
     if queries:
         return "the objective calls current_strategy(), which is unknown on a single device"
-    named = dict(rule.batch_axes)
+    named = dict(rule.part_axes)
     if effects := [x for x in jaxpr.effects if getattr(x, "name", None) not in named]:
         return (
             f"the objective has side effects ({', '.join(map(str, effects))}), "
@@ -734,7 +737,7 @@ def shard_map_blocker(
             rule.parts,
             own_draws=rule.own_draws,
             gradients=True,
-            axes=rule.batch_axes,
+            axes=rule.part_axes,
         )
     if why:
         return (

@@ -163,6 +163,7 @@ class PlacedState:
     optimizer_record: OptimizerRecord = field(default_factory=OptimizerRecord)
     metric_names: None = None
     base: None = None
+    kind: Callable[[int], str] = lambda step: ""
 
 
 class StartedLoop(Boundary):

@@ -45,6 +45,8 @@ class Schedule:
       num_examples: Number of training examples; 0 if the run has no dataset, and so no epochs.
       evaluates: Whether there is a validation split.
       saves: Whether there is a workdir.
+      stops_at_epochs: Whether a callback reads the state after each epoch.
+      kind: Returns the kind of a step, which has a program of its own (see `StepTransform`).
     """
 
     def __init__(
@@ -56,14 +58,13 @@ class Schedule:
         evaluates: bool,
         saves: bool,
         clock: Callable[[], float],
+        stops_at_epochs: bool = False,
+        kind: Callable[[int], str] = lambda step: "",
     ) -> None:
         self.total = total
         """Number of steps of the run; fewer once a callback has asked to stop."""
-        self.stops_at_epochs = False
-        """Whether a callback reads the state after each epoch."""
-        self.dispatch = Dispatch()
-        self.kind: Callable[[int], str] = lambda step: ""
-        """The kind of a step, which has a program of its own (see `StepTransform`)."""
+        self.dispatch, self.kind = Dispatch(), kind
+        self._stops_at_epochs = stops_at_epochs
         self._config, self._num_examples = config, num_examples
         self._evaluates, self._saves, self._clock = evaluates, saves, clock
         self._saved_at = clock()
@@ -160,7 +161,7 @@ class Schedule:
 
     def ends_epoch(self, step: int) -> bool:
         """Returns whether callbacks of `epoch_end` are called after `step`."""
-        return self.stops_at_epochs and self._config.ends_epoch(step, self._num_examples)
+        return self._stops_at_epochs and self._config.ends_epoch(step, self._num_examples)
 
     def should_save(self, step: int) -> bool:
         """Returns whether to save after `step`, by count or by time.

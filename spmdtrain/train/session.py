@@ -107,6 +107,11 @@ class Trainable(Protocol):
     def shardings(self) -> TrainState: ...
 
     @property
+    def kind(self) -> Callable[[int], str]:
+        """The number of a step -> its kind, which has a program of its own."""
+        ...
+
+    @property
     def initial_hyperparameters(self) -> Mapping[str, Any]:
         """Injected hyperparameters that the optimizer starts with, by path."""
         ...
@@ -413,6 +418,8 @@ class RunSession:
                 evaluates="validation" in data,
                 saves=checkpoints is not None,
                 clock=clock,
+                stops_at_epochs=callbacks.has(CallbackEvent.EPOCH_END),
+                kind=trained.kind,
             ),
             identity=identity,
             logger=logger,

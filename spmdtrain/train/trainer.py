@@ -620,8 +620,6 @@ class Trainer:
 
     def _start(self, run: RunSession, *, restart: bool) -> None:
         """Sets the first state: of an earlier fit, restored from a checkpoint, or initialized."""
-        run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
-        run.schedule.kind = self.functions.transform.kind
         watched = any(map(self._callbacks.has, (CallbackEvent.STEP, CallbackEvent.LOG)))
         data = run.train_data, self._augment
         dispatch = self._programs.choose_dispatch(*data, run.config, is_watched=watched)

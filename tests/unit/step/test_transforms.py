@@ -13,10 +13,11 @@ import pytest
 from helpers import metrics
 from linear_model import trainer
 
-from spmdtrain import MeshSpec, RunConfig
-from spmdtrain.config.options import ShardingOptions
+from spmdtrain import MeshSpec, RunConfig, UserError
+from spmdtrain.config.options import CollectiveOptions, ShardingOptions
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import (
+    Placement,
     constrain_sharding,
     current_mesh,
     make_placement,
@@ -24,7 +25,8 @@ from spmdtrain.sharding.placement import (
 )
 from spmdtrain.step import state as of_state
 from spmdtrain.step.dispatch import Dispatch, Repeat
-from spmdtrain.step.program import StepOutput
+from spmdtrain.step.gradients import ByXla
+from spmdtrain.step.program import StepOutput, plan_step
 from spmdtrain.step.state import Step, StepTransform, TrainState
 from spmdtrain.strategies import StateField
 from spmdtrain.train.schedule import Schedule
@@ -72,10 +74,30 @@ def test_the_programs_of_a_run_and_its_state_are_those_of_the_transform(
     assert found[0] == found[1]
 
 
+class Apart(StepTransform):
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
+        super().__init__(config, replace(placement, apart=("data",)))
+
+
+def test_no_rule_reduces_over_the_axes_of_steps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(of_state.TRANSFORMS, "microbatches", f"{__name__}:Apart")
+    batch = (X[:16], Y[:16])
+    plan = plan_step(trainer().functions, batch)
+    assert isinstance(plan.rule, ByXla) and "apart along data" in plan.reasons[0]
+    for requests in ({"collectives": CollectiveOptions(reduction="all_reduce")}, {"exact": 16}):
+        with pytest.raises(UserError, match="apart along data"):
+            plan_step(trainer(**requests).functions, batch)
+
+
 def test_a_dispatch_ends_where_the_kind_of_step_changes() -> None:
     config = RunConfig(steps_per_dispatch=4)
-    schedule = Schedule(config, 11, 80, evaluates=False, saves=False, clock=lambda: 0.0)
-    schedule.kind = lambda step: "other" if step % 3 else "third"
+    schedule = Schedule(
+        *(config, 11, 80),
+        evaluates=False,
+        saves=False,
+        clock=lambda: 0.0,
+        kind=lambda step: "other" if step % 3 else "third",
+    )
     schedule.set_dispatch(Dispatch(4, Repeat.COUNTED))
     found = [list(steps) for steps in schedule.dispatches(0)]
     assert found == [[1, 2], [3], [4, 5], [6], [7, 8], [9], [10, 11]]
