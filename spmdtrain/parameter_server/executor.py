@@ -35,7 +35,7 @@ from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
 from spmdtrain.parameter_server.worker import PickledProgram, WorkerFactory, for_worker
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.compile import Program, Programs
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.executor import Backend, DeviceExamples, Executor, StepCall
@@ -66,8 +66,8 @@ class ServerExecutor(Executor):
         job: RayJob,
         run: RunSession,
         state: TrainState,
-        functions: StepFunctions,
-        make_functions: Callable[[RunConfig, Placement], StepFunctions],
+        functions: RunFunctions,
+        make_functions: Callable[[RunConfig, Placement], RunFunctions],
         augment: Augment | None,
     ) -> None:
         options, terminal = run.config.servers, run.logger.terminal
@@ -103,14 +103,10 @@ class ServerExecutor(Executor):
         )
         self._stop_requested_at: float | None = None
         self._stats = StalenessStats()
-        run.logger.log_header(
-            make_placement(run.config),
-            state.params,
-            f"workers: {job.workers}, parameter servers: {job.servers}",
-            functions.update.partition(state.params)[0],
-        )
-        program = Program(self._wait, "", collectives="each worker compiles its own step")
-        placement = make_placement(run.config)
+        placement, trained = make_placement(run.config), functions.update.partition(state.params)[0]
+        tasks = f"workers: {job.workers}, parameter servers: {job.servers}"
+        program = Program(self._wait, tasks, collectives="each worker compiles its own step")
+        run.logger.log_header(placement, state.params, program, trained)
         run.logger.performance.describe(program, state.params, None, placement)
         run.logger.timer.restart(first)
 
@@ -227,7 +223,7 @@ def make_partitioner(options: ParameterServerOptions, servers: int) -> Partition
 
 
 def server_partition(
-    functions: StepFunctions, options: ParameterServerOptions, servers: int
+    functions: RunFunctions, options: ParameterServerOptions, servers: int
 ) -> ServerPartition:
     """Returns the partition of the state, and of the optimizer, over the servers.
 
@@ -270,7 +266,7 @@ class ServerBackend(Backend):
         return make_placement(dataclasses.replace(config, mesh=MeshSpec()))
 
     def print_sharding(
-        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
+        self, functions: RunFunctions, config: RunConfig, terminal: Terminal
     ) -> None:
         """Prints the partition of the state over the servers of TF_CONFIG, or over one server."""
         servers = max(1, len(from_environment().jobs.get("ps", ())))
@@ -307,8 +303,8 @@ class OpenJob(Backend):
         *,
         run: RunSession,
         state: TrainState,
-        functions: StepFunctions,
-        make_functions: Callable[[RunConfig, Placement], StepFunctions],
+        functions: RunFunctions,
+        make_functions: Callable[[RunConfig, Placement], RunFunctions],
         programs: Programs,
         placement: Placement,
         augment: Augment | None,

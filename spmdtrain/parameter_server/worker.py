@@ -33,7 +33,7 @@ from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
 from spmdtrain.step import metrics
 from spmdtrain.step.batch_checks import check_partitioned
-from spmdtrain.step.functions import StepFunctions, eager
+from spmdtrain.step.functions import RunFunctions, eager
 from spmdtrain.step.gradients import ByXla, Inputs, difference
 from spmdtrain.step.metrics import Combination
 from spmdtrain.step.optimizer import clipped
@@ -56,7 +56,7 @@ class Worker:
 
     def __init__(
         self,
-        steps: StepFunctions,
+        steps: RunFunctions,
         placement: Placement,
         partition: ServerPartition,
         dataset: Dataset,
@@ -107,7 +107,7 @@ class Worker:
         return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def make_gradient_step(steps: StepFunctions, on_worker: optax.GradientTransformation) -> Any:
+def make_gradient_step(steps: RunFunctions, on_worker: optax.GradientTransformation) -> Any:
     """Returns the jitted step of a worker: gradients without an update.
 
     It is a function (variables, batch, key, step) -> (gradients of the trained parameters, change
@@ -228,7 +228,7 @@ class PickledProgram:
     buffers: Sequence[pickle.PickleBuffer]
 
     @classmethod
-    def of(cls, steps: Callable[[RunConfig, Placement], StepFunctions]) -> "PickledProgram":
+    def of(cls, steps: Callable[[RunConfig, Placement], RunFunctions]) -> "PickledProgram":
         """Returns the pickle of a function that makes the functions of the step."""
         import ray
 
@@ -244,9 +244,9 @@ class PickledProgram:
         pickler.dump(steps)
         return cls(file.getvalue(), buffers)
 
-    def load(self) -> Callable[[RunConfig, Placement], StepFunctions]:
+    def load(self) -> Callable[[RunConfig, Placement], RunFunctions]:
         """Returns a copy of the function. Its arrays cannot be written to."""
-        steps: Callable[[RunConfig, Placement], StepFunctions]
+        steps: Callable[[RunConfig, Placement], RunFunctions]
         steps = pickle.loads(self.pickled, buffers=self.buffers)
         return steps
 

@@ -19,7 +19,6 @@ from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, option
-from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.plan import time_model
 from spmdtrain.plan.instruction_work import PlannedKernel, TrafficBasis, planned_kernels
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, Use, summarize_compiled
@@ -44,7 +43,6 @@ from spmdtrain.sharding.layout import MemoryUse, NotSplitError, Row
 from spmdtrain.sharding.placement import Placement, resolve_config
 from spmdtrain.sharding.rules import field_of
 from spmdtrain.step.flops import CostBasis, Flops, KernelFlops, count_flops, model_flops
-from spmdtrain.step.functions import describe_preset
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import SEQUENCE_AXIS, axes_that, strategy
 from spmdtrain.train.trainer import Trainer
@@ -284,9 +282,10 @@ def plan(
         # Libraries of kernels choose them by the default device, when a step is traced and lowered.
         with jax.default_device(trainer.placement.devices[0]):
             on_progress("tracing")
-            traced = trainer.trace_step(batch)
+            decided = trainer.plan_step(batch)
+            traced = trainer.trace_step(batch, decided)
             flops = count_flops(traced.jaxpr)
-            useful = model_flops(traced.jaxpr, lambda: trainer.trace_step(batch).jaxpr)
+            useful = model_flops(traced.jaxpr, lambda: trainer.trace_step(batch, decided).jaxpr)
             summary = CompiledSummary({}, [], 0, 0, [])
             if memory.fits is not False:  # if the state alone does not fit, nothing is compiled
                 on_progress("compiling")
@@ -300,8 +299,6 @@ def plan(
                 keep = cache_option != OFF
                 summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
                 memory = with_program(memory, summary, topology)
-        attention = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
-        preset = describe_preset(config, trainer.placement, trainer.compiler_options)
         planned = [
             planned_collective(each, trainer.placement, topology) for each in summary.collectives
         ]
@@ -344,7 +341,7 @@ def plan(
                     _total(trainer).host,
                     virtual=virtual,
                 ),
-                *(each for each in (attention, preset) if each),
+                *decided.decisions(traced.jaxpr.jaxpr),
                 *kernel_notes(kernels, useful),
             ],
         )

@@ -111,7 +111,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "program.json": (
         *("parameters", "flops_per_step", "flops_convention", "flops_unknown"),
         *("peak_flops_per_device", "devices", "mesh", "sharding"),
-        *("collectives", "collectives_unknown"),
+        *("collectives", "collectives_unknown", "decisions"),
     ),
 }
 """The fields of a run's JSON files."""

@@ -27,7 +27,7 @@ from spmdtrain.step.dispatch import (
     may_group,
     update_program,
 )
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.program import StepPlan, plan_step
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 from spmdtrain.xla.compiler import compile_lowered
@@ -52,6 +52,7 @@ class Program:
       steps: The number of steps whose operations `jaxpr` has.
       collectives: The collectives of the compiled program, or the reason why they are not known.
         Only process 0 has them.
+      decisions: What was decided about the step, and why (see `StepPlan.decisions`); likewise.
     """
 
     call: Callable[..., Any]
@@ -61,6 +62,7 @@ class Program:
     retrace: Callable[[], Any] | None = None
     steps: int = 1
     collectives: Sequence[Collective] | str = "the step is not compiled"
+    decisions: tuple[str, ...] = ()
 
 
 def compile_step(
@@ -90,10 +92,12 @@ def compile_step(
     lowered = traced.lower()
     compiled, summary = compile_lowered(lowered, began)
     found: list[Collective] | str = []
-    if process_group.is_chief():  # the only process that logs it
+    decisions: tuple[str, ...] = ()
+    if process_group.is_chief():  # the only process that logs them
         mesh = plan.placement.mesh
         found = find_collectives(compiled.as_text() or "", mesh)
-        summary += f": {describe_found(found, mesh)}{plan.describe(traced.jaxpr.jaxpr)}"
+        summary += f": {describe_found(found, mesh)}"
+        decisions = plan.decisions(traced.jaxpr.jaxpr)
     shapes = jax.tree.map(_shape, (state, batch))
 
     def retrace() -> Any:
@@ -102,7 +106,7 @@ def compile_step(
 
     # The operations of a loop of unknown length are counted once.
     counted = 1 if plan.dispatch.is_counted else plan.dispatch.steps
-    return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found)
+    return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found, decisions)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -134,7 +138,7 @@ def _with_sharding(sharding: Any, batch: PyTree) -> PyTree:
 class Programs:
     """The compiled train steps of one trainer, by kind, dispatch and batch."""
 
-    def __init__(self, functions: StepFunctions) -> None:
+    def __init__(self, functions: RunFunctions) -> None:
         self._functions, self._placement = functions, functions.placement
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._programs: dict[Hashable, Future[Program]] = {}

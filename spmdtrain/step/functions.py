@@ -69,7 +69,7 @@ Check = Callable[[Any, PyTree], None]
 """A check of a program: a function of its open jaxpr and its arguments."""
 
 
-class StepFunctions:
+class RunFunctions:
     """The jitted functions of one model, objective and optimizer under one strategy.
 
     `plan_step` makes the plan of a train step from them. `evaluate` and `predict` are functions of

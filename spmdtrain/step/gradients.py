@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (
     ParamGathers,
     Placement,
@@ -450,7 +449,7 @@ class Loss:
         parts = rows.reshape(-1, self.microbatches, *rows.shape[1:]).swapaxes(0, 1)
         if self.placement.mesh is None:
             return parts
-        spec = PartitionSpec(None, BATCH_AXES)
+        spec = PartitionSpec(None, self.placement.batch_axes)
         return jax.lax.with_sharding_constraint(parts, self.placement.sharding(spec))
 
 
@@ -646,17 +645,17 @@ class PerDevice(GradientRule):
     def __call__(self, loss: Loss, inputs: Inputs) -> GradientOutput:
         if self.placement.mesh is None:
             return ByXla(self.placement)(loss, inputs)
-        replicas = self.placement.batch_shards
+        replicas, axes = self.placement.batch_shards, self.placement.batch_axes
         size = jax.tree.leaves(inputs.batch)[0].shape[0]
 
         def over_devices(sums: PyTree) -> PyTree:
-            return jax.lax.psum(sums, BATCH_AXES) if sums else sums
+            return jax.lax.psum(sums, axes) if sums else sums
 
         def local(*given: PyTree) -> GradientOutput:
             inputs = Inputs(*given)
             before = inputs.model_state
             if self.per_replica and replicas > 1:
-                own = jax.random.fold_in(inputs.key, jax.lax.axis_index(BATCH_AXES))
+                own = jax.random.fold_in(inputs.key, jax.lax.axis_index(axes))
                 inputs = inputs._replace(key=own)
             with use_placement(ON_ONE_DEVICE), self.gathers(size):
                 output = loss.gradients(inputs, over_devices)
@@ -666,11 +665,11 @@ class PerDevice(GradientRule):
             reduced, (sums, states) = self.add_up(
                 output.gradients, others, size, is_of_mean=is_of_mean
             )
-            counts = jax.lax.pmax(counts, BATCH_AXES)
+            counts = jax.lax.pmax(counts, axes)
             after = of_replicas(before, states, counts, replicas)
             return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
 
-        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        whole, rows = PartitionSpec(), PartitionSpec(axes)
         *of_params, of_gradients = self.specs(inputs.params, inputs.frozen)
         # Without the check of varying axes, so that users can supply any reduction. Only local
         # code is differentiated.
@@ -691,10 +690,11 @@ class AllReduced(PerDevice):
     reduce: Reduction
 
     def add_up(self, gradients: PyTree, others: PyTree, size: int, *, is_of_mean: bool) -> Any:
+        axes = self.placement.batch_axes
         share = gradients if is_of_mean else scale_arrays(gradients, 1 / size)
         if self.reduce is flattened:  # all in the same collective
-            return flattened((share, others), BATCH_AXES)
-        return reduced_by(self.reduce, share, BATCH_AXES), jax.lax.psum(others, BATCH_AXES)
+            return flattened((share, others), axes)
+        return reduced_by(self.reduce, share, axes), jax.lax.psum(others, axes)
 
 
 @dataclass(frozen=True)
@@ -729,6 +729,8 @@ class Scattered(PerDevice):
         )
 
     def add_up(self, gradients: PyTree, others: PyTree, size: int, *, is_of_mean: bool) -> Any:
+        batch_axes = self.placement.batch_axes
+
         # The gradients of split parameters are already scattered and divided over their axes.
         def finish(x: jax.Array, has: PartitionSpec, wanted: PartitionSpec) -> jax.Array:
             done = set(axes_of_spec(has))
@@ -737,13 +739,13 @@ class Scattered(PerDevice):
                 if missing := tuple(axis for axis in axes if axis not in done):
                     x = self._scatter(x, missing, x.ndim + dim)
             done |= set(axes_of_spec(wanted))
-            left = [axis for axis in BATCH_AXES if axis not in done]
+            left = [axis for axis in batch_axes if axis not in done]
             return self._reduce(all_reduce, x, [a for a in left if jax.lax.axis_size(a) > 1])
 
         specs = [self.layout.batch_specs(gradients, field) for field in ("params", "opt_state")]
         reduced = jax.tree.map(finish, gradients, *specs)
         reduced = scale_arrays(reduced, size) if is_of_mean else reduced
-        return reduced, jax.lax.psum(others, BATCH_AXES)
+        return reduced, jax.lax.psum(others, batch_axes)
 
     def _scatter_dims(self, factor: float, x: jax.Array, split: SplitDims) -> jax.Array:
         """Returns this device's part of the sum of `factor` times an array."""

@@ -22,7 +22,6 @@ from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (
     ParamGathers,
     Placement,
@@ -34,7 +33,7 @@ from spmdtrain.step import metrics
 from spmdtrain.step.dispatch import Dispatch, Repeat, batch_shardings, repeated
 from spmdtrain.step.exact import FixedOrder, exist
 from spmdtrain.step.functions import (
-    StepFunctions,
+    RunFunctions,
     describe_preset,
     describe_request,
     eager,
@@ -521,15 +520,15 @@ class StepPlan:
             compiler_options=dict(self.compiler_options) or None,
         )
 
-    def describe(self, jaxpr: Any) -> str:
-        """Returns what was decided, also while its open jaxpr was traced, each after "; "."""
+    def decisions(self, jaxpr: Any) -> tuple[str, ...]:
+        """Returns what was decided and why, also while its open jaxpr was traced."""
         attention = describe_attention(jaxpr, self.placement.devices[0].platform)
         found = (*self.reasons, attention, describe_layers(jaxpr), self.preset)
-        return "".join(f"; {each}" for each in found if each)
+        return tuple(filter(None, found))
 
 
 def plan_step(
-    functions: StepFunctions,
+    functions: RunFunctions,
     batch: PyTree,
     *,
     kind: str | None = None,
@@ -590,7 +589,7 @@ OF_STATE = "the model carries state"
 """The beginning of the reason if the model has state, which depends on the global batch."""
 
 
-def choose_rule(functions: StepFunctions, batch: PyTree) -> tuple[GradientRule, tuple[str, ...]]:
+def choose_rule(functions: RunFunctions, batch: PyTree) -> tuple[GradientRule, tuple[str, ...]]:
     """Returns the gradient rule for a batch, and the reasons."""
     config, layout, placement = functions.config, functions.layout, functions.placement
     by_xla = ByXla(placement)
@@ -773,13 +772,15 @@ def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> 
     if placement.mesh is None or placement.batch_shards == 1:
         return
 
+    axes = placement.batch_axes
+
     def local(key: jax.Array) -> PyTree:
-        for axis in BATCH_AXES:
+        for axis in axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis))
         noise = jax.tree.map(lambda x: jax.random.normal(key, x.shape).astype(x.dtype), params)
-        reduced = reduced_by(reduction, noise, BATCH_AXES)
+        reduced = reduced_by(reduction, noise, axes)
         return jax.tree.map(
-            lambda x: (jax.lax.pmax(x, BATCH_AXES) == jax.lax.pmin(x, BATCH_AXES)).all(), reduced
+            lambda x: (jax.lax.pmax(x, axes) == jax.lax.pmin(x, axes)).all(), reduced
         )
 
     whole = PartitionSpec()

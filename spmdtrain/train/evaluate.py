@@ -23,7 +23,7 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.metrics import (
     ArraySum,
     BatchSums,
@@ -48,7 +48,7 @@ class Evaluation:
 
     def __init__(
         self,
-        functions: StepFunctions,
+        functions: RunFunctions,
         placement: Placement,
         config: RunConfig,
         terminal: Terminal,

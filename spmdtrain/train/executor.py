@@ -19,7 +19,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import show_sharding
 from spmdtrain.sharding.placement import Placement, configure_backend, local_config, make_placement
 from spmdtrain.step.compile import Programs
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import Strategy, strategy
@@ -113,7 +113,7 @@ class MeshExecutor(Executor):
         self,
         run: RunSession,
         state: TrainState,
-        functions: StepFunctions,
+        functions: RunFunctions,
         programs: Programs,
         placement: Placement,
         augment: Augment | None,
@@ -178,7 +178,7 @@ class MeshExecutor(Executor):
             await_compiled(program.lowered)
         functions = self._functions
         trained, _ = functions.update.partition(state.params)
-        logger.log_header(self._placement, state.params, program.summary, trained)
+        logger.log_header(self._placement, state.params, program, trained)
         params, places = functions.abstract_state.params, functions.shardings.params
         logger.performance.describe(
             program, params, places, self._placement, counts_tokens=functions.loss_is_of_tokens
@@ -234,7 +234,7 @@ class Backend:
         return make_placement(config)
 
     def print_sharding(
-        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
+        self, functions: RunFunctions, config: RunConfig, terminal: Terminal
     ) -> None:
         """Prints on which devices or servers each part of the (abstract) state is."""
         show_sharding(terminal, functions.sharding_table())
@@ -246,7 +246,7 @@ class Backend:
         self,
         run: RunSession,
         programs: Programs,
-        functions: StepFunctions,
+        functions: RunFunctions,
         augment: Augment | None,
     ) -> None:
         """Starts to compile the train step in the background, if steps are left to train.
@@ -273,8 +273,8 @@ class Backend:
         *,
         run: RunSession,
         state: TrainState,
-        functions: StepFunctions,
-        make_functions: Callable[[RunConfig, Placement], StepFunctions],
+        functions: RunFunctions,
+        make_functions: Callable[[RunConfig, Placement], RunFunctions],
         programs: Programs,
         placement: Placement,
         augment: Augment | None,

@@ -143,7 +143,7 @@ class LoopStep:
             program = compile_step(self._plan, self._plan.program(), state, batch, check)
             await_compiled(program.lowered)
         if process_group.is_chief():
-            loop.logger.log_header(loop.placement, state.params, program.summary)
+            loop.logger.log_header(loop.placement, state.params, program)
             params, places = jax.tree.map(jax.typeof, state.params), self._plan.shardings
             loop.logger.performance.describe(program, params, places.params, loop.placement)
         loop.logger.timer.restart(loop.step)

@@ -126,13 +126,11 @@ class RunLogger:
             self._earlier = step, process_group.broadcast(at_step)
 
     def log_header(
-        self, placement: Placement, params: Any, program: str, trained: Any = None
+        self, placement: Placement, params: Any, program: Program, trained: Any = None
     ) -> None:
         """Prints what is about to run: devices, mesh, batch, program, and bad records if any.
 
-        Args:
-          program: The description of the program; parts are separated by "; ".
-          trained: The parameters that are not frozen; by default all.
+        `trained` are the parameters that are not frozen; by default all.
         """
         batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
@@ -146,7 +144,7 @@ class RunLogger:
             else [f"global batch {batch}{padded} ({rows // placement.batch_shards} per device)"]
         )
         facts += [] if rate is None else [f"learning rate {rate:g}"]
-        compiled, *reasons = program.split("; ")
+        compiled, *others = program.summary.split("; ")
         total = _size(params)
         count = total if trained is None else _size(trained)
         frozen = f", {count:,} trained" if count != total else ""
@@ -156,7 +154,8 @@ class RunLogger:
             f"{len(devices)} x {devices[0].device_kind}{of}, {placement.description}",
             ", ".join(facts),
             f"{total:,} parameters{frozen}; {compiled}",
-            *reasons,
+            *others,
+            *program.decisions,
         ]
         self.terminal.lines([line for line in lines if line])
         if any(self._skipped_records.values()):
@@ -376,6 +375,7 @@ def program_report(
         "peak_flops_per_device": peak_flops(placement.devices[0].device_kind),
         "devices": len(placement.devices),
         "mesh": {str(name): size for name, size in axes.items() if size > 1},
+        "decisions": list(program.decisions),
         "collectives": [] if isinstance(found, str) else _totals(found),
         "sharding": [] if places is None else _table(leaves, places),
     }

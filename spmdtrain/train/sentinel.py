@@ -26,7 +26,7 @@ from spmdtrain.errors import DeviceFaultError, ReplicaError, StorageError, UserE
 from spmdtrain.record.run_files import FoundFault
 from spmdtrain.sharding.mesh import BATCH_AXES, resolve
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.gradients import ON_ONE_DEVICE, Inputs, SumOrder
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.session import RunSession
@@ -168,7 +168,7 @@ class Sentinel:
     """
 
     def __init__(
-        self, functions: StepFunctions, placement: Placement, run: RunSession, first: int
+        self, functions: RunFunctions, placement: Placement, run: RunSession, first: int
     ) -> None:
         if run.config.sentinel_action == "rollback" and run.checkpoints is None:
             raise UserError("sentinel_action is rollback, which needs a workdir with checkpoints")
@@ -370,7 +370,7 @@ class GradientSums:
         examples.
     """
 
-    def __init__(self, functions: StepFunctions, placement: Placement) -> None:
+    def __init__(self, functions: RunFunctions, placement: Placement) -> None:
         mesh = placement.mesh
         if mesh is None or placement.batch_shards < 2:
             raise UserError(

@@ -53,7 +53,7 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, option
 from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.optimizer import average_in, is_schedule_free, merge, with_base
 from spmdtrain.step.state import TREES, TrainState, averaged_steps, first_average
 from spmdtrain.train.session import RunSession, Trainable
@@ -351,7 +351,7 @@ class ValueLoader:
       terminal: Shows corrupted checkpoints, and the table of what is taken.
     """
 
-    steps: StepFunctions
+    steps: RunFunctions
     config: RunConfig
     weight_map: WeightMap
     terminal: Terminal

@@ -39,10 +39,10 @@ from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.sharding.rules import AxisRules, Rule, checked_rules
 from spmdtrain.step.compile import Programs, check_traced
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.gradients import Reduction
 from spmdtrain.step.objective import model_output
-from spmdtrain.step.program import plan_step
+from spmdtrain.step.program import StepPlan, plan_step
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Media, Tracker
@@ -74,9 +74,9 @@ PyTree = Any
 
 def _make_functions(
     parts: Mapping[str, Any], config: RunConfig, placement: Placement
-) -> StepFunctions:
+) -> RunFunctions:
     """Makes step functions. It is a function of this module, because it is sent to workers."""
-    return StepFunctions(**parts, config=config, placement=placement)
+    return RunFunctions(**parts, config=config, placement=placement)
 
 
 def _nothing() -> None:
@@ -300,11 +300,31 @@ class Trainer:
         with use_placement(self.placement):  # models may call `current_strategy`
             return self.trace_step(batch).lower().compile()
 
-    def trace_step(self, batch: PyTree) -> jax.stages.Traced:
+    def plan_step(self, batch: PyTree) -> StepPlan:
+        """Returns the plan of the train step.
+
+        Args:
+          batch: As for `compile_step`; an `IndexedBatch` with `data_on_device`.
+
+        Returns:
+          The plan, with the reasons of what it decides.
+
+        Raises:
+          UserError: If the step would not compute what the options promise.
+        """
+        with use_placement(self.placement):
+            shapes = jax.eval_shape(lambda batch: batch, batch)
+            return plan_step(self.functions, shapes, by_index=isinstance(batch, IndexedBatch))
+
+    def trace_step(self, batch: PyTree, plan: StepPlan | None = None) -> jax.stages.Traced:
         """Returns the trace of the train step, to read it or to lower it for other devices.
 
         Args:
           batch: As for `compile_step`; an `IndexedBatch` with `data_on_device`.
+          plan: The plan of the step; by default it is made.
+
+        Returns:
+          The traced program.
 
         Raises:
           UserError: If `jit` is off, or the program would not compute on several devices what it
@@ -312,10 +332,9 @@ class Trainer:
         """
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
-        by_index = isinstance(batch, IndexedBatch)
+        plan = plan or self.plan_step(batch)
         with use_placement(self.placement):
             shapes = jax.eval_shape(lambda batch: batch, batch)
-            plan = plan_step(self.functions, shapes, by_index=by_index)
             traced: jax.stages.Traced = plan.program().trace(self.functions.abstract_state, shapes)
             check_traced(traced, plan, shapes)
         return traced

@@ -53,7 +53,7 @@ from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.objective import model_output
 from spmdtrain.tree import named_leaves
 
@@ -196,11 +196,11 @@ KERNELS = {
 }
 
 
-def steps_for(layout: str) -> StepFunctions:
+def steps_for(layout: str) -> RunFunctions:
     """The programs of an MLP whose kernels, and their moments, lie as the layout says."""
     mesh, kernel = KERNELS[layout]
     config = RunConfig(mesh=mesh, ema_decay=0.9)
-    return StepFunctions(
+    return RunFunctions(
         adapter=as_adapter(partial(MLP, 8, (16, 24), 8)),
         objective=squared_error,
         predict=model_output,
@@ -211,7 +211,7 @@ def steps_for(layout: str) -> StepFunctions:
     )
 
 
-def random_state(steps: StepFunctions) -> TrainState:
+def random_state(steps: RunFunctions) -> TrainState:
     """A state in which no two bits are what they are by default; NaN and -0.0 are among them."""
     random = np.random.default_rng(3)
 

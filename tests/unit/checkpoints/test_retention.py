@@ -29,7 +29,7 @@ from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import make_placement
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.objective import model_output
 from spmdtrain.step.state import TrainState
 
@@ -172,9 +172,9 @@ def test_hours_and_steps_begin_where_the_clock_and_the_count_do() -> None:
 # -- on the disk -----------------------------------------------------------------------------------
 
 
-def small_steps() -> StepFunctions:
+def small_steps() -> RunFunctions:
     config = RunConfig(mesh=MeshSpec(devices=(0,)))
-    return StepFunctions(
+    return RunFunctions(
         adapter=as_adapter(partial(nnx.Linear, 2, 1)),
         objective=squared_error,
         predict=model_output,

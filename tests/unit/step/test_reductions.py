@@ -1,5 +1,6 @@
 """Gradients reduced by hand, all-reduced or scattered: the numbers of XLA's own, or an error."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -561,7 +562,7 @@ def placed() -> Any:
     ],
 )
 def test_xla_reduces_them_if_flattening_would_change_the_result_and_says_why(
-    model: Any, objective: Any, why: str, capsys: pytest.CaptureFixture[str]
+    model: Any, objective: Any, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     x = np.random.default_rng(2).normal(size=(16, 4)).astype(np.float32)
     losses = []
@@ -574,6 +575,7 @@ def test_xla_reduces_them_if_flattening_would_change_the_result_and_says_why(
             global_batch_size=16,
             collectives=options,
             terminal=Terminal(),
+            workdir=str(tmp_path / str(chosen)),
         )
         losses.append(of.fit(x, steps=3).train["loss"])
         message = " ".join(capsys.readouterr().out.split())  # lines are wrapped
@@ -582,6 +584,9 @@ def test_xla_reduces_them_if_flattening_would_change_the_result_and_says_why(
             assert ("reduced by XLA, because" in message) == bool(why) and why in message, message
             names_option = "batch_statistics='replica' needs 1 collective a step" in message
             assert names_option == (model is Normalizes), message
+            decisions = json.loads((tmp_path / "None" / "program.json").read_text())["decisions"]
+            assert len(decisions) == bool(why) + (model is Normalizes)
+            assert all(" ".join(each.split()) in message for each in decisions)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6 if why else 1e-5)
 
 

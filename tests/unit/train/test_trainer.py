@@ -36,7 +36,7 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.metrics import RESERVED
 from spmdtrain.step.objective import model_output
 from spmdtrain.step.program import plan_step
@@ -310,7 +310,7 @@ def test_evaluate_before_fit_does_not_hide_the_checkpoint_from_fit(tmp_path: Pat
 def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
     config = RunConfig(mesh=MeshSpec(data=2, fsdp=4))
     placement = make_placement(config)
-    steps = StepFunctions(
+    steps = RunFunctions(
         adapter=as_adapter(partial(nnx.Linear, 8, 16)),
         objective=squared_error,
         predict=model_output,
