@@ -13,7 +13,8 @@ import jax
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.weights.weight_map import WeightMap, WeightRule
-from spmdtrain.config.run_config import RunConfig, SkippedBatches, config_as_json
+from spmdtrain.config.options import OnResume
+from spmdtrain.config.run_config import OPTIONS, RunConfig, SkippedBatches, config_as_json
 from spmdtrain.data.mixture import examples_per_period
 from spmdtrain.distributed import numeric_settings
 from spmdtrain.errors import UserError, foreign, option
@@ -177,19 +178,15 @@ def record_rules(weight_map: WeightMap) -> list[RuleRecord]:
 
 # -- The identity of a run, and checks of whether it can resume from a checkpoint ------------------
 
-# Fields that may not change, because they determine what is computed.
-_FIXED = ("seed", "global_batch_size", "shuffle")
 _ALONE = {"global_batch_size": "batch_size_per_device"}  # the other one must be left out
 _KINDS = {name: row.kind for name, row in TrainState.FIELDS.items()}
 _OTHER_WORKDIR = "another workdir"
 _MAX_MESSAGE = 4000  # characters, because a message can list two optimizers
 _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
-# Fields that change nothing of what is computed, so that a change is not printed.
-_NO_CHANGE = (
-    *("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache"),
-    *("resume_anyway", "init_from_strict", "fork_from", "trackers", "quiet", "log_hash_every"),
-    *("sentinel_every", "sentinel_action", "compare_copies_every"),
-)
+
+
+def _names(what: OnResume) -> list[str]:
+    return [name for name, row in OPTIONS.items() if row.option.on_resume is what]
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,7 @@ def check_same_run(
     """
     if same_program and (problem := setting_problem(saved.settings, now.settings)) is not None:
         _refuse(f"{source} was trained with {problem}, or {instead}")
-    for name in _FIXED:
+    for name in _names(OnResume.REFUSED):
         before, here = saved.config[name], now.config[name]
         if before != here:
             other = _ALONE.get(name)
@@ -564,11 +561,11 @@ def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     Options that change nothing of what is computed are left out. The configurations are JSON
     values; a field that `saved` lacks had the default.
     """
-    before = _fields(config_as_json(RunConfig())) | _fields(saved)
+    before, free = _fields(config_as_json(RunConfig())) | _fields(saved), _names(OnResume.FREE)
     return [
         foreign(f"{name}: {before.get(name)} -> {value}", _MAX_MESSAGE)
         for name, value in _fields(now).items()
-        if name not in _NO_CHANGE and before.get(name) != value
+        if name not in free and before.get(name) != value
     ]
 
 

@@ -1,27 +1,34 @@
 """The command line of an experiment: options, their groups, and the help."""
 
 import argparse
-import ast
 import dataclasses
 import enum
 import functools
-import inspect
-import io
+import json
 import operator
 import re
 import textwrap
-import tokenize
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Never, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.text import Text
 
+from spmdtrain.config.conflicts import EXCLUSIVE
 from spmdtrain.config.experiment import ExperimentFile, load_experiment
-from spmdtrain.config.options import Which, unchecked_groups
-from spmdtrain.config.run_config import RunConfig, check_compute_dtype
+from spmdtrain.config.options import (
+    Group,
+    Row,
+    Which,
+    field_docs,
+    option,
+    option_rows,
+    unchecked_groups,
+)
+from spmdtrain.config.run_config import OPTIONS, RunConfig, check_compute_dtype
+from spmdtrain.config.schema import schema_of
 from spmdtrain.document.terminal import LINE_WIDTH, Terminal
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import check_inherited, cpu_devices_in_environment
@@ -30,8 +37,6 @@ from spmdtrain.sharding.mesh import check_inherited, cpu_devices_in_environment
 
 PROGRAM = "python -m spmdtrain.run"
 DESCRIPTION = f"`{PROGRAM} --config experiments/NAME.py`: train, evaluate or predict."
-EXCLUSIVE = (("epochs", "steps"), ("global_batch_size", "batch_size_per_device"))
-"""Pairs of fields with the same meaning: a given one replaces the default of the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,30 +49,34 @@ class Options:
     """One of the experiment's PRESETS; other options override its values."""
     mode: Literal["train", "evaluate", "predict"] = "train"
     """What to do; evaluate and predict take the model from a checkpoint."""
-    split: Literal["train", "validation", "test"] | None = None
+    schema: bool = False
+    """Print the JSON schema of the configuration, and exit."""
+    split: Literal["train", "validation", "test"] | None = option(
+        None, Group.EVALUATION, usual=True
+    )
     """The split to evaluate or predict. By default test, or validation if there is no test split;
     predict first uses the experiment's prompts or its own generation of text, if it has them."""
-    role: Literal["train", "evaluate"] | None = None
+    role: Literal["train", "evaluate"] | None = option(None, Group.EVALUATION)
     """The role of this process if TF_CONFIG does not set it: with evaluate it evaluates the
     checkpoints of a training that runs in another job."""
-    evaluate_which: tyro.conf.EnumChoicesFromValues[Which] = Which.EACH
+    evaluate_which: tyro.conf.EnumChoicesFromValues[Which] = option(Which.EACH, Group.EVALUATION)
     """The checkpoints that an evaluator evaluates: each, the oldest first, or always the newest,
     which skips older ones."""
-    cluster: Literal["tf_config", "auto"] = "tf_config"
+    cluster: Literal["tf_config", "auto"] = option("tf_config", Group.PROCESSES, usual=True)
     """Source of the list of processes: TF_CONFIG alone; or auto, without TF_CONFIG also a TPU pod,
     Slurm, Open MPI or Kubernetes, of which one must be found."""
-    coordinator: str | None = None
+    coordinator: str | None = option(None, Group.PROCESSES)
     """HOST:PORT of process 0 if there is no TF_CONFIG; the same in all processes."""
-    processes: int | None = None
+    processes: int | None = option(None, Group.PROCESSES)
     """Number of processes, with --coordinator."""
-    process_id: int | None = None
+    process_id: int | None = option(None, Group.PROCESSES)
     """Number of this process, from 0, with --coordinator."""
-    show_sharding: bool = False
+    show_sharding: bool = option(False, Group.PLACEMENT)
     """First print the sharding of each parameter, and the memory of a device that it and its
     optimizer state use."""
-    init_timeout: float = 300.0
+    init_timeout: float = option(300.0, Group.PROCESSES)
     """Seconds to wait for the other processes at the start."""
-    hang_timeout: float | None = None
+    hang_timeout: float | None = option(None, Group.PROCESSES)
     """Seconds without progress in any process after which the job ends as hung; 0 is never. The
     default is five times the longest pause between steps so far, at least 60, and 1800 for the
     first steps, compilations, saves and callbacks. A process that is alone has no default. Under
@@ -113,7 +122,7 @@ def parse_command_line(
 
     Raises:
       UserError: If an option or the experiment is wrong.
-      SystemExit: After `--help` or `--help-all`, or if the parser finds an error.
+      SystemExit: After `--help`, `--help-all` or `--schema`, or if the parser finds an error.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
@@ -124,7 +133,10 @@ def parse_command_line(
         raise UserError(str(error)) from error
     help_all = any(argument in HELP_ALL for argument in arguments)
     asks_help = help_all or any(argument in HELP for argument in arguments)
+    asks_schema = of is Options and "--schema" in arguments
     if known.config is None:
+        if asks_schema:
+            _print_schema(RunConfig())
         if asks_help:
             text = description or ""
             show_help(RunConfig(), of, prog, text, experiment="", all_options=help_all)
@@ -135,6 +147,8 @@ def parse_command_line(
     default = experiment.preset(known.preset)
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a[:2] == "--"}
     default = _without_replaced(default, given)
+    if asks_schema:
+        _print_schema(default)
     if asks_help:
         name = f"Experiment {experiment.name}"
         show_help(default, of, prog, experiment.doc, experiment=name, all_options=help_all)
@@ -152,6 +166,12 @@ def parse_command_line(
         config = dataclasses.replace(config, workdir=f"runs/{experiment.name}")
     source = config.init_from if "init_from" in given else None
     return Command(command, experiment, config, source, own_workdir)
+
+
+def _print_schema(default: RunConfig) -> Never:
+    with exit_if_output_is_closed():
+        print(json.dumps(schema_of(default), indent=2))
+    raise SystemExit(0)
 
 
 def command_type(config: str | None, of: type = Options) -> Any:
@@ -299,21 +319,11 @@ def show_help(
     required = [f"--{x.name} {x.name.upper()}" for x in own if x.is_required]
     usage = textwrap.wrap(" ".join(["usage:", prog, *required, "[OPTIONS]"]), width)
     lines = [*map(Text, usage), Text(), *map(Text, _paragraphs(description, width)), Text()]
-    inherited = {field.name for field in dataclasses.fields(RunConfig)}
-    options = [*own, *option_help(type(default), default)]
-    of_experiment = [x for x in options[len(own) :] if x.name.split(".")[0] not in inherited]
-    hidden = 0
-    sections = {experiment or "Experiment": of_experiment} | grouped(
-        own, [x for x in options[len(own) :] if x not in of_experiment]
-    )
-    rare = {name for group in HELP_GROUPS for name in group.rare}
-    usual = {name for group in HELP_GROUPS for name in group.usual}
+    hidden, known = 0, {**OPTIONS, **option_rows(of)}
+    sections = grouped(experiment, own, list(option_help(type(default), default)), known)
     for title, members in sections.items():
-        shown = [
-            option
-            for option in members
-            if all_options or option.name in usual or not _is_in(option.name, rare)
-        ]
+        is_whole = all_options or title not in list(Group)
+        shown = [x for x in members if is_whole or known[x.name].option.usual]
         hidden += len(members) - len(shown)
         if shown:
             lines.append(Text(title, _HEADING))
@@ -332,27 +342,35 @@ def show_help(
             terminal.console.print(line)
 
 
-def grouped(own: Sequence[OptionHelp], config: Sequence[OptionHelp]) -> dict[str, list[OptionHelp]]:
-    """Returns options by the title of their group, in the order of `HELP_GROUPS`.
+def grouped(
+    experiment: str,
+    own: Sequence[OptionHelp],
+    config: Sequence[OptionHelp],
+    known: Mapping[str, Row],
+) -> dict[str, list[OptionHelp]]:
+    """Returns options by heading: those of the experiment, of the command, and of each group.
+
+    In a group, usual options come first, the command's before the configuration's; the others
+    follow in the other order.
 
     Args:
+      experiment: The name of the experiment; empty if none is given.
       own: Options of the command.
-      config: Options of every experiment.
+      config: Options of the experiment's configuration.
+      known: The properties of all options but the experiment's.
     """
-    named = {name for group in HELP_GROUPS for name in (*group.usual, *group.rare)}
-    sections = {"Command": [x for x in own if not _is_in(x.name, named)]}
-    for group in HELP_GROUPS:
-        names = (*group.usual, *group.rare)
-        members = [x for x in (*own, *config) if _is_in(x.name, names)]
-        order = {name: number for number, name in enumerate(names)}
-        members.sort(key=lambda x: order.get(x.name, order.get(x.name.split(".")[0], 0)))
-        sections[group.title] = members
-    sections["Other"] = [x for x in config if not _is_in(x.name, named)]
+    sections = {
+        experiment or "Experiment": [x for x in config if x.name not in OPTIONS],
+        "Command": [x for x in own if known[x.name].option.group is None],
+    }
+    for group in Group:
+        of_command, of_config = (
+            [x for x in options if x.name in known and known[x.name].option.group is group]
+            for options in (own, config)
+        )
+        usual = [x for x in (*of_command, *of_config) if known[x.name].option.usual]
+        sections[group] = usual + [x for x in (*of_config, *of_command) if x not in usual]
     return sections
-
-
-def _is_in(name: str, names: Sequence[str] | set[str]) -> bool:
-    return name in names or name.split(".")[0] in names
 
 
 # -- the options of a dataclass --------------------------------------------------------------------
@@ -433,51 +451,6 @@ def _values(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind)).upper()
 
 
-# -- docstrings of fields --------------------------------------------------------------------------
-
-
-def field_docs(of: type) -> dict[str, str]:
-    """Returns the docstrings of the fields of a dataclass and its bases by name.
-
-    A docstring is a string after the field, or a comment in the same line or in the lines above it.
-    """
-    docs: dict[str, str] = {}
-    for each in reversed(of.__mro__):
-        if dataclasses.is_dataclass(each):
-            # A field that only changes the default keeps the inherited docstring.
-            docs |= {name: text for name, text in _own_docs(each).items() if text}
-    return docs
-
-
-def _own_docs(of: type) -> dict[str, str]:
-    try:
-        source = textwrap.dedent(inspect.getsource(of))
-        (tree,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError):  # it was made without a file
-        return {}
-    assert isinstance(tree, ast.ClassDef)
-    comments: dict[int, tuple[str, bool]] = {}  # by line: the text, and whether it is all of it
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("# ")
-            comments[token.start[0]] = text, token.line.lstrip().startswith("#")
-    docs: dict[str, str] = {}
-    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        text = ""
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = str(after.value.value)
-        elif node.end_lineno in comments:
-            text = comments[node.end_lineno][0]
-        else:
-            line = node.lineno - 1
-            while line in comments and comments[line][1]:
-                text, line = f"{comments[line][0]} {text}", line - 1
-        docs[node.target.id] = " ".join(text.split())
-    return docs
-
-
 # -- layout ----------------------------------------------------------------------------------------
 
 
@@ -523,103 +496,3 @@ def _paragraphs(text: str, width: int) -> list[str]:
         wrapped = textwrap.wrap(" ".join(given), width, break_on_hyphens=False)
         lines += given if indented else wrapped
     return lines
-
-
-# -- The groups in which `--help` shows the options of the run command and of the plan command -----
-
-
-@dataclass(frozen=True)
-class HelpGroup:
-    """Options under one heading of the help.
-
-    Attributes:
-      usual: Names of options that `--help` shows; a nested one has a dot.
-      rare: Names of options that only `--help-all` shows. The name of a group of nested options
-        means all of them that `usual` does not name.
-    """
-
-    title: str
-    usual: tuple[str, ...]
-    rare: tuple[str, ...] = ()
-
-
-HELP_GROUPS = (
-    HelpGroup(
-        "Run length and batch",
-        ("epochs", "steps", "global_batch_size", "batch_size_per_device"),
-        ("eval_batch_size", "uneven_batch", "steps_per_dispatch"),
-    ),
-    HelpGroup(
-        "Optimization",
-        ("learning_rate", "microbatches", "ema_decay"),
-        (
-            "learning_rate_scaling",
-            "learning_rate_base_batch_size",
-            "learning_rate_table",
-            "freeze",
-        ),
-    ),
-    HelpGroup(
-        "Data",
-        ("data_dir", "shuffle", "data_threads", "data_workers"),
-        (
-            "data_on_device",
-            "on_bad_record",
-            "max_bad_records",
-            "skip_steps",
-            "stream_shards",
-        ),
-    ),
-    HelpGroup(
-        "Placement",
-        ("strategy", "mesh.data", "mesh.fsdp", "mesh.tensor", "cpu_devices"),
-        ("mesh", "sharding", "context", "expert", "collectives", "servers", "show_sharding"),
-    ),
-    HelpGroup(
-        "Numerics and compilation",
-        ("seed", "compute_dtype", "remat"),
-        (
-            *("exact", "batch_statistics", "jit"),
-            *("compilation_cache", "compiler_options", "xla_preset"),
-        ),
-    ),
-    HelpGroup(
-        "Evaluation",
-        ("split", "eval_every_steps", "best_metric", "best_direction"),
-        ("eval_at_checkpoints", "evaluated_by", "role", "evaluate_which"),
-    ),
-    HelpGroup(
-        "Checkpoints",
-        (
-            "workdir",
-            "resume",
-            "init_from",
-            "checkpoint",
-            "checkpoint_every_steps",
-            "keep_latest",
-            "keep_best",
-        ),
-        (
-            "resume_anyway",
-            "init_from_strict",
-            "fork_from",
-            "checkpoint_every_seconds",
-            "checkpoint_at_start",
-            "keep_every_steps",
-            "keep_every_hours",
-        ),
-    ),
-    HelpGroup(
-        "Faulty hardware",
-        (),
-        ("sentinel_every", "sentinel_action", "compare_copies_every"),
-    ),
-    HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("log_hash_every", "profile_steps")),
-    HelpGroup(
-        "Several processes",
-        ("cluster",),
-        ("coordinator", "processes", "process_id", "init_timeout", "hang_timeout"),
-    ),
-)
-"""Every field of `RunConfig`, and the options of the commands that are not shown first. An option
-that is in no group is shown under "Command" if it is the command's, and else under "Other"."""

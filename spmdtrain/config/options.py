@@ -1,10 +1,15 @@
-"""Groups of options, each of which is one field of `RunConfig`, and checks of values."""
+"""The properties of options beside their fields, groups of options, and checks of values."""
 
+import ast
 import dataclasses
 import enum
 import functools
+import inspect
+import io
 import math
-from collections.abc import Iterator, Sequence
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,10 +20,136 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import AXES
 
-# -- Groups of options, each of which is one field of `RunConfig` ----------------------------------
+# -- The properties of an option, beside its field -------------------------------------------------
 
 ContextMethod = Literal["ring", "gather", "ulysses"]
 ExpertExchange = Literal["all_to_all", "ragged_all_to_all"]
+
+
+class Group(enum.StrEnum):
+    """The headings of the help, in its order."""
+
+    LENGTH = "Run length and batch"
+    OPTIMIZATION = "Optimization"
+    DATA = "Data"
+    PLACEMENT = "Placement"
+    NUMERICS = "Numerics and compilation"
+    EVALUATION = "Evaluation"
+    CHECKPOINTS = "Checkpoints"
+    HARDWARE = "Faulty hardware"
+    LOGGING = "Logging"
+    PROCESSES = "Several processes"
+
+
+class OnResume(enum.Enum):
+    """What a resume does if an option has another value than in the checkpoint's run."""
+
+    REFUSED = "refused"
+    PRINTED = "printed"
+    FREE = "free"
+    """It changes nothing of what is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers that an option may have.
+
+    Attributes:
+      text: Follows "it must be" in messages.
+      also: A further condition.
+    """
+
+    text: str
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: Callable[[Any], bool] = lambda value: True
+
+    def __contains__(self, value: Any) -> bool:
+        return (
+            math.isfinite(value)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and self.also(value)
+        )
+
+
+ABOVE_ZERO = Range(text="above 0", above=0)
+NOT_NEGATIVE = Range(text="0 or more", at_least=0)
+FINITE = Range(text="a finite number, 0 or more", at_least=0)
+YOURS = "the step is a function that you write"
+"""Why a `Loop` refuses an option of the Trainer's own step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """The properties of an option besides its type and default.
+
+    Attributes:
+      group: The heading of the help; None for the first one, and for a field of an option group,
+        which has that of the group.
+      usual: Whether `--help` shows it, not only `--help-all`.
+      range: The numbers that it may have; None without a limit.
+      check: Raises `UserError` for a wrong value, after the checks of type and range.
+      neutral: Values that mean the same as the default.
+      on_resume: What a resume does if it has another value.
+      in_loops: Why a `Loop` refuses it; "" if it does not.
+      in_measurements: Whether `plan --measure` uses it. If not, it has the default there.
+    """
+
+    group: Group | None = None
+    usual: bool = False
+    range: Range | None = None
+    check: Callable[[Any], None] | None = None
+    neutral: tuple[Any, ...] = ()
+    on_resume: OnResume = OnResume.PRINTED
+    in_loops: str = ""
+    in_measurements: bool = True
+
+
+_OPTION = "option"  # the key in the metadata of a field
+_PLAIN = Option()
+
+
+def option(default: Any, group: Group | None = None, **properties: Any) -> Any:
+    """Returns the field of an option; `properties` are attributes of `Option`."""
+    metadata = {_OPTION: Option(group=group, **properties)}
+    if isinstance(default, dict):  # each object has its own
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def option_rows(of: type, prefix: str = "", group: Group | None = None) -> dict[str, "Row"]:
+    """Returns the options of a dataclass by name; those of a group of options have a dot."""
+    rows: dict[str, Row] = {}
+    for each in dataclasses.fields(of):
+        properties: Option = each.metadata.get(_OPTION, _PLAIN)
+        of_group = properties.group or group
+        default = each.default
+        if each.default_factory is not dataclasses.MISSING:
+            default = each.default_factory()
+        if isinstance(default, OptionGroup):
+            rows |= option_rows(type(default), default.PREFIX, of_group)
+        else:
+            name = prefix + each.name
+            rows[name] = Row(dataclasses.replace(properties, group=of_group), default)
+    return rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """The properties of an option, and its default (`dataclasses.MISSING` if it is required)."""
+
+    option: Option
+    default: Any
+
+    def is_given(self, value: Any) -> bool:
+        """Returns whether a value means something else than the default."""
+        return value != self.default and value not in self.option.neutral
+
+
+# -- Groups of options, each of which is one field of `RunConfig` ----------------------------------
 
 
 class OptionGroup:
@@ -26,8 +157,6 @@ class OptionGroup:
 
     PREFIX: ClassVar[str]
     """Stands before the names of its options, such as `mesh.`."""
-    ABOVE_ZERO: ClassVar[Sequence[str]] = ()
-    """Options that are None or above 0."""
 
     def __post_init__(self) -> None:
         if _groups_are_checked.get():
@@ -36,7 +165,15 @@ class OptionGroup:
     def check(self) -> None:
         """Raises `UserError` for a field with the wrong type or an invalid value."""
         check_values(self, type(self), self.PREFIX)
-        check_above_zero(self, self.ABOVE_ZERO, self.PREFIX)
+
+
+_SIZE = Range(
+    text="1 or more, or -1 for the remaining devices",
+    at_least=-1,
+    also=lambda size: size != 0,
+)
+_CAPACITY = Range(text="at least 1, which is room for an even load of the experts", at_least=1)
+_REDUCED = "per_replica(...) returns gradients, which you reduce"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +181,24 @@ class MeshSpec(OptionGroup):
     """Sizes of the mesh axes, and the devices of the mesh."""
 
     PREFIX = "mesh."
-    replica: int | None = None
+    replica: int | None = option(None, range=_SIZE, neutral=(1,))
     """Number of device groups along the slow outer axis, which splits the batch. -1 makes one group
     for each host or slice, or two groups if there is only one host. None means 1, or -1 with
     hybrid."""
-    data: int | None = None
+    data: int | None = option(None, usual=True, range=_SIZE)
     """Number of devices along the axis that splits the batch; -1 takes the remaining devices. None
     means the remaining devices, unless another axis takes them."""
-    fsdp: int | None = None
+    fsdp: int | None = option(None, usual=True, range=_SIZE)
     """Number of devices along the axis that splits the batch and can shard the state; -1 takes the
     remaining devices. None means 1, or the remaining devices with fully_sharded (at most
     sharding.max_shards)."""
-    expert: int | None = None
+    expert: int | None = option(None, range=_SIZE, neutral=(1,))
     """Number of devices along the axis that splits the batch and the experts of each layer; -1
     takes the remaining devices. None means 1."""
-    context: int | None = None
+    context: int | None = option(None, range=_SIZE, neutral=(1,))
     """Number of devices along the axis that splits the tokens of each sequence; -1 takes the
     remaining devices. None means 1."""
-    tensor: int | None = None
+    tensor: int | None = option(None, usual=True, range=_SIZE)
     """Number of devices along the axis that can shard single tensors; -1 takes the remaining
     devices. None means 1, or 2 with tensor_parallel."""
     devices: tuple[str | int, ...] = ()
@@ -70,19 +207,6 @@ class MeshSpec(OptionGroup):
     def given(self) -> dict[str, int | None]:
         """Returns the size of each axis, in mesh order; None if the strategy chooses it."""
         return {axis: getattr(self, axis) for axis in AXES}
-
-    def check(self) -> None:
-        """Checks the values of the group.
-
-        Raises:
-          UserError: If a field has the wrong type, or a size is neither -1 nor at least 1.
-        """
-        super().check()
-        for axis, size in self.given().items():
-            if size is not None and size < 1 and size != -1:
-                raise UserError(
-                    f"mesh.{axis} is {size}: it must be 1 or more, or -1 for the remaining devices"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,32 +229,23 @@ class ExpertOptions(OptionGroup):
     exchange: ExpertExchange = "all_to_all"
     """all_to_all: each device sends a buffer of fixed size to each other one. ragged_all_to_all: it
     sends the rows in use alone, which XLA does not support on CPU."""
-    capacity_factor: float = 2.0
+    capacity_factor: float = option(2.0, range=_CAPACITY)
     """Size of the buffers, relative to an even load of the experts: at least 1. If the tokens of a
     layer do not fit, its devices gather all tokens instead, which is slower and equally exact."""
-
-    def check(self) -> None:
-        """Raises `UserError` for a field with the wrong type, or too small a capacity."""
-        super().check()
-        if not 1 <= self.capacity_factor < math.inf:
-            raise UserError(
-                f"expert.capacity_factor is {self.capacity_factor}: it must be at least 1, which "
-                "is room for an even load of the experts"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions(OptionGroup):
     """Limits and choices for sharding the state."""
 
-    PREFIX, ABOVE_ZERO = "sharding.", ("min_size", "max_shards", "replicated_limit")
-    min_size: int = 2**14
+    PREFIX = "sharding."
+    min_size: int = option(2**14, range=ABOVE_ZERO)
     """Smallest array, in elements, that a strategy shards by itself; an experiment's rules also
     shard smaller ones. Gathering a smaller array would cost more than sharding saves."""
-    max_shards: int | None = None
+    max_shards: int | None = option(None, range=ABOVE_ZERO)
     """Largest number of shards of the state along fsdp; the other devices go along data. None: the
     strategy's limit of 64, or none if the mesh gives fsdp or data."""
-    replicated_limit: int = 2**20
+    replicated_limit: int = option(2**20, range=ABOVE_ZERO)
     """Largest array, in bytes, that a strategy which shards the state may replicate on every device
     without a rule that says so."""
     offload: Literal["state", "optimizer"] | None = None
@@ -143,68 +258,51 @@ class ParameterServerOptions(OptionGroup):
     """Partitioning of the state over parameter servers, and staleness of the workers."""
 
     PREFIX = "servers."
-    ABOVE_ZERO = ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout")
     partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
     """Rule for the number of shards of a parameter: its size divided by min_shard_bytes, rounded
     up; as few as keep each within max_shard_bytes; or max_shards. A shard has at least one row."""
-    min_shard_bytes: int = 256 * 1024
+    min_shard_bytes: int = option(256 * 1024, range=ABOVE_ZERO)
     """Size in bytes by which min_size divides a parameter. The number of shards is rounded up, so
     that the shards of a parameter slightly above this size have half of it."""
-    max_shard_bytes: int = 4 * 1024 * 1024
+    max_shard_bytes: int = option(4 * 1024 * 1024, range=ABOVE_ZERO)
     """Largest size of a shard with max_size, in bytes. A shard consists of whole rows."""
-    max_shards: int | None = None
+    max_shards: int | None = option(None, range=ABOVE_ZERO)
     """Largest number of shards of a parameter. None means the number of servers, or
     no limit with max_size."""
-    max_staleness: int | None = None
+    max_staleness: int | None = option(None, range=NOT_NEGATIVE)
     """Largest number of updates that may be applied between a worker's read of the parameters and
     its own update. None means no limit; with 0 the result is that of mirrored."""
-    backup_task_timeout: float | None = None
+    backup_task_timeout: float | None = option(None, range=ABOVE_ZERO)
     """Seconds without a result after which a batch is also assigned to an idle worker. None
     means three times the usual duration of a batch, and at least one second."""
-
-    def check(self) -> None:
-        """Checks the values of the group.
-
-        Raises:
-          UserError: If a field has the wrong type or range, or two fields exclude each other.
-        """
-        super().check()
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise UserError(f"servers.max_staleness is {self.max_staleness}: it must be 0 or more")
-        for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size")):
-            if name in not_default(self) and self.partitioner != partitioner:
-                raise UserError(
-                    f"servers.{name} is for {partitioner}, but servers.partitioner is "
-                    f"{self.partitioner}"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveOptions(OptionGroup):
     """Communication between devices. An option that the backend does not support is an error."""
 
-    PREFIX, ABOVE_ZERO = "collectives.", ("combine_threshold_bytes", "timeout")
+    PREFIX = "collectives."
     reduction: (
         Literal[
             "automatic", "all_reduce", "flattened", "hierarchical", "one_device", "reduce_scatter"
         ]
         | None
-    ) = None
+    ) = option(None, neutral=("automatic",), in_loops=_REDUCED)
     """Gradient reduction. automatic: XLA inserts the collectives. With the others each device
     computes its own gradients, which are reduced once: array by array (all_reduce), concatenated
     into one array (flattened), first within the groups of the replica axis (hierarchical), on one
     device that broadcasts the sums (one_device), or so that each device gets its own part of the
     sums (reduce_scatter, for zero and fully_sharded). Default, if it gives the same result:
     flattened on CPU, reduce_scatter on TPU if the strategy splits gradients; else automatic."""
-    reduce_dtype: Literal["bfloat16", "float16"] | None = None
+    reduce_dtype: Literal["bfloat16", "float16"] | None = option(None, in_loops=_REDUCED)
     """Dtype in which gradients are reduced, by all_reduce unless reduction names another one, or by
     reduce_scatter if the strategy splits gradients. None means their own. On CPU, bfloat16 is an
     error."""
-    combine_threshold_bytes: int | None = None
+    combine_threshold_bytes: int | None = option(None, range=ABOVE_ZERO)
     """Arrays are combined into one collective up to this total size in bytes."""
     cpu_implementation: Literal["gloo", "mpi"] | None = None
     """Library for collectives between CPU processes. None means gloo."""
-    timeout: float | None = None
+    timeout: float | None = option(None, range=ABOVE_ZERO)
     """Seconds, rounded up to whole ones, that a collective of CPU devices may take before the
     process ends."""
 
@@ -231,24 +329,31 @@ def unchecked_groups() -> Iterator[None]:
 
 
 def check_values(values: Any, fields: type, prefix: str = "") -> None:
-    """Checks the types of the fields of a dataclass, and the size of its integers.
+    """Checks the fields of a dataclass: types, the size of integers, and what their rows say.
 
     The command line converts its options; Python does not.
 
     Args:
-      values: An instance of the dataclass, or of a subclass. The types of fields that the subclass
-        adds are not checked.
+      values: An instance of the dataclass, or of a subclass. Of fields that the subclass adds, only
+        the size of integers is checked.
       fields: The dataclass.
       prefix: Stands before the names of the fields in messages, such as `mesh.`.
 
     Raises:
-      UserError: If a field has the wrong type, or an integer is too large for a manifest.
+      UserError: If a field has the wrong type or a value that is not allowed, or an integer is too
+        large for a manifest.
     """
     for field_name, hint in _type_hints(fields).items():
         _check_type(f"{prefix}{field_name}", getattr(values, field_name), hint)
     for field in dataclasses.fields(values):
         # A field that the subclass computes itself has no value yet.
         _check_integers(f"{prefix}{field.name}", getattr(values, field.name, None))
+    for field in dataclasses.fields(fields):
+        row, value = field.metadata.get(_OPTION, _PLAIN), getattr(values, field.name)
+        if row.range is not None and value is not None and value not in row.range:
+            raise UserError(f"{prefix}{field.name} is {value}: it must be {row.range.text}")
+        if row.check is not None:
+            row.check(value)
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
@@ -299,20 +404,49 @@ def _check_integers(name: str, value: Any) -> None:
         raise UserError(f"{name} is {shown}: it must be below 2^63")
 
 
-def check_above_zero(values: object, names: Sequence[str], prefix: str = "") -> None:
-    """Raises `UserError` unless each of some fields is None or a finite number above 0.
+# -- Docstrings of fields --------------------------------------------------------------------------
 
-    `prefix` stands before the names of the fields in messages, such as `sharding.`.
+
+def field_docs(of: type) -> dict[str, str]:
+    """Returns the docstrings of the fields of a dataclass and its bases by name.
+
+    A docstring is a string after the field, or a comment in the same line or in the lines above it.
     """
-    for name in names:
-        value = getattr(values, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{prefix}{name} is {value}: it must be above 0")
+    docs: dict[str, str] = {}
+    for each in reversed(of.__mro__):
+        if dataclasses.is_dataclass(each):
+            # A field that only changes the default keeps the inherited docstring.
+            docs |= {name: text for name, text in _own_docs(each).items() if text}
+    return docs
 
 
-def not_default(values: Any) -> list[str]:
-    """Returns the names of the fields of a dataclass whose value is not the default."""
-    return [f.name for f in dataclasses.fields(values) if getattr(values, f.name) != f.default]
+def _own_docs(of: type) -> dict[str, str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(of))
+        (tree,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError):  # it was made without a file
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    comments: dict[int, tuple[str, bool]] = {}  # by line: the text, and whether it is all of it
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = token.string.lstrip("# ")
+            comments[token.start[0]] = text, token.line.lstrip().startswith("#")
+    docs: dict[str, str] = {}
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        text = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = str(after.value.value)
+        elif node.end_lineno in comments:
+            text = comments[node.end_lineno][0]
+        else:
+            line = node.lineno - 1
+            while line in comments and comments[line][1]:
+                text, line = f"{comments[line][0]} {text}", line - 1
+        docs[node.target.id] = " ".join(text.split())
+    return docs
 
 
 # -- Options of the evaluator, which the help needs ------------------------------------------------

@@ -4,160 +4,77 @@ import dataclasses
 import enum
 import hashlib
 import inspect
-import math
 import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
+from spmdtrain.config import conflicts
+from spmdtrain.config.conflicts import Moment
 from spmdtrain.config.options import (
+    ABOVE_ZERO,
+    FINITE,
+    NOT_NEGATIVE,
+    YOURS,
     CollectiveOptions,
     ContextOptions,
     ExpertOptions,
+    Group,
     MeshSpec,
+    OnResume,
     ParameterServerOptions,
+    Range,
+    Row,
     ShardingOptions,
-    check_above_zero,
     check_values,
-    not_default,
+    option,
+    option_rows,
 )
 from spmdtrain.errors import UserError, foreign, is_text
-from spmdtrain.strategies import EXPERT_AXIS, SEQUENCE_AXIS, strategy
+from spmdtrain.strategies import strategy
 
-# -- Checks of the values and combinations of a configuration's fields -----------------------------
+# -- Values of single options ----------------------------------------------------------------------
 
-_ABOVE_ZERO = (
-    "epochs",
-    "steps",
-    "global_batch_size",
-    "batch_size_per_device",
-    "eval_batch_size",
-    "learning_rate_base_batch_size",
-    "cpu_devices",
-    "log_every",
-    "log_hash_every",
-    "stream_shards",
-    "eval_every_steps",
-    "checkpoint_every_steps",
-    "checkpoint_every_seconds",
-    "keep_latest",
-    "keep_every_steps",
-    "keep_every_hours",
-    "microbatches",
-    "exact",
-    "steps_per_dispatch",
-    "sentinel_every",
-    "compare_copies_every",
+FREE = OnResume.FREE
+_DECAY = Range(text="0 or more, and below 1", at_least=0, below=1)
+_SHARDS = Range(
+    text="a power of two, at least twice the number of devices: the number of virtual shards",
+    at_least=2,
+    also=lambda shards: shards & (shards - 1) == 0,
 )
 
 
-def check_run(config: "RunConfig") -> None:
-    """Checks ranges and combinations of fields that depend neither on the devices nor on the data.
-
-    The types (`check_values`) and the option groups are checked already. Raises `UserError` if a
-    field has an invalid value, or if two fields conflict.
-    """
-    check_above_zero(config, _ABOVE_ZERO)
-    for size in config.learning_rate_table:
+def _check_rates(table: Mapping[int, float]) -> None:
+    for size, rate in table.items():
         if size < 1:
             raise UserError(f"learning_rate_table has a batch size of {size}: it must be above 0")
-    for name in ("keep_best", "data_threads", "data_workers", "max_bad_records"):
-        if getattr(config, name) < 0:
-            raise UserError(f"{name} is {getattr(config, name)}: it must be 0 or more")
-    for name, other in (("epochs", "steps"), ("global_batch_size", "batch_size_per_device")):
-        if getattr(config, name) is not None and getattr(config, other) is not None:
-            raise UserError(
-                f"{name} is {getattr(config, name)} and {other} is {getattr(config, other)}: "
-                "give one of the two"
-            )
-    if config.checkpoint not in ("latest", "best") and not config.checkpoint.isdecimal():
-        raise UserError(
-            f"checkpoint is {config.checkpoint!r}: it must be latest, best or a step number"
-        )
-    if not config.jit and config.mesh.context not in (None, 1):
-        raise UserError(
-            f"mesh.context is {config.mesh.context} and jit is False: only a compiled step shows "
-            "whether the model's attention uses the axis; leave one of the two out"
-        )
-    if not config.jit and config.mesh.expert not in (None, 1):
-        raise UserError(
-            f"mesh.expert is {config.mesh.expert} and jit is False: experts are split in compiled "
-            "steps alone; leave one of the two out"
-        )
-    if config.context.method is not None and config.mesh.context in (None, 1):
-        raise UserError(
-            f"context.method is {config.context.method}, and mesh.context is not given: give the "
-            "number of devices that split the tokens, or leave context.method out"
-        )
-    if (given := not_default(config.expert)) and config.mesh.expert in (None, 1):
-        raise UserError(
-            f"expert.{given[0]} is {getattr(config.expert, given[0])}, and mesh.expert is not "
-            "given: give the number of devices that split the experts, or leave "
-            f"expert.{given[0]} out"
-        )
-    if config.init_from_strict != "all" and not config.init_from:
-        raise UserError(
-            f"init_from_strict is {config.init_from_strict}, and init_from is not given: give both"
-        )
-    for option in config.compiler_options:
-        name, equals, _ = option.partition("=")
+        if rate not in FINITE:
+            raise UserError(f"learning_rate_table[{size}] is {rate}: it must be {FINITE.text}")
+
+
+def _check_which(checkpoint: str) -> None:
+    if checkpoint not in ("latest", "best") and not checkpoint.isdecimal():
+        raise UserError(f"checkpoint is {checkpoint!r}: it must be latest, best or a step number")
+
+
+def _check_assignments(compiler_options: Sequence[str]) -> None:
+    for given in compiler_options:
+        name, equals, _ = given.partition("=")
         if not (name and equals):
-            raise UserError(f"compiler_options is {option!r}: it must be NAME=VALUE")
-    if config.eval_at_checkpoints and config.evaluated_by == "evaluator":
-        raise UserError(
-            "eval_at_checkpoints is True and evaluated_by is 'evaluator': an evaluator evaluates "
-            "each checkpoint anyway; leave eval_at_checkpoints out"
-        )
-    if config.data_workers and config.data_on_device:
-        raise UserError(
-            f"data_workers is {config.data_workers} and data_on_device is True: the devices hold "
-            "all examples, so processes have nothing to read; leave one of the two out"
-        )
-    if (config.steps_per_dispatch or 1) > 1 and not config.jit:
-        raise UserError(
-            f"steps_per_dispatch is {config.steps_per_dispatch} and jit is False: several steps "
-            "per dispatch are one compiled program; leave one of the two out"
-        )
-    _check_sentinel(config)
-    if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
-        raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
-    _check_placement(config)
-    for name, rate in [
-        ("learning_rate", config.learning_rate),
-        *(
-            (f"learning_rate_table[{size}]", rate)
-            for size, rate in config.learning_rate_table.items()
-        ),
-    ]:
-        if rate is not None and not (rate >= 0 and math.isfinite(rate)):
-            raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
-    config.profile_range()
-    _check_workdir(config.workdir)
+            raise UserError(f"compiler_options is {given!r}: it must be NAME=VALUE")
 
 
-def _check_sentinel(config: "RunConfig") -> None:
-    """Raises `UserError` if the sentinel cannot run, or its action has no effect."""
-    if config.sentinel_every is None:
-        if config.sentinel_action != "stop":
+def _check_patterns(freeze: Sequence[str]) -> None:
+    for pattern in freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
             raise UserError(
-                f"sentinel_action is {config.sentinel_action}, and sentinel_every is not given: "
-                "give both"
-            )
-        return
-    problem = None
-    placed = strategy(config.strategy)
-    if not config.jit:
-        problem = "jit is False, and it compares runs of one compiled program"
-    elif placed.is_asynchronous or placed.needs_rules or placed.devices == 1:
-        problem = (
-            f"strategy {placed.name} is not supported: it needs devices that each compute whole "
-            "examples of their own: mirrored, zero, fully_sharded, central_storage or hybrid"
-        )
-    if problem is not None:
-        raise UserError(f"sentinel_every is {config.sentinel_every}: {problem}")
+                f"freeze: {pattern!r} is not a valid regular expression: {error}"
+            ) from error
 
 
 def _check_workdir(workdir: str | None) -> None:
@@ -183,124 +100,6 @@ def check_compute_dtype(name: object) -> None:
             f"compute_dtype is {name}: float16 gradients underflow without dynamic loss scaling, "
             "which spmdtrain does not have. Use bfloat16, which has the range of float32"
         )
-
-
-def _check_placement(config: "RunConfig") -> None:
-    placed, sharding, collectives = strategy(config.strategy), config.sharding, config.collectives
-    if not placed.has_mesh and not_default(config.mesh):
-        raise UserError(
-            f"a mesh is given, but strategy {placed.name} has none: leave it out, or choose the "
-            "device with strategy one_device and mesh.devices"
-        )
-    for option in ("reduction", "reduce_dtype"):
-        if getattr(collectives, option) not in (None, "automatic") and not placed.has_mesh:
-            raise UserError(
-                f"collectives.{option}: strategy {placed.name} has no mesh to reduce over"
-            )
-    if collectives.combine_threshold_bytes is not None and not config.jit:
-        raise UserError(
-            "collectives.combine_threshold_bytes has no effect because jit is False: leave one of "
-            "the two out"
-        )
-    if sharding.max_shards is not None:
-        if not placed.shards_params:
-            raise UserError(
-                f"sharding.max_shards is for fully_sharded, but the strategy is {placed.name}"
-            )
-        if config.mesh.fsdp not in (None, -1):
-            raise UserError(
-                f"sharding.max_shards is {sharding.max_shards} and mesh.fsdp is "
-                f"{config.mesh.fsdp}: give one of the two"
-            )
-    _check_servers(config)
-    _check_exact(config)
-    if sharding.offload is not None and not placed.on_host:
-        raise UserError(
-            f"sharding.offload is for central_storage, but the strategy is {placed.name}"
-        )
-    for pattern in config.freeze:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(
-                f"freeze: {pattern!r} is not a valid regular expression: {error}"
-            ) from error
-
-
-def _check_exact(config: "RunConfig") -> None:
-    shards = config.exact
-    if shards is None:
-        return
-    if shards < 2 or shards & (shards - 1):
-        raise UserError(
-            f"exact is {shards}: the number of virtual shards must be a power of two, at least "
-            "twice the number of devices"
-        )
-    conflicts: list[tuple[str, object, object, str]] = [
-        ("collectives.reduction", config.collectives.reduction, None, _OWN_ORDER),
-        ("collectives.reduce_dtype", config.collectives.reduce_dtype, None, _OWN_ORDER),
-        ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),
-        ("uneven_batch", config.uneven_batch, "refuse", "padding depends on the devices"),
-        ("jit", config.jit, True, "operations that run one by one have other kernels"),
-        (
-            "steps_per_dispatch",
-            config.steps_per_dispatch or 1,
-            1,
-            "a loop is another program",
-        ),
-    ]
-    found = [(name, value, why) for name, value, default, why in conflicts if value != default]
-    if strategy(config.strategy).is_asynchronous:
-        found.insert(0, ("strategy", config.strategy, "the order of the workers' updates varies"))
-    for name, value, why in found:
-        raise UserError(
-            f"exact is {shards} and {name} is {value}: {why}, so the bits would depend on the "
-            "number of devices; leave one of the two out"
-        )
-
-
-def can_pad(options: Mapping[str, Any]) -> bool:
-    """Returns whether other options of a run, by name, allow `uneven_batch` to be `pad`."""
-    name = options.get("strategy")
-    is_asynchronous = name is not None and strategy(name).is_asynchronous
-    return options.get("exact") is None and not is_asynchronous
-
-
-_OWN_ORDER = "it adds up gradients in an order of its own"
-
-
-def _check_servers(config: "RunConfig") -> None:
-    if not strategy(config.strategy).is_asynchronous:
-        for name in not_default(config.servers):
-            raise UserError(
-                f"servers.{name} is for parameter_server, but the strategy is {config.strategy}"
-            )
-        return
-    for name, why in (
-        (EXPERT_AXIS, "each worker reads whole parameters from the servers"),
-        (SEQUENCE_AXIS, "a worker's devices split its batch alone"),
-    ):
-        if (size := config.mesh.given()[name]) not in (None, 1):
-            raise UserError(
-                f"mesh.{name} is {size}, but under parameter_server {why}: leave it out"
-            )
-    if (steps := config.steps_per_dispatch or 1) > 1:
-        raise UserError(
-            f"steps_per_dispatch is {steps}, but under parameter_server a worker computes one step "
-            "at a time: leave it out"
-        )
-    for name, required, why in (
-        ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),
-        ("data_workers", 0, "each worker is a process that reads its own batches"),
-        ("profile_steps", None, "the steps run in other processes"),
-        ("log_hash_every", None, "the servers update the state in an order of their own"),
-        ("skip_steps", (), "a worker reads the batch with the number of the step"),
-        ("uneven_batch", "refuse", "each worker computes whole batches on its own devices"),
-    ):
-        if getattr(config, name) != required:
-            raise UserError(
-                f"{name} is {getattr(config, name)}, but under parameter_server {why}: leave it out"
-            )
 
 
 # -- Batches that a run leaves out, and the batch of each step -------------------------------------
@@ -420,187 +219,233 @@ class RunConfig:
     scaling and table, and `data_dir`.
     """
 
-    workdir: str | None = None
-    """Folder or URL of the run's files; required with several processes. None means runs/NAME, with
-    the name of the experiment (a sweep: runs/NAME-sweep). In Python, None means that no files are
-    written."""
-    seed: int = 0
-    """Seed of all randomness: initial parameters, order of the data, dropout."""
-    epochs: int | None = None
+    epochs: int | None = option(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
     """Length of the run in passes over the data: a total, which includes the epochs before a
     resume."""
-    steps: int | None = None
+    steps: int | None = option(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
     """Length of the run in optimizer updates, instead of epochs; also a total."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = option(
+        None, Group.LENGTH, usual=True, range=ABOVE_ZERO, on_resume=OnResume.REFUSED
+    )
     """Examples per step, over all devices. None means 32."""
-    batch_size_per_device: int | None = None
+    batch_size_per_device: int | None = option(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
     """Examples per step on each device, instead of global_batch_size. Devices along mesh.tensor or
     mesh.context share theirs."""
-    uneven_batch: Literal["refuse", "pad"] = "refuse"
-    """Treatment of a global batch that does not divide over the devices and microbatches: `refuse`,
-    or `pad` with rows of weight 0, which is an error if padding could change the gradients."""
-    eval_batch_size: int | None = None
+    eval_batch_size: int | None = option(None, Group.LENGTH, range=ABOVE_ZERO)
     """Examples per batch of evaluation and prediction, over all devices. None means the global
     batch size."""
-    learning_rate: float | None = None
-    """Learning rate that the experiment passes to its optimizer."""
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scaling of learning_rate by r = global batch size / learning_rate_base_batch_size: none,
-    multiply by r (linear) or by the square root of r (sqrt)."""
-    learning_rate_base_batch_size: int | None = None
-    """Global batch size for which learning_rate was chosen."""
-    learning_rate_table: dict[int, float] = field(default_factory=dict)
-    """Learning rates by global batch size, instead of learning_rate: 32 1e-3 256 4e-3 is 1e-3 from
-    batch size 32 and 4e-3 from 256."""
-    data_dir: str | None = None
-    """Folder that directly contains the data files."""
-    shuffle: bool = True
-    """Shuffle the training examples, in another order every epoch."""
-    data_on_device: bool = False
-    """Keep all training examples on each device; steps select theirs by index."""
-    data_threads: int = 0
-    """Threads that read batches ahead. 0 reads between steps, which suits data in memory."""
-    data_workers: int = 0
-    """Processes that read training batches ahead, for each process of the job: for decoding and
-    tokenizing that hold Python's lock. Each reads with data_threads threads."""
-    on_bad_record: Literal["fail", "skip"] = "fail"
-    """Treatment of records that are corrupted or cannot be decoded: `fail` ends the run; `skip`
-    reads all records once at the start, and leaves out the bad ones."""
-    max_bad_records: int = 100
-    """Largest number of records of each dataset that on_bad_record=skip leaves out."""
-    skip_steps: tuple[str | int, ...] = ()
-    """Batches to leave out, counted from 0: each a number, or A:B for the batches A to B - 1. A run
-    keeps them in all later starts."""
-    stream_shards: int | None = None
-    """Number of shards that a stream is read as, fixed for the run. It divides the global batch
-    size, and the number of processes divides it. None means the greatest common divisor of the
-    batch size and 8."""
-    mesh: MeshSpec = MeshSpec()
-    strategy: str = "mirrored"
-    """Placement of the model: mirrored, zero, fully_sharded, tensor_parallel, central_storage and
-    hybrid, of which several can be joined by + (hybrid+zero); or one of default (JAX's default
-    device, without a mesh), one_device and parameter_server."""
-    sharding: ShardingOptions = ShardingOptions()
-    context: ContextOptions = ContextOptions()
-    expert: ExpertOptions = ExpertOptions()
-    collectives: CollectiveOptions = CollectiveOptions()
-    servers: ParameterServerOptions = ParameterServerOptions()
-    microbatches: int = 1
-    """Gradient accumulation: the batch of a step is computed in this many parts, one after the
-    other, and their gradients are added."""
-    exact: int | None = None
-    """The same bits on any number of devices: number of virtual shards of the batch, a power of two
-    and at least twice the devices. global_batch_size must be a multiple of it, times microbatches.
-    None means the same numbers to rounding."""
-    batch_statistics: Literal["global", "replica"] = "global"
-    """Batch normalization in training: with the statistics of the global batch, or of each
-    replica's own examples, as in tf.distribute. With replica, the running averages are the means
-    over the replicas."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the model's computation. Parameters, optimizer state and sums keep theirs."""
-    remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
-    """Intermediate results that the backward pass recomputes instead of storing: none, all (full),
-    all but the output of attention (attention), all but that and the results of matrix products
-    (dots), or all but that and those of matrix products without a batch dim (dots_no_batch)."""
-    freeze: tuple[str, ...] = ()
-    """Regular expressions; parameters whose path contains a match are not trained, and batch
-    statistics with such a path keep their values. A pattern without a match is an error."""
-    cpu_devices: int | None = None
-    """Number of virtual CPU devices of each process if there is no accelerator. None means the
-    number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, or else one; either replaces an experiment's
-    default."""
-    ema_decay: float | None = None
-    """Decay of an exponential moving average of the parameters, at least 0 and below 1. In update k
-    it is at most (1 + k) / (10 + k). Evaluation and prediction then use the averaged parameters."""
-    evaluated_by: Literal["training", "evaluator"] = "training"
-    """Task that evaluates the validation split, and so decides which checkpoint is best: the
-    training itself, or a separate evaluator (--role evaluate, the launcher's --evaluator, or a task
-    of TF_CONFIG). Without a running evaluator, no checkpoint is then removed."""
-    steps_per_dispatch: int | None = None
+    uneven_batch: Literal["refuse", "pad"] = option("refuse", Group.LENGTH, in_loops=YOURS)
+    """Treatment of a global batch that does not divide over the devices and microbatches: `refuse`,
+    or `pad` with rows of weight 0, which is an error if padding could change the gradients."""
+    steps_per_dispatch: int | None = option(
+        None, Group.LENGTH, range=ABOVE_ZERO, neutral=(1,), in_loops=YOURS
+    )
     """Steps that the devices compute without the host if nothing is due between them. Signals and
     callbacks are delayed until the last of them. None means 10 to 50 for small steps of examples
     in memory, without callbacks at step or log, on CPUs with one device per process, and 1
     otherwise."""
-    jit: bool = True
+    learning_rate: float | None = option(None, Group.OPTIMIZATION, usual=True, range=FINITE)
+    """Learning rate that the experiment passes to its optimizer."""
+    microbatches: int = option(1, Group.OPTIMIZATION, usual=True, range=ABOVE_ZERO, in_loops=YOURS)
+    """Gradient accumulation: the batch of a step is computed in this many parts, one after the
+    other, and their gradients are added."""
+    ema_decay: float | None = option(
+        None, Group.OPTIMIZATION, usual=True, range=_DECAY, in_loops=YOURS
+    )
+    """Decay of an exponential moving average of the parameters, at least 0 and below 1. In update k
+    it is at most (1 + k) / (10 + k). Evaluation and prediction then use the averaged parameters."""
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = option("none", Group.OPTIMIZATION)
+    """Scaling of learning_rate by r = global batch size / learning_rate_base_batch_size: none,
+    multiply by r (linear) or by the square root of r (sqrt)."""
+    learning_rate_base_batch_size: int | None = option(None, Group.OPTIMIZATION, range=ABOVE_ZERO)
+    """Global batch size for which learning_rate was chosen."""
+    learning_rate_table: dict[int, float] = option({}, Group.OPTIMIZATION, check=_check_rates)
+    """Learning rates by global batch size, instead of learning_rate: 32 1e-3 256 4e-3 is 1e-3 from
+    batch size 32 and 4e-3 from 256."""
+    freeze: tuple[str, ...] = option((), Group.OPTIMIZATION, check=_check_patterns, in_loops=YOURS)
+    """Regular expressions; parameters whose path contains a match are not trained, and batch
+    statistics with such a path keep their values. A pattern without a match is an error."""
+    data_dir: str | None = option(None, Group.DATA, usual=True, on_resume=FREE)
+    """Folder that directly contains the data files."""
+    shuffle: bool = option(True, Group.DATA, usual=True, on_resume=OnResume.REFUSED)
+    """Shuffle the training examples, in another order every epoch."""
+    data_threads: int = option(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
+    """Threads that read batches ahead. 0 reads between steps, which suits data in memory."""
+    data_workers: int = option(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
+    """Processes that read training batches ahead, for each process of the job: for decoding and
+    tokenizing that hold Python's lock. Each reads with data_threads threads."""
+    data_on_device: bool = option(False, Group.DATA, in_loops=YOURS)
+    """Keep all training examples on each device; steps select theirs by index."""
+    on_bad_record: Literal["fail", "skip"] = option("fail", Group.DATA)
+    """Treatment of records that are corrupted or cannot be decoded: `fail` ends the run; `skip`
+    reads all records once at the start, and leaves out the bad ones."""
+    max_bad_records: int = option(100, Group.DATA, range=NOT_NEGATIVE)
+    """Largest number of records of each dataset that on_bad_record=skip leaves out."""
+    skip_steps: tuple[str | int, ...] = option((), Group.DATA)
+    """Batches to leave out, counted from 0: each a number, or A:B for the batches A to B - 1. A run
+    keeps them in all later starts."""
+    stream_shards: int | None = option(None, Group.DATA, range=ABOVE_ZERO)
+    """Number of shards that a stream is read as, fixed for the run. It divides the global batch
+    size, and the number of processes divides it. None means the greatest common divisor of the
+    batch size and 8."""
+    strategy: str = option("mirrored", Group.PLACEMENT, usual=True, check=strategy)
+    """Placement of the model: mirrored, zero, fully_sharded, tensor_parallel, central_storage and
+    hybrid, of which several can be joined by + (hybrid+zero); or one of default (JAX's default
+    device, without a mesh), one_device and parameter_server."""
+    mesh: MeshSpec = option(MeshSpec(), Group.PLACEMENT)
+    cpu_devices: int | None = option(None, Group.PLACEMENT, usual=True, range=ABOVE_ZERO)
+    """Number of virtual CPU devices of each process if there is no accelerator. None means the
+    number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, or else one; either replaces an experiment's
+    default."""
+    sharding: ShardingOptions = option(ShardingOptions(), Group.PLACEMENT)
+    context: ContextOptions = option(ContextOptions(), Group.PLACEMENT)
+    expert: ExpertOptions = option(ExpertOptions(), Group.PLACEMENT)
+    collectives: CollectiveOptions = option(CollectiveOptions(), Group.PLACEMENT)
+    servers: ParameterServerOptions = option(ParameterServerOptions(), Group.PLACEMENT)
+    seed: int = option(0, Group.NUMERICS, usual=True, on_resume=OnResume.REFUSED)
+    """Seed of all randomness: initial parameters, order of the data, dropout."""
+    compute_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", Group.NUMERICS, usual=True, in_loops=YOURS
+    )
+    """Dtype of the model's computation. Parameters, optimizer state and sums keep theirs."""
+    remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = option(
+        "none", Group.NUMERICS, usual=True, in_loops=YOURS
+    )
+    """Intermediate results that the backward pass recomputes instead of storing: none, all (full),
+    all but the output of attention (attention), all but that and the results of matrix products
+    (dots), or all but that and those of matrix products without a batch dim (dots_no_batch)."""
+    exact: int | None = option(None, Group.NUMERICS, range=_SHARDS, in_loops=YOURS)
+    """The same bits on any number of devices: number of virtual shards of the batch, a power of two
+    and at least twice the devices. global_batch_size must be a multiple of it, times microbatches.
+    None means the same numbers to rounding."""
+    batch_statistics: Literal["global", "replica"] = option(
+        "global", Group.NUMERICS, in_loops=YOURS
+    )
+    """Batch normalization in training: with the statistics of the global batch, or of each
+    replica's own examples, as in tf.distribute. With replica, the running averages are the means
+    over the replicas."""
+    jit: bool = option(True, Group.NUMERICS, in_loops=YOURS)
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
-    compilation_cache: str | None = None
+    compilation_cache: str | None = option(None, Group.NUMERICS, on_resume=FREE)
     """Folder that keeps compiled programs for later starts, up to 4 GiB, or 'off'. None means
     ~/.cache/spmdtrain, or the folder of JAX_COMPILATION_CACHE_DIR if that is set."""
-    compiler_options: tuple[str, ...] = ()
+    compiler_options: tuple[str, ...] = option((), Group.NUMERICS, check=_check_assignments)
     """XLA options for compiling the steps, each as NAME=VALUE."""
-    xla_preset: Literal["auto", "none"] = "auto"
+    xla_preset: Literal["auto", "none"] = option("auto", Group.NUMERICS)
     """Options of XLA that make steps on several TPU v5e or v5p chips faster (auto), or none. On
     other devices auto adds nothing. compiler_options replace them."""
-    resume: Literal["auto", "never", "must"] = "auto"
+    eval_every_steps: int | None = option(None, Group.EVALUATION, usual=True, range=ABOVE_ZERO)
+    """Steps between two evaluations. The last step has one, too. None means at the end of each
+    epoch."""
+    best_metric: str = option("loss", Group.EVALUATION, usual=True, in_measurements=False)
+    """Evaluation metric by which the best checkpoint is chosen."""
+    best_direction: Literal["min", "max"] = option("min", Group.EVALUATION, usual=True)
+    """Whether a low (min) or a high (max) best_metric is better."""
+    eval_at_checkpoints: bool = option(
+        False, Group.EVALUATION, in_loops=YOURS, in_measurements=False
+    )
+    """Evaluate before each save of a checkpoint, instead of at the end of each epoch."""
+    evaluated_by: Literal["training", "evaluator"] = option(
+        "training", Group.EVALUATION, in_loops=YOURS, in_measurements=False
+    )
+    """Task that evaluates the validation split, and so decides which checkpoint is best: the
+    training itself, or a separate evaluator (--role evaluate, the launcher's --evaluator, or a task
+    of TF_CONFIG). Without a running evaluator, no checkpoint is then removed."""
+    workdir: str | None = option(
+        None,
+        Group.CHECKPOINTS,
+        usual=True,
+        check=_check_workdir,
+        on_resume=FREE,
+        in_measurements=False,
+    )
+    """Folder or URL of the run's files; required with several processes. None means runs/NAME, with
+    the name of the experiment (a sweep: runs/NAME-sweep). In Python, None means that no files are
+    written."""
+    resume: Literal["auto", "never", "must"] = option(
+        "auto", Group.CHECKPOINTS, usual=True, on_resume=FREE, in_measurements=False
+    )
     """Use of the checkpoints in the workdir: auto restores the newest valid one, and starts from
     step 0 only if there are none; never refuses a workdir with checkpoints, must one without."""
-    resume_anyway: bool = False
-    """Resume although the optimizer's update, or a setting of JAX that gives results another
-    meaning, differs from that of the checkpoint. Each difference is printed."""
-    init_from: str | None = None
+    init_from: str | None = option(
+        None, Group.CHECKPOINTS, usual=True, on_resume=FREE, in_loops=YOURS
+    )
     """Initial parameters, if the workdir has no checkpoint to resume from: the workdir of another
     run, or one of its checkpoints/STEP (the averaged ones if it has them); or weights of another
     program: .safetensors (a file, or a folder with its index), .npz, .keras, or an Orbax
     checkpoint. With --mode evaluate or predict, the model to use instead of the workdir's."""
-    init_from_strict: Literal["all", "matching"] = "all"
+    checkpoint: str = option(
+        "latest", Group.CHECKPOINTS, usual=True, check=_check_which, on_resume=FREE, in_loops=YOURS
+    )
+    """Checkpoint to load from init_from, or from the workdir to evaluate and predict: latest (the
+    newest valid one), best (by best_metric) or a step."""
+    checkpoint_every_steps: int | None = option(
+        None, Group.CHECKPOINTS, usual=True, range=ABOVE_ZERO
+    )
+    """Steps between two checkpoints. The last step has one, too. None means each epoch, or 500
+    steps without epochs, unless checkpoint_every_seconds is given."""
+    keep_latest: int = option(3, Group.CHECKPOINTS, usual=True, range=ABOVE_ZERO)
+    """Number of newest checkpoints to keep."""
+    keep_best: int = option(1, Group.CHECKPOINTS, usual=True, range=NOT_NEGATIVE)
+    """Number of best checkpoints to keep in addition."""
+    resume_anyway: bool = option(False, Group.CHECKPOINTS, on_resume=FREE)
+    """Resume although the optimizer's update, or a setting of JAX that gives results another
+    meaning, differs from that of the checkpoint. Each difference is printed."""
+    init_from_strict: Literal["all", "matching"] = option(
+        "all", Group.CHECKPOINTS, on_resume=FREE, in_loops=YOURS
+    )
     """all: init_from must have every array of the model. matching: arrays that are missing there or
     have another shape (a new head) keep their initial values."""
-    fork_from: str | None = None
+    fork_from: str | None = option(None, Group.CHECKPOINTS, on_resume=FREE, in_measurements=False)
     """RUN or RUN@STEP: without checkpoints in the workdir, start from the full state of another
     run: parameters, optimizer, step, position in the data. STEP may be best; by default the
     newest valid checkpoint."""
-    checkpoint: str = "latest"
-    """Checkpoint to load from init_from, or from the workdir to evaluate and predict: latest (the
-    newest valid one), best (by best_metric) or a step."""
-    log_every: int = 10
-    """Steps between two lines of training metrics."""
-    log_hash_every: int | None = None
-    """Steps between two hashes of the whole state in hashes.jsonl; the last step has one, too. None
-    means no hashes."""
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
-    trackio; nowhere else without a name. A tracker that fails does not stop the run."""
-    eval_every_steps: int | None = None
-    """Steps between two evaluations. The last step has one, too. None means at the end of each
-    epoch."""
-    eval_at_checkpoints: bool = False
-    """Evaluate before each save of a checkpoint, instead of at the end of each epoch."""
-    checkpoint_every_steps: int | None = None
-    """Steps between two checkpoints. The last step has one, too. None means each epoch, or 500
-    steps without epochs, unless checkpoint_every_seconds is given."""
-    checkpoint_every_seconds: float | None = None
+    checkpoint_every_seconds: float | None = option(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
     """Seconds between two checkpoints, instead of each epoch or 500 steps. With
     checkpoint_every_steps, both apply. None means no checkpoints by time."""
-    checkpoint_at_start: bool = False
+    checkpoint_at_start: bool = option(False, Group.CHECKPOINTS)
     """Also save the state before the first step, as checkpoints/0."""
-    keep_latest: int = 3
-    """Number of newest checkpoints to keep."""
-    keep_best: int = 1
-    """Number of best checkpoints to keep in addition."""
-    keep_every_steps: int | None = None
+    keep_every_steps: int | None = option(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
     """N steps; the first checkpoint at or after each multiple of N is never deleted. None means
     that no checkpoint is kept for its step."""
-    keep_every_hours: float | None = None
+    keep_every_hours: float | None = option(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
     """Hours; the first checkpoint of each such period of the clock is never deleted. None means
     that no checkpoint is kept for its time."""
-    best_metric: str = "loss"
-    """Evaluation metric by which the best checkpoint is chosen."""
-    best_direction: Literal["min", "max"] = "min"
-    """Whether a low (min) or a high (max) best_metric is better."""
-    quiet: bool = False
-    """Print only errors, warnings and the result: the metrics of the last evaluation, or the
-    predictions."""
-    sentinel_every: int | None = None
+    sentinel_every: int | None = option(
+        None,
+        Group.HARDWARE,
+        range=ABOVE_ZERO,
+        on_resume=FREE,
+        in_loops=YOURS,
+        in_measurements=False,
+    )
     """Steps between two checks that the devices compute correctly: the gradients of each device's
     part of the batch are computed again on another device, and must have the same bits."""
-    sentinel_action: Literal["warn", "stop", "rollback"] = "stop"
+    sentinel_action: Literal["warn", "stop", "rollback"] = option(
+        "stop", Group.HARDWARE, on_resume=FREE, in_measurements=False
+    )
     """Reaction to a device that computes other gradients: log it (warn), end the run with exit code
     4 (stop), or also rename the checkpoints since the last check that passed (rollback); the
     launcher then restarts the job without the process of that device."""
-    compare_copies_every: int | None = None
+    compare_copies_every: int | None = option(
+        None, Group.HARDWARE, range=ABOVE_ZERO, on_resume=FREE
+    )
     """Steps between two comparisons of the copies of the state that several processes hold, besides
     those after the first step and before each save."""
-    profile_steps: str | None = None
+    log_every: int = option(10, Group.LOGGING, usual=True, range=ABOVE_ZERO)
+    """Steps between two lines of training metrics."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = option(
+        ("tensorboard",), Group.LOGGING, usual=True, on_resume=FREE, in_measurements=False
+    )
+    """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
+    trackio; nowhere else without a name. A tracker that fails does not stop the run."""
+    quiet: bool = option(False, Group.LOGGING, usual=True, on_resume=FREE)
+    """Print only errors, warnings and the result: the metrics of the last evaluation, or the
+    predictions."""
+    log_hash_every: int | None = option(None, Group.LOGGING, range=ABOVE_ZERO, on_resume=FREE)
+    """Steps between two hashes of the whole state in hashes.jsonl; the last step has one, too. None
+    means no hashes."""
+    profile_steps: str | None = option(None, Group.LOGGING, in_loops=YOURS, in_measurements=False)
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 
     def __init_subclass__(cls) -> None:
@@ -626,7 +471,8 @@ class RunConfig:
         groups = (self.mesh, self.sharding, self.context, self.expert)
         for group in (*groups, self.collectives, self.servers):
             group.check()
-        check_run(self)
+        self.profile_range()
+        check_conflicts(self, Moment.CONSTRUCTED)
         object.__setattr__(self, "skip_steps", self.skipped_batches.texts)
 
     @property
@@ -784,6 +630,16 @@ class RunConfig:
                 "1 <= A <= B"
             )
         return first, last
+
+
+OPTIONS: Mapping[str, Row] = option_rows(RunConfig)
+"""The properties of all options, by name."""
+
+
+def check_conflicts(config: RunConfig, moment: Moment) -> None:
+    """Raises `UserError` for the first refused pair of options that is checked at a moment."""
+    for message in conflicts.conflicts_of(config, OPTIONS, moment):
+        raise UserError(message)
 
 
 def file_of_config(config: RunConfig) -> str | None:

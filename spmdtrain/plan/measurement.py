@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.config.experiment import ExperimentFile
-from spmdtrain.config.run_config import RunConfig
+from spmdtrain.config.run_config import OPTIONS, RunConfig
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
 from spmdtrain.plan.instruction_work import ElementKind
@@ -75,22 +75,9 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
     Raises:
       UserError: If this process does not have the devices of the topology.
     """
-    config = dataclasses.replace(
-        config,
-        compilation_cache=OFF,
-        cpu_devices=None,
-        # Nothing is written, evaluated or continued: reset the options that concern these.
-        workdir=None,
-        resume="auto",
-        fork_from=None,
-        trackers=(),
-        best_metric="loss",
-        profile_steps=None,
-        eval_at_checkpoints=False,
-        evaluated_by="training",
-        sentinel_every=None,
-        sentinel_action="stop",
-    )
+    # Nothing is written, evaluated or continued.
+    unused = {n: row.default for n, row in OPTIONS.items() if not row.option.in_measurements}
+    config = dataclasses.replace(config, compilation_cache=OFF, cpu_devices=None, **unused)
     configure_backend(config)
     _check_devices(topology)
     config = resolve_config(config)

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, read_positions
 from spmdtrain.checkpoints.weights.source import is_weights_file
-from spmdtrain.config.command_line import EXCLUSIVE, Command, parse_command_line
+from spmdtrain.config.command_line import Command, parse_command_line
+from spmdtrain.config.conflicts import EXCLUSIVE
 from spmdtrain.config.experiment import ExperimentFile, load_experiment
 from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json

@@ -14,8 +14,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from spmdtrain.config.conflicts import Moment
 from spmdtrain.config.options import MeshSpec
-from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
+from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, check_conflicts
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import (
@@ -370,6 +371,7 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
         devices and microbatches and `uneven_batch` is `refuse`.
     """
     check_inherited(config)
+    check_conflicts(config, Moment.RESOLVED)
     if config.batch_size_per_device is not None:
         batch = config.batch_size_per_device * batch_shards
     else:
@@ -410,10 +412,6 @@ def scale_learning_rate(config: RunConfig) -> float | None:
     """
     batch = config.resolved_batch_size
     if config.learning_rate_table:
-        if config.learning_rate_scaling != "none":
-            raise UserError(
-                "learning_rate_table and learning_rate_scaling are both set: give one of the two"
-            )
         sizes = [size for size in config.learning_rate_table if size <= batch]
         if not sizes:
             raise UserError(
@@ -423,12 +421,7 @@ def scale_learning_rate(config: RunConfig) -> float | None:
         return config.learning_rate_table[max(sizes)]
     if config.learning_rate_scaling == "none":
         return config.learning_rate
-    if config.learning_rate is None or config.learning_rate_base_batch_size is None:
-        raise UserError(
-            f"learning_rate_scaling is {config.learning_rate_scaling}: it needs learning_rate and "
-            "learning_rate_base_batch_size, the batch size for which that rate was chosen"
-        )
-    ratio = batch / config.learning_rate_base_batch_size
-    return config.learning_rate * (
-        ratio if config.learning_rate_scaling == "linear" else ratio**0.5
-    )
+    rate, base = config.learning_rate, config.learning_rate_base_batch_size
+    assert rate is not None and base is not None  # as a row of the conflicts says
+    ratio = batch / base
+    return rate * (ratio if config.learning_rate_scaling == "linear" else ratio**0.5)

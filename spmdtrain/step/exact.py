@@ -32,7 +32,7 @@ from spmdtrain.step.gradients import (
 from spmdtrain.step.metrics import EvaluationSums, PredictedRows, Sums
 from spmdtrain.step.objective import eval_key
 from spmdtrain.step.optimizer import ExtraArguments, Update, Updated, extra_names
-from spmdtrain.strategies import DEFAULT, TENSOR_AXIS
+from spmdtrain.strategies import DEFAULT
 from spmdtrain.tree import path_name, promoted
 from spmdtrain.xla.compiler import Value
 from spmdtrain.xla.jaxpr import equations, evaluate, inner_jaxprs, variables
@@ -48,18 +48,6 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
     """
     shards = config.exact
     assert shards is not None
-    if placement.mesh is None:
-        raise UserError(
-            _message(f"strategy {placement.name} has no mesh", "use one_device for a single device")
-        )
-    if (tensor := placement.size(TENSOR_AXIS)) > 1 or placement.strategy.needs_rules:
-        raise UserError(
-            _message(
-                f"strategy {placement.name} splits matrix products over {TENSOR_AXIS}={tensor}, "
-                "which adds up their parts in another order",
-                "use mirrored, zero, fully_sharded or hybrid",
-            )
-        )
     for axis in reversed(placement.shared_axes):
         size = placement.size(axis.name)
         raise UserError(
@@ -67,11 +55,6 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
                 f"mesh.{axis.name} is {size}, over which {axis.adds_up} in another order",
                 "leave it out",
             )
-        )
-    if placement.strategy.on_host:
-        raise UserError(
-            f"exact is {shards} and strategy is {placement.name}, which keeps state in host "
-            "memory: that combination is not supported; use mirrored, zero, fully_sharded or hybrid"
         )
     if reduction is not None:
         raise UserError(

@@ -21,6 +21,7 @@ from spmdtrain.adapters.base import (
     file_names_of,
     layer_paths,
 )
+from spmdtrain.config.conflicts import conflict
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
@@ -442,10 +443,7 @@ def requested_rule(
         function = NAMED[options.reduction]
     if function is None and per_replica and placement.batch_shards > 1:
         if options.reduction == "automatic":
-            raise UserError(
-                "batch_statistics is replica, which reduces gradients under shard_map, and "
-                "collectives.reduction is automatic, which leaves them to XLA: leave one out"
-            )
+            raise UserError(conflict("batch_statistics", "collectives.reduction").text(config))
         on_cpu = placement.devices[0].platform == "cpu"
         function = flattened if on_cpu and options.reduce_dtype is None else all_reduce
     if options.reduce_dtype is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmdtrain.config.overrides import with_fixed_folder, with_options, with_trackers
-from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
+from spmdtrain.config.run_config import OPTIONS, Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
 from spmdtrain.data.sampling import Augment, process_rows, rows_of
 from spmdtrain.data.training_data import run_dataset
@@ -49,7 +49,6 @@ from spmdtrain.train.callbacks import (
 )
 from spmdtrain.train.executor import max_in_flight, refuse_evaluator
 from spmdtrain.train.loop_checks import (
-    TRAINER_ONLY,
     Init,
     Step,
     as_floats,
@@ -244,8 +243,9 @@ class Loop:
         trackers: Sequence[Tracker | str] | None = None,
         **options: Any,
     ) -> None:
+        refused = [name for name, row in OPTIONS.items() if row.option.in_loops]
         config = with_options(
-            config or RunConfig(), options, Loop, begin=Loop.start, refused=TRAINER_ONLY
+            config or RunConfig(), options, Loop, begin=Loop.start, refused=refused
         )
         config, self._own_trackers = with_trackers(with_fixed_folder(config), trackers)
         check_config(config)

@@ -1,5 +1,6 @@
 """Checks of the state and the metrics that a user's functions return to a `Loop`."""
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from spmdtrain.config.run_config import RunConfig
+from spmdtrain.config.run_config import OPTIONS, RunConfig
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.gradients import NO_SLOPE
 from spmdtrain.step.metrics import NORMS_OF_GRADIENTS, check_names, loss_first
@@ -23,28 +24,6 @@ Init = Callable[[jax.Array], Mapping[str, PyTree]]
 """key -> the parts of the state by name: `params`, and any of the other `TREES`."""
 Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
 """(state, batch, key) -> the state after it, and metrics: scalars by name."""
-
-TRAINER_ONLY: Mapping[str, Any] = {
-    "microbatches": 1,
-    "exact": None,
-    "uneven_batch": "refuse",
-    "batch_statistics": "global",
-    "compute_dtype": "float32",
-    "remat": "none",
-    "freeze": (),
-    "ema_decay": None,
-    "jit": True,
-    "steps_per_dispatch": None,
-    "data_on_device": False,
-    "init_from": None,
-    "init_from_strict": "all",
-    "checkpoint": "latest",
-    "evaluated_by": "training",
-    "eval_at_checkpoints": False,
-    "profile_steps": None,
-    "sentinel_every": None,
-}
-"""Options that only the Trainer's step implements, with the values that a Loop accepts."""
 
 
 def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
@@ -239,19 +218,13 @@ def _is_real(x: Any) -> bool:
 
 def check_config(config: RunConfig) -> None:
     """Raises `UserError` for options that only the `Trainer` supports."""
-    for name, only in TRAINER_ONLY.items():
-        given = getattr(config, name)
-        if given != only and (name, given) != ("steps_per_dispatch", 1):
+    for name, row in OPTIONS.items():
+        given = operator.attrgetter(name)(config)
+        if row.option.in_loops and row.is_given(given):
             raise UserError(
-                f"{name} is {given!r}, an option of the Trainer's own step: in a "
-                "Loop, the step is a function that you write"
+                f"{name} is {given!r}, an option of the Trainer's own step: in a Loop, "
+                f"{row.option.in_loops}"
             )
-    chosen = config.collectives.reduction not in (None, "automatic")
-    if chosen or config.collectives.reduce_dtype:
-        raise UserError(
-            "collectives.reduction and reduce_dtype are for the Trainer's own step: in a Loop, "
-            "per_replica(...) returns gradients, which you reduce"
-        )
     if strategy(config.strategy).is_asynchronous:
         raise UserError(
             f"strategy {config.strategy} is for the Trainer's steps: for your own loop, use a "

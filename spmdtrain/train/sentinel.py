@@ -163,15 +163,12 @@ class Sentinel:
       first: The step from which this start continues.
 
     Raises:
-      UserError: If the devices do not allow it (see `GradientSums`), or there are no checkpoints to
-        go back to.
+      UserError: If the devices do not allow it (see `GradientSums`).
     """
 
     def __init__(
         self, functions: RunFunctions, placement: Placement, run: RunSession, first: int
     ) -> None:
-        if run.config.sentinel_action == "rollback" and run.checkpoints is None:
-            raise UserError("sentinel_action is rollback, which needs a workdir with checkpoints")
         self._sums, self._order = GradientSums(functions, placement), functions.order
         self._run, self._has_run = run, False
         self._hosts = process_group.gather(socket.gethostname())

@@ -22,7 +22,8 @@ from spmdtrain.checkpoints.run_identity import (
     describe_optimizer,
 )
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config.run_config import RunConfig, config_as_json, own_code
+from spmdtrain.config.conflicts import Moment, conflict
+from spmdtrain.config.run_config import RunConfig, check_conflicts, config_as_json, own_code
 from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.streams import ShardedStream, StreamProgress
@@ -150,11 +151,9 @@ def check_inputs(
         larger than the training data.
     """
     profiled = config.profile_range()
+    check_conflicts(config, Moment.FIT)
     if config.fork_from and config.init_from and trained.base is None:
-        raise UserError(
-            f"fork_from is {config.fork_from} and init_from is {config.init_from}: a fork takes "
-            "all of a run's state, init_from parameters alone; leave one of the two out"
-        )
+        raise UserError(conflict("fork_from", "init_from").text(config))
     if train is None and config.skip_steps:
         raise UserError(
             f"skip_steps is {' '.join(config.skipped_batches.texts)}, and the loop's own data have "
@@ -175,21 +174,17 @@ def check_inputs(
             f"Subset(data, np.arange({batch}) % {size})"
         )
     total = config.total_steps(size)
-    if profiled and (config.workdir is None or profiled[1] > total):
+    if profiled and profiled[1] > total:
         raise UserError(
-            f"profile_steps is {config.profile_steps}: it needs a workdir ({config.workdir}), and "
-            f"no more than the run's {total} steps"
+            f"profile_steps is {config.profile_steps}: the run has {total} steps: profile some of "
+            "these"
         )
-    if config.eval_at_checkpoints and (config.workdir is None or "validation" not in data):
-        raise UserError(
-            "eval_at_checkpoints needs a workdir for the checkpoints, and a validation split"
-        )
+    if config.eval_at_checkpoints and "validation" not in data:
+        raise UserError("eval_at_checkpoints needs a validation split")
     if profiled and is_url(str(config.workdir)):
         raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
-    if config.evaluated_by == "evaluator":
-        if config.workdir is None:
-            raise UserError("evaluated_by is 'evaluator': the evaluator needs a workdir to read")
-    elif config.best_metric != "loss" and trained.metric_names is not None:
+    is_evaluated_here = config.evaluated_by == "training"
+    if is_evaluated_here and config.best_metric != "loss" and trained.metric_names is not None:
         if "validation" not in data:
             raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
         names = list(trained.metric_names(data["validation"].rows(np.arange(1))))

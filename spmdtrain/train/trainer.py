@@ -19,8 +19,9 @@ from spmdtrain.checkpoints.listing import LATEST, list_for_all
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
 from spmdtrain.checkpoints.weights.weight_map import WeightMap, checked_weight_map
 from spmdtrain.config import overrides
+from spmdtrain.config.conflicts import is_allowed
 from spmdtrain.config.experiment import Experiment
-from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, can_pad
+from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, OPTIONS, RunConfig
 from spmdtrain.data.datasets import Dataset, classes_of
 from spmdtrain.data.sampling import Augment, IndexedBatch
 from spmdtrain.data.streams import StreamProgress
@@ -222,7 +223,7 @@ class Trainer:
             callbacks=callbacks,
             steps_per_dispatch=keywords.get("steps_per_dispatch"),
         )
-        if "config" not in keywords and can_pad(keywords):
+        if "config" not in keywords and is_allowed("uneven_batch", "pad", keywords, OPTIONS):
             parts["uneven_batch"] = "pad"
         return cls(**{**parts, **keywords})
 
@@ -647,11 +648,6 @@ class Trainer:
             self._evaluation.check(run.validation, run.eval_batch_size)
         if restart:
             check_no_checkpoints(run)
-        if self.config.checkpoint != LATEST and not self.config.init_from:
-            raise UserError(
-                f"checkpoint={self.config.checkpoint} needs init_from: a run itself always resumes "
-                "from its latest checkpoint"
-            )
         self._callbacks.begin(from_step_zero=restart or self._state is None)
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -182,6 +183,13 @@ def test_what_a_page_imports_from_the_package_exists(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spmdtrain"):
                 module = importlib.import_module(node.module or "")
                 assert [x.name for x in node.names if not hasattr(module, x.name)] == []
+
+
+def test_the_tables_of_options_are_those_of_the_code() -> None:
+    tables = runpy.run_path(str(REPOSITORY / ".ci" / "tables.py"))["tables"]()
+    assert tables in (DOCS / "running.md").read_text(), "run python .ci/tables.py"
+    assert "| `--keep-latest INT` | `3` | above 0 | printed |  |" in tables
+    assert "| `--data-workers` | `--data-on-device` | the devices hold all examples" in tables
 
 
 def test_every_invariant_names_its_tests() -> None:

@@ -228,11 +228,6 @@ def test_a_count_that_is_no_whole_number_is_refused_from_python_too(name: str) -
             {"max_staleness": -1},
             "servers.max_staleness is -1: it must",
         ),
-        (
-            ParameterServerOptions,
-            {"partitioner": "max_size", "min_shard_bytes": 1},
-            "servers.min_shard_bytes is for min_size, but servers.partitioner is max_size",
-        ),
         (RunConfig, {"log_every": 0}, "log_every is 0: it must be above 0"),
         (RunConfig, {"mesh": {"data": 2}}, "mesh is {'data': 2}: it must be a MeshSpec"),
         (RunConfig, {"strategy": "psychic"}, "there is no strategy 'psychic'."),
@@ -388,7 +383,7 @@ def test_a_batch_below_a_tables_smallest_is_refused_with_both_sizes() -> None:
 
 def test_a_table_and_a_scaling_exclude_each_other() -> None:
     config = RunConfig(learning_rate_table={32: 1e-3}, learning_rate_scaling="linear")
-    with pytest.raises(UserError, match="both set"):
+    with pytest.raises(UserError, match="is linear: give one of the two"):
         resolve(config, batch_shards=8)
 
 

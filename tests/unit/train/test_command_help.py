@@ -2,24 +2,24 @@
 
 import ast
 import dataclasses
+import json
 import re
 import subprocess
-from collections import Counter
 from pathlib import Path
 
+import jsonschema
 import pytest
 from helpers import DIGITS
 
 from spmdtrain import UserError
 from spmdtrain.__main__ import COMMANDS, write_completion
 from spmdtrain.config.command_line import (
-    HELP_GROUPS,
     Options,
-    field_docs,
-    option_help,
     parse_command_line,
 )
-from spmdtrain.config.run_config import RunConfig
+from spmdtrain.config.experiment import load_experiment
+from spmdtrain.config.options import field_docs
+from spmdtrain.config.run_config import OPTIONS, config_as_json
 from spmdtrain.plan.command import Options as PlanOptions
 
 
@@ -35,14 +35,8 @@ def options(text: str) -> list[str]:
     return [name.replace("-", "_") for name in found]
 
 
-def test_every_field_of_a_run_is_in_one_group() -> None:
-    names = [name for group in HELP_GROUPS for name in (*group.usual, *group.rare)]
-    assert [name for name, count in Counter(names).items() if count > 1] == []
-    fields = {field.name for field in dataclasses.fields(RunConfig)}
-    assert fields - {name.split(".")[0] for name in names} == set()
-    known = {x.name for of in (RunConfig, Options) for x in option_help(of, None)}
-    known |= {name.split(".")[0] for name in known}  # a group of options
-    assert set(names) - known == set()
+def test_every_option_of_a_run_has_a_group() -> None:
+    assert [name for name, row in OPTIONS.items() if row.option.group is None] == []
 
 
 def test_help_shows_usual_options_and_help_all_all_of_them(
@@ -126,3 +120,31 @@ complete_words spmdtrain run --resume ""
     flags = {option["flags"][0].removeprefix("--") for option in parsed["options"]} - {"-h"}
     whole = printed(capsys, "--config", str(DIGITS), "--help-all")
     assert {name.replace("_", "-") for name in options(whole)} == flags
+
+
+def test_the_schema_accepts_what_the_command_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = json.loads(printed(capsys, "--config", str(DIGITS), "--schema"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    valid = jsonschema.Draft202012Validator(schema).is_valid
+    default = config_as_json(load_experiment(str(DIGITS), set()).preset(None))
+    assert valid(default)
+    assert valid({"steps": 3, "mesh": {"data": -1, "devices": [0, "cpu:1"]}, "hidden": 8})
+    assert valid({"learning_rate_table": {"32": 0.1}, "trackers": []})
+    for wrong in (
+        {"steps": 0},
+        {"steps": 2.5},
+        {"ema_decay": 1},
+        {"resume": "maybe"},
+        {"hiden": 8},
+        {"mesh": {"data": "2"}},
+        {"sharding": {"min_size": 0}},
+        {"expert": {"capacity_factor": 0.5}},
+    ):
+        assert not valid(wrong), wrong
+    hidden = schema["properties"]["hidden"]
+    assert (hidden["type"], hidden["default"]) == ("integer", default["hidden"])
+    assert (
+        hidden["description"]
+        == field_docs(type(load_experiment(str(DIGITS), set()).preset(None)))["hidden"]
+    )
+    assert "hidden" not in json.loads(printed(capsys, "--schema"))["properties"]

@@ -1,0 +1,362 @@
+"""Refused pairs of options: rows of one table, and questions to them."""
+
+import enum
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from spmdtrain.config.options import (
+    ExpertOptions,
+    MeshSpec,
+    ParameterServerOptions,
+    Row,
+    option_rows,
+)
+from spmdtrain.strategies import STRATEGIES, Strategy, strategy
+
+# -- The rows --------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """The relation of two options, as the template of its message."""
+
+    EXCLUDES = "{option} is {value} and {other} is {other_value}: {why}"
+    SAME = "{option} is {value} and {other} is {other_value}: give one of the two"
+    """They say the same: on the command line, one that is given replaces the other's default."""
+    NEEDS = "{option} is {value}, and {other} is not given: {why}"
+    UNDER = "{option} is {value}, but under {other_value} {because}: leave it out"
+    """The strategy does not use the option."""
+    ONLY_FOR = "{option} is for {because}, but {the_other} is {other_value}"
+
+
+class Moment(enum.Enum):
+    """When a row is checked."""
+
+    CONSTRUCTED = enum.auto()
+    """When a configuration is constructed."""
+    RESOLVED = enum.auto()
+    """When the devices are known: before, options may still be replaced."""
+    FIT = enum.auto()
+    """When a training begins."""
+    ASKED = enum.auto()
+    """Where code asks, because more than the two options decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """A refused pair of options.
+
+    Attributes:
+      option: The option that is given (see `Row.is_given`).
+      other: The option that it excludes or needs.
+      values: Of `option`, to which the row is limited; all without.
+      others: Returns whether a value of `other` is refused; by default a given one.
+      because: The reason.
+      instead: What to do, where the template has it.
+    """
+
+    option: str
+    other: str
+    kind: Kind = Kind.EXCLUDES
+    values: tuple[Any, ...] = ()
+    others: Callable[[Any], bool] | None = None
+    because: str = ""
+    instead: str = "leave one of the two out"
+    moment: Moment = Moment.CONSTRUCTED
+
+    def applies(self, config: Any, rows: Mapping[str, Row]) -> bool:
+        """Returns whether a configuration has the refused pair."""
+        value, other = (operator.attrgetter(name)(config) for name in (self.option, self.other))
+        if not rows[self.option].is_given(value) or (self.values and value not in self.values):
+            return False
+        if self.others is not None:
+            return self.others(other)
+        return rows[self.other].is_given(other) != (self.kind is Kind.NEEDS)
+
+    def text(self, config: Any) -> str:
+        """Returns the message for a configuration."""
+        value, other = (operator.attrgetter(name)(config) for name in (self.option, self.other))
+        return self.kind.value.format(
+            option=self.option,
+            value=_shown(value),
+            other=self.other,
+            other_value=_shown(other),
+            the_other="the strategy" if self.other == "strategy" else self.other,
+            because=self.because,
+            why="; ".join(filter(None, (self.because, self.instead))),
+        )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _under(refused: Callable[[Strategy], bool]) -> Callable[[str], bool]:
+    return lambda name: refused(strategy(name))
+
+
+_SERVERS = _under(lambda of: of.is_asynchronous)
+_NO_MESH = _under(lambda of: not of.has_mesh)
+_OWN_ORDER = "it adds up gradients in an order of its own"
+
+
+def _under_servers(name: str, because: str) -> Conflict:
+    return Conflict(
+        option=name, other="strategy", kind=Kind.UNDER, others=_SERVERS, because=because
+    )
+
+
+def _exact(name: str, because: str, others: Callable[[Any], bool] | None = None) -> Conflict:
+    return Conflict(
+        option="exact",
+        other=name,
+        others=others,
+        because=f"{because}, so the bits would depend on the number of devices",
+    )
+
+
+def _only_for(name: str, of: str, refused: Callable[[Any], bool], by: str = "strategy") -> Conflict:
+    return Conflict(
+        option=name, other=by, kind=Kind.ONLY_FOR, others=refused, because=of, instead=""
+    )
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(option="epochs", other="steps", kind=Kind.SAME),
+    Conflict(option="global_batch_size", other="batch_size_per_device", kind=Kind.SAME),
+    # -- options without effect or meaning beside others
+    Conflict(
+        option="mesh.context",
+        other="jit",
+        because="only a compiled step shows whether the model's attention uses the axis",
+    ),
+    Conflict(
+        option="mesh.expert", other="jit", because="experts are split in compiled steps alone"
+    ),
+    Conflict(
+        option="context.method",
+        other="mesh.context",
+        kind=Kind.NEEDS,
+        instead="give the number of devices that split the tokens, or leave context.method out",
+    ),
+    *(
+        Conflict(
+            option=name,
+            other="mesh.expert",
+            kind=Kind.NEEDS,
+            instead="give the number of devices that split the experts, or leave the options of "
+            "expert out",
+        )
+        for name in option_rows(ExpertOptions, ExpertOptions.PREFIX)
+    ),
+    Conflict(option="init_from_strict", other="init_from", kind=Kind.NEEDS, instead="give both"),
+    Conflict(
+        option="eval_at_checkpoints",
+        other="evaluated_by",
+        because="an evaluator evaluates each checkpoint anyway",
+        instead="leave eval_at_checkpoints out",
+    ),
+    Conflict(
+        option="data_workers",
+        other="data_on_device",
+        because="the devices hold all examples, so processes have nothing to read",
+    ),
+    Conflict(
+        option="steps_per_dispatch",
+        other="jit",
+        because="several steps per dispatch are one compiled program",
+    ),
+    Conflict(
+        option="collectives.combine_threshold_bytes",
+        other="jit",
+        because="it has an effect on compiled steps alone",
+    ),
+    Conflict(
+        option="learning_rate_table",
+        other="learning_rate_scaling",
+        instead="give one of the two",
+        moment=Moment.RESOLVED,
+    ),
+    *(
+        Conflict(
+            option="learning_rate_scaling",
+            other=name,
+            kind=Kind.NEEDS,
+            instead="give learning_rate, and learning_rate_base_batch_size, the batch size for "
+            "which that rate was chosen",
+            moment=Moment.RESOLVED,
+        )
+        for name in ("learning_rate", "learning_rate_base_batch_size")
+    ),
+    # -- faulty devices
+    Conflict(
+        option="sentinel_action", other="sentinel_every", kind=Kind.NEEDS, instead="give both"
+    ),
+    Conflict(
+        option="sentinel_every", other="jit", because="it compares runs of one compiled program"
+    ),
+    Conflict(
+        option="sentinel_every",
+        other="strategy",
+        others=_under(lambda of: of.is_asynchronous or of.needs_rules or of.devices == 1),
+        because="it needs devices that each compute whole examples of their own",
+        instead="use mirrored, zero, fully_sharded, central_storage or hybrid",
+    ),
+    # -- placement
+    *(
+        Conflict(
+            option=name,
+            other="strategy",
+            others=_NO_MESH,
+            because="it has no mesh",
+            instead="leave the options of the mesh out, or choose the device with strategy "
+            "one_device and mesh.devices",
+        )
+        for name in option_rows(MeshSpec, MeshSpec.PREFIX)
+    ),
+    *(
+        Conflict(
+            option=f"collectives.{name}",
+            other="strategy",
+            others=_NO_MESH,
+            because="it has no mesh to reduce over",
+        )
+        for name in ("reduction", "reduce_dtype")
+    ),
+    _only_for("sharding.max_shards", "fully_sharded", _under(lambda of: not of.shards_params)),
+    Conflict(
+        option="sharding.max_shards",
+        other="mesh.fsdp",
+        others=lambda size: size not in (None, -1),
+        instead="give one of the two",
+    ),
+    _only_for("sharding.offload", "central_storage", _under(lambda of: not of.on_host)),
+    Conflict(
+        option="batch_statistics",
+        other="collectives.reduction",
+        others=lambda reduction: reduction == "automatic",
+        because="the first reduces gradients under shard_map, and the second leaves them to XLA",
+        moment=Moment.ASKED,  # on several devices, without a reduction function
+    ),
+    # -- parameter servers
+    *(
+        _only_for(name, "parameter_server", _under(lambda of: not of.is_asynchronous))
+        for name in option_rows(ParameterServerOptions, ParameterServerOptions.PREFIX)
+    ),
+    *(
+        _only_for(
+            f"servers.{name}",
+            partitioner,
+            lambda chosen, only=partitioner: chosen != only,  # type: ignore[misc]
+            "servers.partitioner",
+        )
+        for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size"))
+    ),
+    _under_servers("mesh.expert", "each worker reads whole parameters from the servers"),
+    _under_servers("mesh.context", "a worker's devices split its batch alone"),
+    _under_servers("steps_per_dispatch", "a worker computes one step at a time"),
+    _under_servers(
+        "data_on_device", "each worker reads the examples of the batches assigned to it"
+    ),
+    _under_servers("data_workers", "each worker is a process that reads its own batches"),
+    _under_servers("profile_steps", "the steps run in other processes"),
+    _under_servers("log_hash_every", "the servers update the state in an order of their own"),
+    _under_servers("skip_steps", "a worker reads the batch with the number of the step"),
+    _under_servers("uneven_batch", "each worker computes whole batches on its own devices"),
+    # -- the same bits on any number of devices
+    _exact("strategy", "the order of the workers' updates varies", _SERVERS),
+    *(
+        Conflict(
+            option="exact",
+            other="strategy",
+            others=_under(refused),
+            because=because,
+            instead=f"use {instead}",
+        )
+        for refused, because, instead in (
+            (lambda of: not of.has_mesh, "it has no mesh", "one_device for a single device"),
+            (
+                lambda of: of.needs_rules,
+                "it splits matrix products, which adds up their parts in another order",
+                "mirrored, zero, fully_sharded or hybrid",
+            ),
+            (
+                lambda of: of.on_host,
+                "it keeps state in host memory",
+                "mirrored, zero, fully_sharded or hybrid",
+            ),
+        )
+    ),
+    _exact("collectives.reduction", _OWN_ORDER),
+    _exact("collectives.reduce_dtype", _OWN_ORDER),
+    _exact("batch_statistics", "replicas are the devices"),
+    _exact("uneven_batch", "padding depends on the devices"),
+    _exact("jit", "operations that run one by one have other kernels"),
+    _exact("steps_per_dispatch", "a loop is another program"),
+    # -- files, and the state that a run begins with
+    Conflict(
+        option="fork_from",
+        other="init_from",
+        because="a fork takes all of a run's state, init_from parameters alone",
+        moment=Moment.ASKED,  # the base weights of a LoraModel come from init_from
+    ),
+    Conflict(
+        option="checkpoint",
+        other="init_from",
+        kind=Kind.NEEDS,
+        because="a run itself always resumes from its latest checkpoint",
+        instead="give both",
+        moment=Moment.FIT,
+    ),
+    *(
+        Conflict(option=name, other="workdir", kind=Kind.NEEDS, instead=why, moment=Moment.FIT)
+        for name, why in (
+            ("eval_at_checkpoints", "give a folder for the checkpoints"),
+            ("evaluated_by", "give the folder that the evaluator reads"),
+            ("profile_steps", "give a folder for the trace"),
+        )
+    ),
+    Conflict(
+        option="sentinel_action",
+        other="workdir",
+        kind=Kind.NEEDS,
+        values=("rollback",),
+        instead="give a folder with checkpoints to go back to",
+        moment=Moment.FIT,
+    ),
+)
+"""All refused pairs of options, in the order of the checks."""
+
+EXCLUSIVE = tuple((row.option, row.other) for row in CONFLICTS if row.kind is Kind.SAME)
+"""Pairs of options with the same meaning."""
+
+
+# -- Questions to the rows -------------------------------------------------------------------------
+
+
+def conflicts_of(config: Any, rows: Mapping[str, Row], moment: Moment) -> Iterator[str]:
+    """Yields the messages of the refused pairs that a configuration has, at a moment."""
+    for row in CONFLICTS:
+        if row.moment is moment and row.applies(config, rows):
+            yield row.text(config)
+
+
+def conflict(option: str, other: str) -> Conflict:
+    """Returns the row of two options, for code that decides whether it applies."""
+    return next(row for row in CONFLICTS if (row.option, row.other) == (option, other))
+
+
+def is_allowed(name: str, value: Any, given: Mapping[str, Any], rows: Mapping[str, Row]) -> bool:
+    """Returns whether an option may have a value beside other options, given by name."""
+    defaults = {name: row.default for name, row in rows.items() if "." not in name}
+    config = SimpleNamespace(**{**defaults, **given, name: value})
+    asked = [row for row in CONFLICTS if name in (row.option, row.other)]
+    return not any(row.applies(config, rows) for row in asked if "." not in row.option + row.other)
+
+
+def strategies_of(row: Conflict) -> list[str]:
+    """Returns the names of the strategies that a row refuses; none if it is about no strategy."""
+    refused = row.others if row.other == "strategy" else None
+    return [] if refused is None else [name for name in STRATEGIES if refused(name)]
