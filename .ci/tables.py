@@ -1,19 +1,17 @@
 """Writes the tables of options in docs/running.md: `python .ci/tables.py`."""
 
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "running.md"
-BEGIN, END = "<!-- tables of options: .ci/tables.py -->", "<!-- end of the tables -->"
-sys.path.insert(0, str(ROOT))
 
 from spmdtrain.config.command_line import option_help
 from spmdtrain.config.conflicts import CONFLICTS, Conflict, Kind, strategies_of
 from spmdtrain.config.options import Group
 from spmdtrain.config.run_config import OPTIONS, RunConfig
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "running.md"
+BEGIN, END = "<!-- tables of options: .ci/tables.py -->", "<!-- end of the tables -->"
 
 
 def tables() -> str:

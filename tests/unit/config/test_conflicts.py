@@ -20,8 +20,8 @@ from spmdtrain.run import main
 from spmdtrain.sharding.mesh import resolve
 
 OF_STRINGS = {"checkpoint": "best", "profile_steps": "1:2", "strategy": "mirrored"}
-SERVERS = {"strategy": "parameter_server"}
-BESIDE = {
+SERVERS: dict[str, Any] = {"strategy": "parameter_server"}
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("sharding.max_shards", "mesh.fsdp"): {"strategy": "fully_sharded"},
     ("servers.min_shard_bytes", "servers.partitioner"): SERVERS,
     ("servers.max_shard_bytes", "servers.partitioner"): SERVERS,

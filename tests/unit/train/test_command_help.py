@@ -126,7 +126,7 @@ def test_the_schema_accepts_what_the_command_accepts(capsys: pytest.CaptureFixtu
     schema = json.loads(printed(capsys, "--config", str(DIGITS), "--schema"))
     jsonschema.Draft202012Validator.check_schema(schema)
     valid = jsonschema.Draft202012Validator(schema).is_valid
-    default = config_as_json(load_experiment(str(DIGITS), set()).preset(None))
+    default = config_as_json(load_experiment(str(DIGITS), frozenset()).preset(None))
     assert valid(default)
     assert valid({"steps": 3, "mesh": {"data": -1, "devices": [0, "cpu:1"]}, "hidden": 8})
     assert valid({"learning_rate_table": {"32": 0.1}, "trackers": []})
@@ -145,6 +145,6 @@ def test_the_schema_accepts_what_the_command_accepts(capsys: pytest.CaptureFixtu
     assert (hidden["type"], hidden["default"]) == ("integer", default["hidden"])
     assert (
         hidden["description"]
-        == field_docs(type(load_experiment(str(DIGITS), set()).preset(None)))["hidden"]
+        == field_docs(type(load_experiment(str(DIGITS), frozenset()).preset(None)))["hidden"]
     )
     assert "hidden" not in json.loads(printed(capsys, "--schema"))["properties"]
