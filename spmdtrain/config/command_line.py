@@ -20,15 +20,20 @@ from spmdtrain.config.conflicts import EXCLUSIVE
 from spmdtrain.config.experiment import ExperimentFile, load_experiment
 from spmdtrain.config.options import (
     Group,
-    Row,
+    OptionRow,
     Which,
     field_docs,
-    option,
+    option_field,
     option_rows,
+    schema_of,
     unchecked_groups,
 )
-from spmdtrain.config.run_config import OPTIONS, RunConfig, check_compute_dtype
-from spmdtrain.config.schema import schema_of
+from spmdtrain.config.run_config import (
+    OPTIONS,
+    RunConfig,
+    check_compute_dtype,
+    config_as_json,
+)
 from spmdtrain.document.terminal import LINE_WIDTH, Terminal
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import check_inherited, cpu_devices_in_environment
@@ -51,32 +56,34 @@ class Options:
     """What to do; evaluate and predict take the model from a checkpoint."""
     schema: bool = False
     """Print the JSON schema of the configuration, and exit."""
-    split: Literal["train", "validation", "test"] | None = option(
+    split: Literal["train", "validation", "test"] | None = option_field(
         None, Group.EVALUATION, usual=True
     )
     """The split to evaluate or predict. By default test, or validation if there is no test split;
     predict first uses the experiment's prompts or its own generation of text, if it has them."""
-    role: Literal["train", "evaluate"] | None = option(None, Group.EVALUATION)
+    role: Literal["train", "evaluate"] | None = option_field(None, Group.EVALUATION)
     """The role of this process if TF_CONFIG does not set it: with evaluate it evaluates the
     checkpoints of a training that runs in another job."""
-    evaluate_which: tyro.conf.EnumChoicesFromValues[Which] = option(Which.EACH, Group.EVALUATION)
+    evaluate_which: tyro.conf.EnumChoicesFromValues[Which] = option_field(
+        Which.EACH, Group.EVALUATION
+    )
     """The checkpoints that an evaluator evaluates: each, the oldest first, or always the newest,
     which skips older ones."""
-    cluster: Literal["tf_config", "auto"] = option("tf_config", Group.PROCESSES, usual=True)
+    cluster: Literal["tf_config", "auto"] = option_field("tf_config", Group.PROCESSES, usual=True)
     """Source of the list of processes: TF_CONFIG alone; or auto, without TF_CONFIG also a TPU pod,
     Slurm, Open MPI or Kubernetes, of which one must be found."""
-    coordinator: str | None = option(None, Group.PROCESSES)
+    coordinator: str | None = option_field(None, Group.PROCESSES)
     """HOST:PORT of process 0 if there is no TF_CONFIG; the same in all processes."""
-    processes: int | None = option(None, Group.PROCESSES)
+    processes: int | None = option_field(None, Group.PROCESSES)
     """Number of processes, with --coordinator."""
-    process_id: int | None = option(None, Group.PROCESSES)
+    process_id: int | None = option_field(None, Group.PROCESSES)
     """Number of this process, from 0, with --coordinator."""
-    show_sharding: bool = option(False, Group.PLACEMENT)
+    show_sharding: bool = option_field(False, Group.PLACEMENT)
     """First print the sharding of each parameter, and the memory of a device that it and its
     optimizer state use."""
-    init_timeout: float = option(300.0, Group.PROCESSES)
+    init_timeout: float = option_field(300.0, Group.PROCESSES)
     """Seconds to wait for the other processes at the start."""
-    hang_timeout: float | None = option(None, Group.PROCESSES)
+    hang_timeout: float | None = option_field(None, Group.PROCESSES)
     """Seconds without progress in any process after which the job ends as hung; 0 is never. The
     default is five times the longest pause between steps so far, at least 60, and 1800 for the
     first steps, compilations, saves and callbacks. A process that is alone has no default. Under
@@ -170,7 +177,8 @@ def parse_command_line(
 
 def _print_schema(default: RunConfig) -> Never:
     with exit_if_output_is_closed():
-        print(json.dumps(schema_of(default), indent=2))
+        schema = schema_of(type(default), config_as_json(default), OPTIONS)
+        print(json.dumps(schema, indent=2))
     raise SystemExit(0)
 
 
@@ -346,7 +354,7 @@ def grouped(
     experiment: str,
     own: Sequence[OptionHelp],
     config: Sequence[OptionHelp],
-    known: Mapping[str, Row],
+    known: Mapping[str, OptionRow],
 ) -> dict[str, list[OptionHelp]]:
     """Returns options by heading: those of the experiment, of the command, and of each group.
 

@@ -10,11 +10,11 @@ from typing import Any
 from spmdtrain.config.options import (
     ExpertOptions,
     MeshSpec,
+    OptionRow,
     ParameterServerOptions,
-    Row,
     option_rows,
 )
-from spmdtrain.strategies import STRATEGIES, Strategy, strategy
+from spmdtrain.strategies import ASYNCHRONOUS, STRATEGIES, Strategy, strategy
 
 # -- The rows --------------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ class Kind(enum.Enum):
 
 
 class Moment(enum.Enum):
-    """When a row is checked."""
+    """The time at which a row is checked."""
 
     CONSTRUCTED = enum.auto()
     """When a configuration is constructed."""
@@ -49,7 +49,7 @@ class Conflict:
     """A refused pair of options.
 
     Attributes:
-      option: The option that is given (see `Row.is_given`).
+      option: The option that is given (see `OptionRow.is_given`).
       other: The option that it excludes or needs.
       values: Of `option`, to which the row is limited; all without.
       others: Returns whether a value of `other` is refused; by default a given one.
@@ -66,7 +66,7 @@ class Conflict:
     instead: str = "leave one of the two out"
     moment: Moment = Moment.CONSTRUCTED
 
-    def applies(self, config: Any, rows: Mapping[str, Row]) -> bool:
+    def applies(self, config: Any, rows: Mapping[str, OptionRow]) -> bool:
         """Returns whether a configuration has the refused pair."""
         value, other = (operator.attrgetter(name)(config) for name in (self.option, self.other))
         if not rows[self.option].is_given(value) or (self.values and value not in self.values):
@@ -242,7 +242,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     # -- parameter servers
     *(
-        _only_for(name, "parameter_server", _under(lambda of: not of.is_asynchronous))
+        _only_for(name, ASYNCHRONOUS, _under(lambda of: not of.is_asynchronous))
         for name in option_rows(ParameterServerOptions, ParameterServerOptions.PREFIX)
     ),
     *(
@@ -336,7 +336,7 @@ EXCLUSIVE = tuple((row.option, row.other) for row in CONFLICTS if row.kind is Ki
 # -- Questions to the rows -------------------------------------------------------------------------
 
 
-def conflicts_of(config: Any, rows: Mapping[str, Row], moment: Moment) -> Iterator[str]:
+def conflicts_of(config: Any, rows: Mapping[str, OptionRow], moment: Moment) -> Iterator[str]:
     """Yields the messages of the refused pairs that a configuration has, at a moment."""
     for row in CONFLICTS:
         if row.moment is moment and row.applies(config, rows):
@@ -348,7 +348,9 @@ def conflict(option: str, other: str) -> Conflict:
     return next(row for row in CONFLICTS if (row.option, row.other) == (option, other))
 
 
-def is_allowed(name: str, value: Any, given: Mapping[str, Any], rows: Mapping[str, Row]) -> bool:
+def is_allowed(
+    name: str, value: Any, given: Mapping[str, Any], rows: Mapping[str, OptionRow]
+) -> bool:
     """Returns whether an option may have a value beside other options, given by name."""
     defaults = {name: row.default for name, row in rows.items() if "." not in name}
     config = SimpleNamespace(**{**defaults, **given, name: value})

@@ -9,7 +9,7 @@ import io
 import math
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Group(enum.StrEnum):
 
 
 class OnResume(enum.Enum):
-    """What a resume does if an option has another value than in the checkpoint's run."""
+    """The reaction of a resume to another value than in the run of the checkpoint."""
 
     REFUSED = "refused"
     PRINTED = "printed"
@@ -112,7 +112,7 @@ _OPTION = "option"  # the key in the metadata of a field
 _PLAIN = Option()
 
 
-def option(default: Any, group: Group | None = None, **properties: Any) -> Any:
+def option_field(default: Any, group: Group | None = None, **properties: Any) -> Any:
     """Returns the field of an option; `properties` are attributes of `Option`."""
     metadata = {_OPTION: Option(group=group, **properties)}
     if isinstance(default, dict):  # each object has its own
@@ -120,9 +120,9 @@ def option(default: Any, group: Group | None = None, **properties: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def option_rows(of: type, prefix: str = "", group: Group | None = None) -> dict[str, "Row"]:
+def option_rows(of: type, prefix: str = "", group: Group | None = None) -> dict[str, "OptionRow"]:
     """Returns the options of a dataclass by name; those of a group of options have a dot."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, OptionRow] = {}
     for each in dataclasses.fields(of):
         properties: Option = each.metadata.get(_OPTION, _PLAIN)
         of_group = properties.group or group
@@ -133,12 +133,12 @@ def option_rows(of: type, prefix: str = "", group: Group | None = None) -> dict[
             rows |= option_rows(type(default), default.PREFIX, of_group)
         else:
             name = prefix + each.name
-            rows[name] = Row(dataclasses.replace(properties, group=of_group), default)
+            rows[name] = OptionRow(dataclasses.replace(properties, group=of_group), default)
     return rows
 
 
 @dataclass(frozen=True)
-class Row:
+class OptionRow:
     """The properties of an option, and its default (`dataclasses.MISSING` if it is required)."""
 
     option: Option
@@ -181,24 +181,24 @@ class MeshSpec(OptionGroup):
     """Sizes of the mesh axes, and the devices of the mesh."""
 
     PREFIX = "mesh."
-    replica: int | None = option(None, range=_SIZE, neutral=(1,))
+    replica: int | None = option_field(None, range=_SIZE, neutral=(1,))
     """Number of device groups along the slow outer axis, which splits the batch. -1 makes one group
     for each host or slice, or two groups if there is only one host. None means 1, or -1 with
     hybrid."""
-    data: int | None = option(None, usual=True, range=_SIZE)
+    data: int | None = option_field(None, usual=True, range=_SIZE)
     """Number of devices along the axis that splits the batch; -1 takes the remaining devices. None
     means the remaining devices, unless another axis takes them."""
-    fsdp: int | None = option(None, usual=True, range=_SIZE)
+    fsdp: int | None = option_field(None, usual=True, range=_SIZE)
     """Number of devices along the axis that splits the batch and can shard the state; -1 takes the
     remaining devices. None means 1, or the remaining devices with fully_sharded (at most
     sharding.max_shards)."""
-    expert: int | None = option(None, range=_SIZE, neutral=(1,))
+    expert: int | None = option_field(None, range=_SIZE, neutral=(1,))
     """Number of devices along the axis that splits the batch and the experts of each layer; -1
     takes the remaining devices. None means 1."""
-    context: int | None = option(None, range=_SIZE, neutral=(1,))
+    context: int | None = option_field(None, range=_SIZE, neutral=(1,))
     """Number of devices along the axis that splits the tokens of each sequence; -1 takes the
     remaining devices. None means 1."""
-    tensor: int | None = option(None, usual=True, range=_SIZE)
+    tensor: int | None = option_field(None, usual=True, range=_SIZE)
     """Number of devices along the axis that can shard single tensors; -1 takes the remaining
     devices. None means 1, or 2 with tensor_parallel."""
     devices: tuple[str | int, ...] = ()
@@ -229,7 +229,7 @@ class ExpertOptions(OptionGroup):
     exchange: ExpertExchange = "all_to_all"
     """all_to_all: each device sends a buffer of fixed size to each other one. ragged_all_to_all: it
     sends the rows in use alone, which XLA does not support on CPU."""
-    capacity_factor: float = option(2.0, range=_CAPACITY)
+    capacity_factor: float = option_field(2.0, range=_CAPACITY)
     """Size of the buffers, relative to an even load of the experts: at least 1. If the tokens of a
     layer do not fit, its devices gather all tokens instead, which is slower and equally exact."""
 
@@ -239,13 +239,13 @@ class ShardingOptions(OptionGroup):
     """Limits and choices for sharding the state."""
 
     PREFIX = "sharding."
-    min_size: int = option(2**14, range=ABOVE_ZERO)
+    min_size: int = option_field(2**14, range=ABOVE_ZERO)
     """Smallest array, in elements, that a strategy shards by itself; an experiment's rules also
     shard smaller ones. Gathering a smaller array would cost more than sharding saves."""
-    max_shards: int | None = option(None, range=ABOVE_ZERO)
+    max_shards: int | None = option_field(None, range=ABOVE_ZERO)
     """Largest number of shards of the state along fsdp; the other devices go along data. None: the
     strategy's limit of 64, or none if the mesh gives fsdp or data."""
-    replicated_limit: int = option(2**20, range=ABOVE_ZERO)
+    replicated_limit: int = option_field(2**20, range=ABOVE_ZERO)
     """Largest array, in bytes, that a strategy which shards the state may replicate on every device
     without a rule that says so."""
     offload: Literal["state", "optimizer"] | None = None
@@ -261,18 +261,18 @@ class ParameterServerOptions(OptionGroup):
     partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
     """Rule for the number of shards of a parameter: its size divided by min_shard_bytes, rounded
     up; as few as keep each within max_shard_bytes; or max_shards. A shard has at least one row."""
-    min_shard_bytes: int = option(256 * 1024, range=ABOVE_ZERO)
+    min_shard_bytes: int = option_field(256 * 1024, range=ABOVE_ZERO)
     """Size in bytes by which min_size divides a parameter. The number of shards is rounded up, so
     that the shards of a parameter slightly above this size have half of it."""
-    max_shard_bytes: int = option(4 * 1024 * 1024, range=ABOVE_ZERO)
+    max_shard_bytes: int = option_field(4 * 1024 * 1024, range=ABOVE_ZERO)
     """Largest size of a shard with max_size, in bytes. A shard consists of whole rows."""
-    max_shards: int | None = option(None, range=ABOVE_ZERO)
+    max_shards: int | None = option_field(None, range=ABOVE_ZERO)
     """Largest number of shards of a parameter. None means the number of servers, or
     no limit with max_size."""
-    max_staleness: int | None = option(None, range=NOT_NEGATIVE)
+    max_staleness: int | None = option_field(None, range=NOT_NEGATIVE)
     """Largest number of updates that may be applied between a worker's read of the parameters and
     its own update. None means no limit; with 0 the result is that of mirrored."""
-    backup_task_timeout: float | None = option(None, range=ABOVE_ZERO)
+    backup_task_timeout: float | None = option_field(None, range=ABOVE_ZERO)
     """Seconds without a result after which a batch is also assigned to an idle worker. None
     means three times the usual duration of a batch, and at least one second."""
 
@@ -287,22 +287,22 @@ class CollectiveOptions(OptionGroup):
             "automatic", "all_reduce", "flattened", "hierarchical", "one_device", "reduce_scatter"
         ]
         | None
-    ) = option(None, neutral=("automatic",), in_loops=_REDUCED)
+    ) = option_field(None, neutral=("automatic",), in_loops=_REDUCED)
     """Gradient reduction. automatic: XLA inserts the collectives. With the others each device
     computes its own gradients, which are reduced once: array by array (all_reduce), concatenated
     into one array (flattened), first within the groups of the replica axis (hierarchical), on one
     device that broadcasts the sums (one_device), or so that each device gets its own part of the
     sums (reduce_scatter, for zero and fully_sharded). Default, if it gives the same result:
     flattened on CPU, reduce_scatter on TPU if the strategy splits gradients; else automatic."""
-    reduce_dtype: Literal["bfloat16", "float16"] | None = option(None, in_loops=_REDUCED)
+    reduce_dtype: Literal["bfloat16", "float16"] | None = option_field(None, in_loops=_REDUCED)
     """Dtype in which gradients are reduced, by all_reduce unless reduction names another one, or by
     reduce_scatter if the strategy splits gradients. None means their own. On CPU, bfloat16 is an
     error."""
-    combine_threshold_bytes: int | None = option(None, range=ABOVE_ZERO)
+    combine_threshold_bytes: int | None = option_field(None, range=ABOVE_ZERO)
     """Arrays are combined into one collective up to this total size in bytes."""
     cpu_implementation: Literal["gloo", "mpi"] | None = None
     """Library for collectives between CPU processes. None means gloo."""
-    timeout: float | None = option(None, range=ABOVE_ZERO)
+    timeout: float | None = option_field(None, range=ABOVE_ZERO)
     """Seconds, rounded up to whole ones, that a collective of CPU devices may take before the
     process ends."""
 
@@ -447,6 +447,74 @@ def _own_docs(of: type) -> dict[str, str]:
                 text, line = f"{comments[line][0]} {text}", line - 1
         docs[node.target.id] = " ".join(text.split())
     return docs
+
+
+# -- The JSON schema of options --------------------------------------------------------------------
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+def schema_of(
+    of: type, defaults: Mapping[str, Any], known: Mapping[str, OptionRow]
+) -> dict[str, Any]:
+    """Returns the JSON schema of a dataclass: types, choices, ranges, defaults and docstrings.
+
+    A field whose type has no equal in JSON, such as a function, has a schema without a type.
+
+    Args:
+      defaults: The default values, as JSON values.
+      known: The properties of options by name.
+    """
+    return {"$schema": _DRAFT, "title": of.__name__} | _object(of, defaults, known, "")
+
+
+def _object(
+    of: type, defaults: Mapping[str, Any], known: Mapping[str, OptionRow], prefix: str
+) -> dict[str, Any]:
+    docs, hints = field_docs(of), get_type_hints(of)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(of)}
+    properties = {}
+    for name, hint in fields.items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            inner = hint.PREFIX if issubclass(hint, OptionGroup) else f"{prefix}{name}."
+            properties[name] = _object(hint, defaults[name], known, inner)
+        else:
+            row = known.get(prefix + name)
+            limits = _limits(row.option.range) if row is not None and row.option.range else {}
+            properties[name] = _type_schema(hint, limits) | {"default": defaults[name]}
+        if docs.get(name):
+            properties[name]["description"] = docs[name]
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _limits(of: Range) -> dict[str, Any]:
+    limits = {"minimum": of.at_least, "exclusiveMinimum": of.above, "exclusiveMaximum": of.below}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _type_schema(hint: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a type; `limits` are those of its numbers."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return {"anyOf": [_type_schema(each, limits) for each in arguments]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"enum": [each.value for each in hint]}
+    if hint is NoneType:
+        return {"type": "null"}
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint], **(limits if hint in (int, float) else {})}
+    if origin in (tuple, list):
+        kinds = [each for each in arguments if each is not ...]
+        return {
+            "type": "array",
+            "items": _type_schema(kinds[0], limits) if len(set(kinds)) == 1 else {},
+        }
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1], limits)}
+    return {}
 
 
 # -- Options of the evaluator, which the help needs ------------------------------------------------

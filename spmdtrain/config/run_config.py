@@ -25,12 +25,12 @@ from spmdtrain.config.options import (
     Group,
     MeshSpec,
     OnResume,
+    OptionRow,
     ParameterServerOptions,
     Range,
-    Row,
     ShardingOptions,
     check_values,
-    option,
+    option_field,
     option_rows,
 )
 from spmdtrain.errors import UserError, foreign, is_text
@@ -219,139 +219,151 @@ class RunConfig:
     scaling and table, and `data_dir`.
     """
 
-    epochs: int | None = option(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
+    epochs: int | None = option_field(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
     """Length of the run in passes over the data: a total, which includes the epochs before a
     resume."""
-    steps: int | None = option(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
+    steps: int | None = option_field(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
     """Length of the run in optimizer updates, instead of epochs; also a total."""
-    global_batch_size: int | None = option(
+    global_batch_size: int | None = option_field(
         None, Group.LENGTH, usual=True, range=ABOVE_ZERO, on_resume=OnResume.REFUSED
     )
     """Examples per step, over all devices. None means 32."""
-    batch_size_per_device: int | None = option(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
+    batch_size_per_device: int | None = option_field(
+        None, Group.LENGTH, usual=True, range=ABOVE_ZERO
+    )
     """Examples per step on each device, instead of global_batch_size. Devices along mesh.tensor or
     mesh.context share theirs."""
-    eval_batch_size: int | None = option(None, Group.LENGTH, range=ABOVE_ZERO)
+    eval_batch_size: int | None = option_field(None, Group.LENGTH, range=ABOVE_ZERO)
     """Examples per batch of evaluation and prediction, over all devices. None means the global
     batch size."""
-    uneven_batch: Literal["refuse", "pad"] = option("refuse", Group.LENGTH, in_loops=YOURS)
+    uneven_batch: Literal["refuse", "pad"] = option_field("refuse", Group.LENGTH, in_loops=YOURS)
     """Treatment of a global batch that does not divide over the devices and microbatches: `refuse`,
     or `pad` with rows of weight 0, which is an error if padding could change the gradients."""
-    steps_per_dispatch: int | None = option(
+    steps_per_dispatch: int | None = option_field(
         None, Group.LENGTH, range=ABOVE_ZERO, neutral=(1,), in_loops=YOURS
     )
     """Steps that the devices compute without the host if nothing is due between them. Signals and
     callbacks are delayed until the last of them. None means 10 to 50 for small steps of examples
     in memory, without callbacks at step or log, on CPUs with one device per process, and 1
     otherwise."""
-    learning_rate: float | None = option(None, Group.OPTIMIZATION, usual=True, range=FINITE)
+    learning_rate: float | None = option_field(None, Group.OPTIMIZATION, usual=True, range=FINITE)
     """Learning rate that the experiment passes to its optimizer."""
-    microbatches: int = option(1, Group.OPTIMIZATION, usual=True, range=ABOVE_ZERO, in_loops=YOURS)
+    microbatches: int = option_field(
+        1, Group.OPTIMIZATION, usual=True, range=ABOVE_ZERO, in_loops=YOURS
+    )
     """Gradient accumulation: the batch of a step is computed in this many parts, one after the
     other, and their gradients are added."""
-    ema_decay: float | None = option(
+    ema_decay: float | None = option_field(
         None, Group.OPTIMIZATION, usual=True, range=_DECAY, in_loops=YOURS
     )
     """Decay of an exponential moving average of the parameters, at least 0 and below 1. In update k
     it is at most (1 + k) / (10 + k). Evaluation and prediction then use the averaged parameters."""
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = option("none", Group.OPTIMIZATION)
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = option_field(
+        "none", Group.OPTIMIZATION
+    )
     """Scaling of learning_rate by r = global batch size / learning_rate_base_batch_size: none,
     multiply by r (linear) or by the square root of r (sqrt)."""
-    learning_rate_base_batch_size: int | None = option(None, Group.OPTIMIZATION, range=ABOVE_ZERO)
+    learning_rate_base_batch_size: int | None = option_field(
+        None, Group.OPTIMIZATION, range=ABOVE_ZERO
+    )
     """Global batch size for which learning_rate was chosen."""
-    learning_rate_table: dict[int, float] = option({}, Group.OPTIMIZATION, check=_check_rates)
+    learning_rate_table: dict[int, float] = option_field({}, Group.OPTIMIZATION, check=_check_rates)
     """Learning rates by global batch size, instead of learning_rate: 32 1e-3 256 4e-3 is 1e-3 from
     batch size 32 and 4e-3 from 256."""
-    freeze: tuple[str, ...] = option((), Group.OPTIMIZATION, check=_check_patterns, in_loops=YOURS)
+    freeze: tuple[str, ...] = option_field(
+        (), Group.OPTIMIZATION, check=_check_patterns, in_loops=YOURS
+    )
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""
-    data_dir: str | None = option(None, Group.DATA, usual=True, on_resume=FREE)
+    data_dir: str | None = option_field(None, Group.DATA, usual=True, on_resume=FREE)
     """Folder that directly contains the data files."""
-    shuffle: bool = option(True, Group.DATA, usual=True, on_resume=OnResume.REFUSED)
+    shuffle: bool = option_field(True, Group.DATA, usual=True, on_resume=OnResume.REFUSED)
     """Shuffle the training examples, in another order every epoch."""
-    data_threads: int = option(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
+    data_threads: int = option_field(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
     """Threads that read batches ahead. 0 reads between steps, which suits data in memory."""
-    data_workers: int = option(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
+    data_workers: int = option_field(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
     """Processes that read training batches ahead, for each process of the job: for decoding and
     tokenizing that hold Python's lock. Each reads with data_threads threads."""
-    data_on_device: bool = option(False, Group.DATA, in_loops=YOURS)
+    data_on_device: bool = option_field(False, Group.DATA, in_loops=YOURS)
     """Keep all training examples on each device; steps select theirs by index."""
-    on_bad_record: Literal["fail", "skip"] = option("fail", Group.DATA)
+    on_bad_record: Literal["fail", "skip"] = option_field("fail", Group.DATA)
     """Treatment of records that are corrupted or cannot be decoded: `fail` ends the run; `skip`
     reads all records once at the start, and leaves out the bad ones."""
-    max_bad_records: int = option(100, Group.DATA, range=NOT_NEGATIVE)
+    max_bad_records: int = option_field(100, Group.DATA, range=NOT_NEGATIVE)
     """Largest number of records of each dataset that on_bad_record=skip leaves out."""
-    skip_steps: tuple[str | int, ...] = option((), Group.DATA)
+    skip_steps: tuple[str | int, ...] = option_field((), Group.DATA)
     """Batches to leave out, counted from 0: each a number, or A:B for the batches A to B - 1. A run
     keeps them in all later starts."""
-    stream_shards: int | None = option(None, Group.DATA, range=ABOVE_ZERO)
+    stream_shards: int | None = option_field(None, Group.DATA, range=ABOVE_ZERO)
     """Number of shards that a stream is read as, fixed for the run. It divides the global batch
     size, and the number of processes divides it. None means the greatest common divisor of the
     batch size and 8."""
-    strategy: str = option("mirrored", Group.PLACEMENT, usual=True, check=strategy)
+    strategy: str = option_field("mirrored", Group.PLACEMENT, usual=True, check=strategy)
     """Placement of the model: mirrored, zero, fully_sharded, tensor_parallel, central_storage and
     hybrid, of which several can be joined by + (hybrid+zero); or one of default (JAX's default
     device, without a mesh), one_device and parameter_server."""
-    mesh: MeshSpec = option(MeshSpec(), Group.PLACEMENT)
-    cpu_devices: int | None = option(None, Group.PLACEMENT, usual=True, range=ABOVE_ZERO)
+    mesh: MeshSpec = option_field(MeshSpec(), Group.PLACEMENT)
+    cpu_devices: int | None = option_field(None, Group.PLACEMENT, usual=True, range=ABOVE_ZERO)
     """Number of virtual CPU devices of each process if there is no accelerator. None means the
     number in JAX_NUM_CPU_DEVICES or XLA_FLAGS, or else one; either replaces an experiment's
     default."""
-    sharding: ShardingOptions = option(ShardingOptions(), Group.PLACEMENT)
-    context: ContextOptions = option(ContextOptions(), Group.PLACEMENT)
-    expert: ExpertOptions = option(ExpertOptions(), Group.PLACEMENT)
-    collectives: CollectiveOptions = option(CollectiveOptions(), Group.PLACEMENT)
-    servers: ParameterServerOptions = option(ParameterServerOptions(), Group.PLACEMENT)
-    seed: int = option(0, Group.NUMERICS, usual=True, on_resume=OnResume.REFUSED)
+    sharding: ShardingOptions = option_field(ShardingOptions(), Group.PLACEMENT)
+    context: ContextOptions = option_field(ContextOptions(), Group.PLACEMENT)
+    expert: ExpertOptions = option_field(ExpertOptions(), Group.PLACEMENT)
+    collectives: CollectiveOptions = option_field(CollectiveOptions(), Group.PLACEMENT)
+    servers: ParameterServerOptions = option_field(ParameterServerOptions(), Group.PLACEMENT)
+    seed: int = option_field(0, Group.NUMERICS, usual=True, on_resume=OnResume.REFUSED)
     """Seed of all randomness: initial parameters, order of the data, dropout."""
-    compute_dtype: Literal["float32", "bfloat16"] = option(
+    compute_dtype: Literal["float32", "bfloat16"] = option_field(
         "float32", Group.NUMERICS, usual=True, in_loops=YOURS
     )
     """Dtype of the model's computation. Parameters, optimizer state and sums keep theirs."""
-    remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = option(
+    remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = option_field(
         "none", Group.NUMERICS, usual=True, in_loops=YOURS
     )
     """Intermediate results that the backward pass recomputes instead of storing: none, all (full),
     all but the output of attention (attention), all but that and the results of matrix products
     (dots), or all but that and those of matrix products without a batch dim (dots_no_batch)."""
-    exact: int | None = option(None, Group.NUMERICS, range=_SHARDS, in_loops=YOURS)
+    exact: int | None = option_field(None, Group.NUMERICS, range=_SHARDS, in_loops=YOURS)
     """The same bits on any number of devices: number of virtual shards of the batch, a power of two
     and at least twice the devices. global_batch_size must be a multiple of it, times microbatches.
     None means the same numbers to rounding."""
-    batch_statistics: Literal["global", "replica"] = option(
+    batch_statistics: Literal["global", "replica"] = option_field(
         "global", Group.NUMERICS, in_loops=YOURS
     )
     """Batch normalization in training: with the statistics of the global batch, or of each
     replica's own examples, as in tf.distribute. With replica, the running averages are the means
     over the replicas."""
-    jit: bool = option(True, Group.NUMERICS, in_loops=YOURS)
+    jit: bool = option_field(True, Group.NUMERICS, in_loops=YOURS)
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
-    compilation_cache: str | None = option(None, Group.NUMERICS, on_resume=FREE)
+    compilation_cache: str | None = option_field(None, Group.NUMERICS, on_resume=FREE)
     """Folder that keeps compiled programs for later starts, up to 4 GiB, or 'off'. None means
     ~/.cache/spmdtrain, or the folder of JAX_COMPILATION_CACHE_DIR if that is set."""
-    compiler_options: tuple[str, ...] = option((), Group.NUMERICS, check=_check_assignments)
+    compiler_options: tuple[str, ...] = option_field((), Group.NUMERICS, check=_check_assignments)
     """XLA options for compiling the steps, each as NAME=VALUE."""
-    xla_preset: Literal["auto", "none"] = option("auto", Group.NUMERICS)
+    xla_preset: Literal["auto", "none"] = option_field("auto", Group.NUMERICS)
     """Options of XLA that make steps on several TPU v5e or v5p chips faster (auto), or none. On
     other devices auto adds nothing. compiler_options replace them."""
-    eval_every_steps: int | None = option(None, Group.EVALUATION, usual=True, range=ABOVE_ZERO)
+    eval_every_steps: int | None = option_field(
+        None, Group.EVALUATION, usual=True, range=ABOVE_ZERO
+    )
     """Steps between two evaluations. The last step has one, too. None means at the end of each
     epoch."""
-    best_metric: str = option("loss", Group.EVALUATION, usual=True, in_measurements=False)
+    best_metric: str = option_field("loss", Group.EVALUATION, usual=True, in_measurements=False)
     """Evaluation metric by which the best checkpoint is chosen."""
-    best_direction: Literal["min", "max"] = option("min", Group.EVALUATION, usual=True)
+    best_direction: Literal["min", "max"] = option_field("min", Group.EVALUATION, usual=True)
     """Whether a low (min) or a high (max) best_metric is better."""
-    eval_at_checkpoints: bool = option(
+    eval_at_checkpoints: bool = option_field(
         False, Group.EVALUATION, in_loops=YOURS, in_measurements=False
     )
     """Evaluate before each save of a checkpoint, instead of at the end of each epoch."""
-    evaluated_by: Literal["training", "evaluator"] = option(
+    evaluated_by: Literal["training", "evaluator"] = option_field(
         "training", Group.EVALUATION, in_loops=YOURS, in_measurements=False
     )
     """Task that evaluates the validation split, and so decides which checkpoint is best: the
     training itself, or a separate evaluator (--role evaluate, the launcher's --evaluator, or a task
     of TF_CONFIG). Without a running evaluator, no checkpoint is then removed."""
-    workdir: str | None = option(
+    workdir: str | None = option_field(
         None,
         Group.CHECKPOINTS,
         usual=True,
@@ -362,56 +374,58 @@ class RunConfig:
     """Folder or URL of the run's files; required with several processes. None means runs/NAME, with
     the name of the experiment (a sweep: runs/NAME-sweep). In Python, None means that no files are
     written."""
-    resume: Literal["auto", "never", "must"] = option(
+    resume: Literal["auto", "never", "must"] = option_field(
         "auto", Group.CHECKPOINTS, usual=True, on_resume=FREE, in_measurements=False
     )
     """Use of the checkpoints in the workdir: auto restores the newest valid one, and starts from
     step 0 only if there are none; never refuses a workdir with checkpoints, must one without."""
-    init_from: str | None = option(
+    init_from: str | None = option_field(
         None, Group.CHECKPOINTS, usual=True, on_resume=FREE, in_loops=YOURS
     )
     """Initial parameters, if the workdir has no checkpoint to resume from: the workdir of another
     run, or one of its checkpoints/STEP (the averaged ones if it has them); or weights of another
     program: .safetensors (a file, or a folder with its index), .npz, .keras, or an Orbax
     checkpoint. With --mode evaluate or predict, the model to use instead of the workdir's."""
-    checkpoint: str = option(
+    checkpoint: str = option_field(
         "latest", Group.CHECKPOINTS, usual=True, check=_check_which, on_resume=FREE, in_loops=YOURS
     )
     """Checkpoint to load from init_from, or from the workdir to evaluate and predict: latest (the
     newest valid one), best (by best_metric) or a step."""
-    checkpoint_every_steps: int | None = option(
+    checkpoint_every_steps: int | None = option_field(
         None, Group.CHECKPOINTS, usual=True, range=ABOVE_ZERO
     )
     """Steps between two checkpoints. The last step has one, too. None means each epoch, or 500
     steps without epochs, unless checkpoint_every_seconds is given."""
-    keep_latest: int = option(3, Group.CHECKPOINTS, usual=True, range=ABOVE_ZERO)
+    keep_latest: int = option_field(3, Group.CHECKPOINTS, usual=True, range=ABOVE_ZERO)
     """Number of newest checkpoints to keep."""
-    keep_best: int = option(1, Group.CHECKPOINTS, usual=True, range=NOT_NEGATIVE)
+    keep_best: int = option_field(1, Group.CHECKPOINTS, usual=True, range=NOT_NEGATIVE)
     """Number of best checkpoints to keep in addition."""
-    resume_anyway: bool = option(False, Group.CHECKPOINTS, on_resume=FREE)
+    resume_anyway: bool = option_field(False, Group.CHECKPOINTS, on_resume=FREE)
     """Resume although the optimizer's update, or a setting of JAX that gives results another
     meaning, differs from that of the checkpoint. Each difference is printed."""
-    init_from_strict: Literal["all", "matching"] = option(
+    init_from_strict: Literal["all", "matching"] = option_field(
         "all", Group.CHECKPOINTS, on_resume=FREE, in_loops=YOURS
     )
     """all: init_from must have every array of the model. matching: arrays that are missing there or
     have another shape (a new head) keep their initial values."""
-    fork_from: str | None = option(None, Group.CHECKPOINTS, on_resume=FREE, in_measurements=False)
+    fork_from: str | None = option_field(
+        None, Group.CHECKPOINTS, on_resume=FREE, in_measurements=False
+    )
     """RUN or RUN@STEP: without checkpoints in the workdir, start from the full state of another
     run: parameters, optimizer, step, position in the data. STEP may be best; by default the
     newest valid checkpoint."""
-    checkpoint_every_seconds: float | None = option(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
+    checkpoint_every_seconds: float | None = option_field(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
     """Seconds between two checkpoints, instead of each epoch or 500 steps. With
     checkpoint_every_steps, both apply. None means no checkpoints by time."""
-    checkpoint_at_start: bool = option(False, Group.CHECKPOINTS)
+    checkpoint_at_start: bool = option_field(False, Group.CHECKPOINTS)
     """Also save the state before the first step, as checkpoints/0."""
-    keep_every_steps: int | None = option(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
+    keep_every_steps: int | None = option_field(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
     """N steps; the first checkpoint at or after each multiple of N is never deleted. None means
     that no checkpoint is kept for its step."""
-    keep_every_hours: float | None = option(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
+    keep_every_hours: float | None = option_field(None, Group.CHECKPOINTS, range=ABOVE_ZERO)
     """Hours; the first checkpoint of each such period of the clock is never deleted. None means
     that no checkpoint is kept for its time."""
-    sentinel_every: int | None = option(
+    sentinel_every: int | None = option_field(
         None,
         Group.HARDWARE,
         range=ABOVE_ZERO,
@@ -421,31 +435,33 @@ class RunConfig:
     )
     """Steps between two checks that the devices compute correctly: the gradients of each device's
     part of the batch are computed again on another device, and must have the same bits."""
-    sentinel_action: Literal["warn", "stop", "rollback"] = option(
+    sentinel_action: Literal["warn", "stop", "rollback"] = option_field(
         "stop", Group.HARDWARE, on_resume=FREE, in_measurements=False
     )
     """Reaction to a device that computes other gradients: log it (warn), end the run with exit code
     4 (stop), or also rename the checkpoints since the last check that passed (rollback); the
     launcher then restarts the job without the process of that device."""
-    compare_copies_every: int | None = option(
+    compare_copies_every: int | None = option_field(
         None, Group.HARDWARE, range=ABOVE_ZERO, on_resume=FREE
     )
     """Steps between two comparisons of the copies of the state that several processes hold, besides
     those after the first step and before each save."""
-    log_every: int = option(10, Group.LOGGING, usual=True, range=ABOVE_ZERO)
+    log_every: int = option_field(10, Group.LOGGING, usual=True, range=ABOVE_ZERO)
     """Steps between two lines of training metrics."""
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = option(
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = option_field(
         ("tensorboard",), Group.LOGGING, usual=True, on_resume=FREE, in_measurements=False
     )
     """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
     trackio; nowhere else without a name. A tracker that fails does not stop the run."""
-    quiet: bool = option(False, Group.LOGGING, usual=True, on_resume=FREE)
+    quiet: bool = option_field(False, Group.LOGGING, usual=True, on_resume=FREE)
     """Print only errors, warnings and the result: the metrics of the last evaluation, or the
     predictions."""
-    log_hash_every: int | None = option(None, Group.LOGGING, range=ABOVE_ZERO, on_resume=FREE)
+    log_hash_every: int | None = option_field(None, Group.LOGGING, range=ABOVE_ZERO, on_resume=FREE)
     """Steps between two hashes of the whole state in hashes.jsonl; the last step has one, too. None
     means no hashes."""
-    profile_steps: str | None = option(None, Group.LOGGING, in_loops=YOURS, in_measurements=False)
+    profile_steps: str | None = option_field(
+        None, Group.LOGGING, in_loops=YOURS, in_measurements=False
+    )
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 
     def __init_subclass__(cls) -> None:
@@ -632,7 +648,7 @@ class RunConfig:
         return first, last
 
 
-OPTIONS: Mapping[str, Row] = option_rows(RunConfig)
+OPTIONS: Mapping[str, OptionRow] = option_rows(RunConfig)
 """The properties of all options, by name."""
 
 

@@ -82,10 +82,10 @@ def refused(capsys: pytest.CaptureFixture[str], config: object, *options: object
         ("--learning-rate -0.1", "learning_rate is -0.1"),
         ("--learning-rate-table 64 nan", r"learning_rate_table\[64\] is nan"),
         ("--learning-rate-table 128 0.1", "begins at batch size 128.*global batch of 64"),
-        ("--learning-rate-scaling linear", "needs .* learning_rate_base_batch_size"),
+        ("--learning-rate-scaling linear", "give learning_rate, and learning_rate_base_batch_size"),
         (
             "--learning-rate-scaling sqrt --learning-rate-table 64 0.1",
-            "learning_rate_table and learning_rate_scaling are both set",
+            "learning_rate_scaling is sqrt: give one of the two",
         ),
         # what excludes each other
         ("--epochs 1 --steps 2", "--epochs and --steps exclude each other"),

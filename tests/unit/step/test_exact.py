@@ -338,15 +338,19 @@ def with_own_gradients(model: Any, batch: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exact": 12}, "exact is 12: the number of virtual shards must be a power of two"),
+        ({"exact": 12}, "exact is 12: it must be a power of two"),
         ({"exact": 8}, "exact is 8 on 8 devices: each needs at least two"),
         ({"strategy": "parameter_server"}, "exact is 16 and strategy is parameter_server"),
         (
             {"strategy": "tensor_parallel", "rules": mlp_rules(3)},
-            "splits matrix products over tensor=2",
+            "strategy is tensor_parallel: it splits matrix products",
         ),
-        ({"strategy": "default"}, "strategy default has no mesh"),
-        ({"strategy": "central_storage"}, "strategy is central_storage, which keeps state in host"),
+        (
+            {"mesh": MeshSpec(tensor=2), "rules": mlp_rules(3)},
+            "mesh.tensor is 2, over which sums are added up in another order",
+        ),
+        ({"strategy": "default"}, "strategy is default: it has no mesh; use one_device"),
+        ({"strategy": "central_storage"}, "is central_storage: it keeps state in host memory"),
         (
             {"mesh": MeshSpec(expert=2), "rules": (Rule("kernel$", PartitionSpec("expert")),)},
             "mesh.expert is 2, over which the gradients of an expert",

@@ -128,7 +128,7 @@ def test_the_schema_accepts_what_the_command_accepts(capsys: pytest.CaptureFixtu
     valid = jsonschema.Draft202012Validator(schema).is_valid
     default = config_as_json(load_experiment(str(DIGITS), frozenset()).preset(None))
     assert valid(default)
-    assert valid({"steps": 3, "mesh": {"data": -1, "devices": [0, "cpu:1"]}, "hidden": 8})
+    assert valid({"steps": 3, "mesh": {"data": -1, "devices": [0, "cpu:1"]}, "hidden": [8]})
     assert valid({"learning_rate_table": {"32": 0.1}, "trackers": []})
     for wrong in (
         {"steps": 0},
@@ -142,7 +142,7 @@ def test_the_schema_accepts_what_the_command_accepts(capsys: pytest.CaptureFixtu
     ):
         assert not valid(wrong), wrong
     hidden = schema["properties"]["hidden"]
-    assert (hidden["type"], hidden["default"]) == ("integer", default["hidden"])
+    assert (hidden["type"], hidden["default"]) == ("array", default["hidden"])
     assert (
         hidden["description"]
         == field_docs(type(load_experiment(str(DIGITS), frozenset()).preset(None)))["hidden"]

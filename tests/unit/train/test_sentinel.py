@@ -437,9 +437,9 @@ def test_2000_checks_of_devices_without_a_fault_find_none(strategy: str, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "tensor_parallel"}, "strategy tensor_parallel is not supported"),
-        ({"strategy": "default"}, "strategy default is not supported"),
-        ({"strategy": "parameter_server"}, "strategy parameter_server is not supported"),
+        ({"strategy": "tensor_parallel"}, "strategy is tensor_parallel: it needs devices"),
+        ({"strategy": "default"}, "strategy is default: it needs devices"),
+        ({"strategy": "parameter_server"}, "strategy is parameter_server: it needs devices"),
         ({"jit": False}, "jit is False"),
         ({"sentinel_every": None, "sentinel_action": "warn"}, "give both"),
         ({"sentinel_every": 0}, "must be above 0"),
@@ -456,7 +456,7 @@ def test_options_that_it_cannot_work_with_are_refused(
     ("options", "message"),
     [
         ({"mesh": MeshSpec(devices=(0,))}, "no second device"),
-        ({"sentinel_action": "rollback"}, "needs a workdir"),
+        ({"sentinel_action": "rollback"}, "and workdir is not given: give a folder"),
     ],
 )
 def test_a_fit_that_it_cannot_check_is_refused(options: dict[str, Any], message: str) -> None:

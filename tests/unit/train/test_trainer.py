@@ -613,7 +613,8 @@ def test_an_evaluation_at_checkpoints_needs_both(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     validation = None if options else (X, Y)
-    with pytest.raises(UserError, match="eval_at_checkpoints needs a workdir"):
+    message = "needs a validation split" if options else "workdir is not given: give a folder"
+    with pytest.raises(UserError, match=message):
         trainer(**options, eval_at_checkpoints=True).fit((X, Y), validation=validation, steps=1)
     with pytest.raises(UserError, match="an evaluator evaluates"):
         trainer(**options, eval_at_checkpoints=True, evaluated_by="evaluator")
