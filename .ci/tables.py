@@ -42,7 +42,7 @@ def _pairs() -> Iterator[str]:
     yield "| option | with | |"
     yield "|---|---|---|"
     for (other, why), rows in itertools.groupby(CONFLICTS, lambda row: (_other(row), _why(row))):
-        names = ", ".join(_spelled(row.option) for row in rows)
+        names = ", ".join(f"{_spelled(row.option)} {' '.join(row.values)}".strip() for row in rows)
         yield f"| {names} | {other} | {why} |"
 
 

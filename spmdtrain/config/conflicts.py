@@ -2,7 +2,7 @@
 
 import enum
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,15 @@ from spmdtrain.config.options import (
     ParameterServerOptions,
     option_rows,
 )
+from spmdtrain.errors import UserError
 from spmdtrain.strategies import ASYNCHRONOUS, STRATEGIES, Strategy, strategy
 
 # -- The rows --------------------------------------------------------------------------------------
+
+
+LEAVE_OUT = "leave one of the two out"
+_SO_BITS = "so the bits would depend on the number of devices"
+_REPLICATING = "use mirrored, zero, fully_sharded or hybrid"
 
 
 class Kind(enum.Enum):
@@ -53,6 +59,7 @@ class Conflict:
       other: The option that it excludes or needs.
       values: Of `option`, to which the row is limited; all without.
       others: Returns whether a value of `other` is refused; by default a given one.
+      strategies: The same for the strategy that the option `strategy` names.
       because: The reason.
       instead: What to do, where the template has it.
     """
@@ -62,8 +69,9 @@ class Conflict:
     kind: Kind = Kind.EXCLUDES
     values: tuple[Any, ...] = ()
     others: Callable[[Any], bool] | None = None
+    strategies: Callable[[Strategy], bool] | None = None
     because: str = ""
-    instead: str = "leave one of the two out"
+    instead: str = LEAVE_OUT
     moment: Moment = Moment.CONSTRUCTED
 
     def applies(self, config: Any, rows: Mapping[str, OptionRow]) -> bool:
@@ -71,6 +79,8 @@ class Conflict:
         value, other = (operator.attrgetter(name)(config) for name in (self.option, self.other))
         if not rows[self.option].is_given(value) or (self.values and value not in self.values):
             return False
+        if self.strategies is not None:
+            return self.strategies(strategy(other))
         if self.others is not None:
             return self.others(other)
         return rows[self.other].is_given(other) != (self.kind is Kind.NEEDS)
@@ -93,34 +103,8 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _under(refused: Callable[[Strategy], bool]) -> Callable[[str], bool]:
-    return lambda name: refused(strategy(name))
-
-
-_SERVERS = _under(lambda of: of.is_asynchronous)
-_NO_MESH = _under(lambda of: not of.has_mesh)
-_OWN_ORDER = "it adds up gradients in an order of its own"
-
-
-def _under_servers(name: str, because: str) -> Conflict:
-    return Conflict(
-        option=name, other="strategy", kind=Kind.UNDER, others=_SERVERS, because=because
-    )
-
-
-def _exact(name: str, because: str, others: Callable[[Any], bool] | None = None) -> Conflict:
-    return Conflict(
-        option="exact",
-        other=name,
-        others=others,
-        because=f"{because}, so the bits would depend on the number of devices",
-    )
-
-
-def _only_for(name: str, of: str, refused: Callable[[Any], bool], by: str = "strategy") -> Conflict:
-    return Conflict(
-        option=name, other=by, kind=Kind.ONLY_FOR, others=refused, because=of, instead=""
-    )
+def _only_for(name: str, only: str, other: str, **refused: Any) -> Conflict:
+    return Conflict(option=name, other=other, kind=Kind.ONLY_FOR, because=only, **refused)
 
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -200,7 +184,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         option="sentinel_every",
         other="strategy",
-        others=_under(lambda of: of.is_asynchronous or of.needs_rules or of.devices == 1),
+        strategies=lambda of: of.is_asynchronous or of.needs_rules or of.devices == 1,
         because="it needs devices that each compute whole examples of their own",
         instead="use mirrored, zero, fully_sharded, central_storage or hybrid",
     ),
@@ -209,7 +193,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(
             option=name,
             other="strategy",
-            others=_NO_MESH,
+            strategies=lambda of: not of.has_mesh,
             because="it has no mesh",
             instead="leave the options of the mesh out, or choose the device with strategy "
             "one_device and mesh.devices",
@@ -220,19 +204,34 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(
             option=f"collectives.{name}",
             other="strategy",
-            others=_NO_MESH,
+            strategies=lambda of: not of.has_mesh,
             because="it has no mesh to reduce over",
         )
         for name in ("reduction", "reduce_dtype")
     ),
-    _only_for("sharding.max_shards", "fully_sharded", _under(lambda of: not of.shards_params)),
+    Conflict(
+        option="collectives.reduction",
+        values=("reduce_scatter",),
+        other="strategy",
+        strategies=lambda of: not (of.shards_params or of.shards_optimizer),
+        because="it is for the strategies that split gradients (zero, fully_sharded)",
+        instead="use all_reduce",
+    ),
+    _only_for(
+        "sharding.max_shards",
+        "fully_sharded",
+        "strategy",
+        strategies=lambda of: not of.shards_params,
+    ),
     Conflict(
         option="sharding.max_shards",
         other="mesh.fsdp",
         others=lambda size: size not in (None, -1),
         instead="give one of the two",
     ),
-    _only_for("sharding.offload", "central_storage", _under(lambda of: not of.on_host)),
+    _only_for(
+        "sharding.offload", "central_storage", "strategy", strategies=lambda of: not of.on_host
+    ),
     Conflict(
         option="batch_statistics",
         other="collectives.reduction",
@@ -242,59 +241,73 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     # -- parameter servers
     *(
-        _only_for(name, ASYNCHRONOUS, _under(lambda of: not of.is_asynchronous))
+        _only_for(name, ASYNCHRONOUS, "strategy", strategies=lambda of: not of.is_asynchronous)
         for name in option_rows(ParameterServerOptions, ParameterServerOptions.PREFIX)
     ),
     *(
         _only_for(
             f"servers.{name}",
             partitioner,
-            lambda chosen, only=partitioner: chosen != only,  # type: ignore[misc]
             "servers.partitioner",
+            others=lambda chosen, only=partitioner: chosen != only,  # type: ignore[misc]
         )
         for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size"))
     ),
-    _under_servers("mesh.expert", "each worker reads whole parameters from the servers"),
-    _under_servers("mesh.context", "a worker's devices split its batch alone"),
-    _under_servers("steps_per_dispatch", "a worker computes one step at a time"),
-    _under_servers(
-        "data_on_device", "each worker reads the examples of the batches assigned to it"
+    *(
+        Conflict(
+            option=name,
+            other="strategy",
+            kind=Kind.UNDER,
+            strategies=lambda of: of.is_asynchronous,
+            because=because,
+        )
+        for name, because in (
+            ("mesh.expert", "each worker reads whole parameters from the servers"),
+            ("mesh.context", "a worker's devices split its batch alone"),
+            ("steps_per_dispatch", "a worker computes one step at a time"),
+            ("data_on_device", "each worker reads the examples of the batches assigned to it"),
+            ("data_workers", "each worker is a process that reads its own batches"),
+            ("profile_steps", "the steps run in other processes"),
+            ("log_hash_every", "the servers update the state in an order of their own"),
+            ("skip_steps", "a worker reads the batch with the number of the step"),
+            ("uneven_batch", "each worker computes whole batches on its own devices"),
+        )
     ),
-    _under_servers("data_workers", "each worker is a process that reads its own batches"),
-    _under_servers("profile_steps", "the steps run in other processes"),
-    _under_servers("log_hash_every", "the servers update the state in an order of their own"),
-    _under_servers("skip_steps", "a worker reads the batch with the number of the step"),
-    _under_servers("uneven_batch", "each worker computes whole batches on its own devices"),
     # -- the same bits on any number of devices
-    _exact("strategy", "the order of the workers' updates varies", _SERVERS),
     *(
         Conflict(
             option="exact",
             other="strategy",
-            others=_under(refused),
+            strategies=strategies,
             because=because,
-            instead=f"use {instead}",
+            instead=instead,
         )
-        for refused, because, instead in (
-            (lambda of: not of.has_mesh, "it has no mesh", "one_device for a single device"),
+        for strategies, because, instead in (
+            (
+                lambda of: of.is_asynchronous,
+                f"the order of the workers' updates varies, {_SO_BITS}",
+                LEAVE_OUT,
+            ),
+            (lambda of: not of.has_mesh, "it has no mesh", "use one_device for a single device"),
             (
                 lambda of: of.needs_rules,
                 "it splits matrix products, which adds up their parts in another order",
-                "mirrored, zero, fully_sharded or hybrid",
+                _REPLICATING,
             ),
-            (
-                lambda of: of.on_host,
-                "it keeps state in host memory",
-                "mirrored, zero, fully_sharded or hybrid",
-            ),
+            (lambda of: of.on_host, "it keeps state in host memory", _REPLICATING),
         )
     ),
-    _exact("collectives.reduction", _OWN_ORDER),
-    _exact("collectives.reduce_dtype", _OWN_ORDER),
-    _exact("batch_statistics", "replicas are the devices"),
-    _exact("uneven_batch", "padding depends on the devices"),
-    _exact("jit", "operations that run one by one have other kernels"),
-    _exact("steps_per_dispatch", "a loop is another program"),
+    *(
+        Conflict(option="exact", other=name, because=f"{because}, {_SO_BITS}")
+        for name, because in (
+            ("collectives.reduction", "it adds up gradients in an order of its own"),
+            ("collectives.reduce_dtype", "it adds up gradients in an order of its own"),
+            ("batch_statistics", "replicas are the devices"),
+            ("uneven_batch", "padding depends on the devices"),
+            ("jit", "operations that run one by one have other kernels"),
+            ("steps_per_dispatch", "a loop is another program"),
+        )
+    ),
     # -- files, and the state that a run begins with
     Conflict(
         option="fork_from",
@@ -336,11 +349,11 @@ EXCLUSIVE = tuple((row.option, row.other) for row in CONFLICTS if row.kind is Ki
 # -- Questions to the rows -------------------------------------------------------------------------
 
 
-def conflicts_of(config: Any, rows: Mapping[str, OptionRow], moment: Moment) -> Iterator[str]:
-    """Yields the messages of the refused pairs that a configuration has, at a moment."""
+def refuse_conflicts(config: Any, rows: Mapping[str, OptionRow], moment: Moment) -> None:
+    """Raises `UserError` for the first refused pair that a configuration has at a moment."""
     for row in CONFLICTS:
         if row.moment is moment and row.applies(config, rows):
-            yield row.text(config)
+            raise UserError(row.text(config))
 
 
 def conflict(option: str, other: str) -> Conflict:
@@ -360,5 +373,5 @@ def is_allowed(
 
 def strategies_of(row: Conflict) -> list[str]:
     """Returns the names of the strategies that a row refuses; none if it is about no strategy."""
-    refused = row.others if row.other == "strategy" else None
-    return [] if refused is None else [name for name in STRATEGIES if refused(name)]
+    refused = row.strategies
+    return [] if refused is None else [name for name, of in STRATEGIES.items() if refused(of)]

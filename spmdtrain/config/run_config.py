@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
-from spmdtrain.config import conflicts
-from spmdtrain.config.conflicts import Moment
+from spmdtrain.config.conflicts import Moment, refuse_conflicts
 from spmdtrain.config.options import (
     ABOVE_ZERO,
     FINITE,
@@ -488,7 +487,7 @@ class RunConfig:
         for group in (*groups, self.collectives, self.servers):
             group.check()
         self.profile_range()
-        check_conflicts(self, Moment.CONSTRUCTED)
+        refuse_conflicts(self, OPTIONS, Moment.CONSTRUCTED)
         object.__setattr__(self, "skip_steps", self.skipped_batches.texts)
 
     @property
@@ -650,12 +649,6 @@ class RunConfig:
 
 OPTIONS: Mapping[str, OptionRow] = option_rows(RunConfig)
 """The properties of all options, by name."""
-
-
-def check_conflicts(config: RunConfig, moment: Moment) -> None:
-    """Raises `UserError` for the first refused pair of options that is checked at a moment."""
-    for message in conflicts.conflicts_of(config, OPTIONS, moment):
-        raise UserError(message)
 
 
 def file_of_config(config: RunConfig) -> str | None:

@@ -14,9 +14,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.config.conflicts import Moment
+from spmdtrain.config.conflicts import Moment, refuse_conflicts
 from spmdtrain.config.options import MeshSpec
-from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, check_conflicts
+from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, OPTIONS, RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import (
@@ -371,7 +371,7 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
         devices and microbatches and `uneven_batch` is `refuse`.
     """
     check_inherited(config)
-    check_conflicts(config, Moment.RESOLVED)
+    refuse_conflicts(config, OPTIONS, Moment.RESOLVED)
     if config.batch_size_per_device is not None:
         batch = config.batch_size_per_device * batch_shards
     else:

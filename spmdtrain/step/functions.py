@@ -415,8 +415,7 @@ def requested_rule(
     `function` is the user's own reduction.
 
     Raises:
-      UserError: If `function` is not callable, if nothing is split that `reduce_scatter` could
-        scatter, or if two of the options contradict each other.
+      UserError: If `function` is not callable, or if two of the options contradict each other.
     """
     options, per_replica = config.collectives, config.normalizes_per_replica
     if function is not None and not callable(function):
@@ -433,12 +432,6 @@ def requested_rule(
                 "given: use only one of them"
             )
         if options.reduction == "reduce_scatter":
-            if not layout.splits_gradients:
-                raise UserError(
-                    "collectives.reduction is reduce_scatter, which is for the strategies that "
-                    f"split gradients (zero, fully_sharded), and the strategy is {placement.name}: "
-                    "use all_reduce"
-                )
             return Scattered(placement, layout, options.reduce_dtype, per_replica=per_replica)
         function = NAMED[options.reduction]
     if function is None and per_replica and placement.batch_shards > 1:

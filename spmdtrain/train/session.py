@@ -22,8 +22,8 @@ from spmdtrain.checkpoints.run_identity import (
     describe_optimizer,
 )
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config.conflicts import Moment, conflict
-from spmdtrain.config.run_config import RunConfig, check_conflicts, config_as_json, own_code
+from spmdtrain.config.conflicts import Moment, conflict, refuse_conflicts
+from spmdtrain.config.run_config import OPTIONS, RunConfig, config_as_json, own_code
 from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.streams import ShardedStream, StreamProgress
@@ -151,7 +151,7 @@ def check_inputs(
         larger than the training data.
     """
     profiled = config.profile_range()
-    check_conflicts(config, Moment.FIT)
+    refuse_conflicts(config, OPTIONS, Moment.FIT)
     if config.fork_from and config.init_from and trained.base is None:
         raise UserError(conflict("fork_from", "init_from").text(config))
     if train is None and config.skip_steps:

@@ -146,7 +146,7 @@ class Trainer:
         """Called before each batch of an evaluation or prediction; may raise."""
         self._adapter = as_adapter(model)
         self._state: TrainState | None = None  # once a fit has begun
-        self._weight_map = checked_weight_map(weight_map)
+        self._weight_map = () if weight_map == () else checked_weight_map(weight_map)
         # Of what the user has given, before it is used: objects may change later.
         functions = {"model": model, "objective": objective, "reduction": reduction}
         self._code = {use: code_record(function) for use, function in functions.items()}

@@ -65,7 +65,8 @@ def given_by(row: Conflict) -> dict[str, Any]:
         return {row.option: value, **beside}
     others = strategies_of(row) or candidates(row.other)
     refused = row.others or OPTIONS[row.other].is_given
-    return {row.option: value, row.other: next(x for x in others if refused(x)), **beside}
+    other = next(x for x in others if row.strategies or refused(x))
+    return {row.option: value, row.other: other, **beside}
 
 
 def constructed(given: dict[str, Any]) -> RunConfig:
