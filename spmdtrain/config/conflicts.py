@@ -249,7 +249,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             f"servers.{name}",
             partitioner,
             "servers.partitioner",
-            others=lambda chosen, only=partitioner: chosen != only,  # type: ignore[misc]
+            others=lambda chosen, only=partitioner: chosen != only,
         )
         for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size"))
     ),
