@@ -213,7 +213,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         option="collectives.reduction",
         values=("reduce_scatter",),
         other="strategy",
-        strategies=lambda of: not (of.shards_params or of.shards_optimizer),
+        strategies=lambda of: of.has_mesh and not (of.shards_params or of.shards_optimizer),
         because="it is for the strategies that split gradients (zero, fully_sharded)",
         instead="use all_reduce",
     ),

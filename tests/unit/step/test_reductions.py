@@ -757,7 +757,7 @@ def test_other_placements_give_the_same_numbers(place: str) -> None:
 
 
 def test_what_cannot_be_scattered_is_refused() -> None:
-    with pytest.raises(UserError, match="which is for the strategies that split gradients"):
+    with pytest.raises(UserError, match="it is for the strategies that split gradients"):
         transformer("mirrored")
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
