@@ -176,8 +176,7 @@ def check_inputs(
     total = config.total_steps(size)
     if profiled and profiled[1] > total:
         raise UserError(
-            f"profile_steps is {config.profile_steps}: the run has {total} steps: profile some of "
-            "these"
+            f"profile_steps is {config.profile_steps}: give no more than the run's {total} steps"
         )
     if config.eval_at_checkpoints and "validation" not in data:
         raise UserError("eval_at_checkpoints needs a validation split")
