@@ -292,8 +292,6 @@ def _words_on_device(x: jax.Array) -> jax.Array:
 
 # -- Comparison of the copies of a state that several processes hold -------------------------------
 
-_MAX_NAMES = 8  # of processes in a message
-
 
 def check_equal(
     started: Mapping[str, Sequence[PartSum]],
@@ -342,10 +340,7 @@ def check_equal(
 
 
 def _names(ranks: Sequence[int]) -> str:
-    names = [process_group.names()[rank] for rank in ranks[:_MAX_NAMES]]
-    if len(ranks) > _MAX_NAMES:
-        return f"{', '.join(names)} and {len(ranks) - _MAX_NAMES} more"
-    return " and ".join(names)
+    return process_group.format_names([process_group.names()[rank] for rank in ranks])
 
 
 def _part_name(name: str, part: PartSum) -> str:

@@ -16,7 +16,6 @@ from jax._src import cache_key
 
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import UserError
 
 _LONGEST = 200  # characters of a line in a message
 
@@ -33,10 +32,14 @@ def await_compiled(lowered: jax.stages.Lowered | None) -> None:
     if process_group.count() == 1:
         return
     with phase(Phase.COMPILED):
-        digests = process_group.gather(None if lowered is None else _digest(lowered))
-    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if odd is not None:
-        _refuse(lowered, odd)
+        process_group.agree(
+            "the program",
+            None if lowered is None else _digest(lowered),
+            "what a model computes must not depend on the process, on the order of a set, or on "
+            "other libraries or settings",
+            differ="compiled different programs",
+            details=lambda: {} if lowered is None else _lines(lowered),
+        )
 
 
 def _digest(lowered: jax.stages.Lowered) -> str:
@@ -48,23 +51,13 @@ def _digest(lowered: jax.stages.Lowered) -> str:
     return hashlib.sha256(program).hexdigest()
 
 
-def _refuse(lowered: jax.stages.Lowered | None, odd: int) -> None:
-    """Raises `UserError` with the first line that differs between the programs of two processes."""
-    lines = [] if lowered is None else lowered.as_text().splitlines()
-    compared = process_group.rank() in (0, odd)
-    short = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
-    all_lines = process_group.gather(short if compared else [])
-    chief, other = all_lines[0], all_lines[odd]
-    unequal = next((n for n, (a, b) in enumerate(zip(chief, other, strict=False)) if a != b), None)
-    first = min(len(chief), len(other)) if unequal is None else unequal
-    line = lines[first].strip()[:_LONGEST] if first < len(lines) else "nothing"
-    texts = process_group.gather(line if compared else "")
-    names = process_group.names()
-    raise UserError(
-        f"{names[odd]} and {names[0]} compiled different programs: line {first + 1} is "
-        f"{texts[odd]!r} in {names[odd]} and {texts[0]!r} in {names[0]}; what a model computes "
-        "must not depend on the process, on the order of a set, or on other libraries or settings"
-    )
+def _lines(lowered: jax.stages.Lowered) -> dict[str, str]:
+    """Returns the lines of a program by name; of a long line its beginning and a digest."""
+    found = {}
+    for number, line in enumerate(map(str.strip, lowered.as_text().splitlines()), start=1):
+        rest = hashlib.sha256(line.encode()).hexdigest()[:8] if len(line) > _LONGEST else ""
+        found[f"line {number}"] = f"{line[:_LONGEST]!r}" + f"... (SHA-256 {rest})" * bool(rest)
+    return found
 
 
 def call_together(jitted: Any, *args: Any) -> Any:

@@ -103,7 +103,7 @@ def initialize(
     is_asynchronous = None if strategy is None else strategy_of(strategy).is_asynchronous
     if (job := process_group.current()) is not None:  # the script initialized JAX itself
         _start_watching(job, hang_timeout)
-        process_group.check_same(process_properties())
+        process_group.agree("", process_properties())
         return
     spec = spec or from_environment()
     if spec.role is Role.EVALUATE or is_asynchronous:

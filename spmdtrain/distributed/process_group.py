@@ -33,6 +33,9 @@ KEY = "spmdtrain"  # prefix of all keys of this package
 _AWAITED = f"{KEY}/awaited/"  # set by a process that waits for a value of this one
 _POSITION = f"{KEY}/position/"  # the answers
 _FIRST_WAIT, _LONGEST_WAIT = 1_000, 5_000  # milliseconds between two looks at the awaited process
+_MOST_LISTED = 8  # processes, or different values, in a message
+SAME_CODE = "start all processes of a job with the same code and settings"
+"""Advice to processes with different values."""
 
 
 @dataclass(frozen=True)
@@ -324,35 +327,69 @@ def summed(parts: Mapping[str, int]) -> dict[str, int]:
     return broadcast(total)
 
 
-def check_same(
-    what: Mapping[str, Any],
-    advice: str = "start all processes of a job with the same code and settings",
+def agree(
+    what: str,
+    value: Any,
+    advice: str = SAME_CODE,
+    *,
+    differ: str = "differ",
+    details: Callable[[], Mapping[str, str]] | None = None,
 ) -> None:
-    """Checks that values, in nested dicts, are equal in all processes.
+    """Checks that a value is equal in all processes.
 
-    Values that are not JSON are compared by their `str`. The error ends with `advice`.
+    Processes exchange digests. Only if these differ, they exchange the first entry that does.
+
+    Args:
+      what: The name of the value. It precedes the names of the entries of a mapping, which may be
+        nested; "" if these say enough.
+      value: JSON values; others are compared by their `str`.
+      advice: The end of the message.
+      differ: What the processes do that have different values, for the message.
+      details: Returns texts by name that show where the value differs, such as the lines of a
+        program. Called only if it does.
 
     Raises:
-      UserError: If a process has another value; names the first difference.
+      UserError: If processes have different values; names the first difference, the processes and
+        what each of them has.
     """
     if count() == 1:
         return
-    mine = flatten(what)
-    text = json.dumps(mine, sort_keys=True, default=str)
-    digests = gather(hashlib.sha256(text.encode()).hexdigest())
+    mine = flatten({what: value} if what else value)
+    digests = gather(_digest(mine))
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:
         return
-    flats = gather(mine if rank() in (0, odd) else {})
-    first, other = flats[0], flats[odd]
-    first_name, odd_name = names()[0], names()[odd]
-    for key in [*first, *other]:
-        if first.get(key) != other.get(key):
-            raise UserError(
-                f"{odd_name} and {first_name} differ: {foreign(key)} is "
-                f"{foreign(other.get(key, NOT_SET))} in {odd_name} and "
-                f"{foreign(first.get(key, NOT_SET))} in {first_name}; {advice}"
-            )
+    entries = {**(details() if details else {}), **mine}
+    by_digest = {_digest([entry, x]): entry for entry, x in entries.items()}
+    found = gather(list(by_digest) if rank() in (0, odd) else [])
+    unequal = {*found[0]} ^ {*found[odd]}
+    digest = next(x for x in [*found[0], *found[odd]] if x in unequal)
+    entry = next(x for x in gather(by_digest.get(digest)) if x is not None)
+    here = entries.get(entry, NOT_SET)
+    values = gather([_digest([entry in entries, here]), foreign(here)])
+    chief, (usual, of_chief) = names()[0], values[0]
+    others: dict[str, list[str]] = {}  # processes by what they have instead
+    for process, (digest, text) in zip(names(), values, strict=True):
+        if digest != usual:
+            others.setdefault(text, []).append(process)
+    which = format_names([process for processes in others.values() for process in processes])
+    texts = [f"{text} in {format_names(processes)}" for text, processes in others.items()]
+    raise UserError(
+        f"{which} and {chief} {differ}: {foreign(entry)} is "
+        f"{' and '.join(texts[:_MOST_LISTED])} and {of_chief} in {chief}; {advice}"
+    )
+
+
+def format_names(processes: Sequence[str]) -> str:
+    """Returns names of processes for a message; of many, the first ones and how many more."""
+    if len(processes) <= _MOST_LISTED:
+        return " and ".join(processes)
+    more = len(processes) - _MOST_LISTED
+    return f"{', '.join(processes[:_MOST_LISTED])} and {more} more"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

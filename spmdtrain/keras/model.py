@@ -378,12 +378,12 @@ def _check_same_values(given: Mapping[str, np.ndarray]) -> None:
     if process_group.count() == 1:
         return
     digests = {name: hashlib.sha256(x.tobytes()).hexdigest()[:12] for name, x in given.items()}
-    try:
-        process_group.check_same({f"initial value of {n}": x for n, x in digests.items()})
-    except UserError as error:
-        raise UserError(
-            f"{error}; call keras.utils.set_random_seed(seed) before the model is created"
-        ) from None
+    process_group.agree(
+        "",
+        {f"initial value of {name}": digest for name, digest in digests.items()},
+        f"{process_group.SAME_CODE}; call keras.utils.set_random_seed(seed) before the model is "
+        "created",
+    )
 
 
 # -- values by their paths -------------------------------------------------------------------------

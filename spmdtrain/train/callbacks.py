@@ -313,17 +313,13 @@ class CallbackRunner:
 
         All processes handle an event together.
         """
-        if process_group.count() == 1:
-            return
-        given = process_group.gather([str(event) for event in CallbackEvent if self.has(event)])
-        for name, events in zip(process_group.names(), given, strict=True):
-            if events != given[0]:
-                raise UserError(
-                    f"{name} has callbacks of {', '.join(events) or 'no event'}, and "
-                    f"{process_group.names()[0]} of {', '.join(given[0]) or 'no event'}: give all "
-                    "processes the same callbacks, and return at once in those that have nothing "
-                    "to do (jax.process_index())"
-                )
+        events = [str(event) for event in CallbackEvent if self.has(event)]
+        process_group.agree(
+            "the list of events with callbacks",
+            ", ".join(events) or "empty",
+            "give all processes the same callbacks, and return at once in those that have nothing "
+            "to do (jax.process_index())",
+        )
 
     def check_readable(self) -> None:
         """Raises `UserError` in a callback of a step whose state is no longer the newest one."""

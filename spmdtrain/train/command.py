@@ -39,8 +39,8 @@ def execute(command: Command) -> int:
         return run_evaluator(command)
     backend = backend_of(strategy(config.strategy))
     backend.join_command(command)
-    experiment_file = {"the file": {file.path.name: file_digest(file.path)}}
-    process_group.check_same(experiment_file | source_digests())
+    process_group.agree("the file", {file.path.name: file_digest(file.path)})
+    process_group.agree("", source_digests())
     if process_group.count() > 1 and not command.own_workdir:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before `build`, which sees the batch size and the learning rate of the run.

@@ -248,8 +248,9 @@ def check_same_inputs(
     by_split = {split: data_fingerprint(dataset) for split, dataset in data.items()}
     by_split |= {} if train is None else {"train": data_fingerprint(train)}
     dataset = inputs.pop("dataset")
-    process_group.check_same(inputs)  # first, because data may depend on options
-    process_group.check_same({"dataset": dataset, "data": by_split}, SAME_DATA)
+    process_group.agree("", inputs)  # first, because data may depend on options
+    process_group.agree("dataset", dataset, SAME_DATA)
+    process_group.agree("data", by_split, SAME_DATA)
 
 
 # -- Garbage collections that do not visit the long-lived objects of a run again -------------------

@@ -493,9 +493,8 @@ class ValueLoader:
         self, source: WeightSource, weight_map: WeightMap, expected: type[Exception]
     ) -> Variables:
         """Returns the values of a file in their shardings; arrays that it lacks are initialized."""
-        process_group.check_same(
-            {"init_from": {name: str(header) for name, header in source.headers.items()}}
-        )
+        headers = {name: str(header) for name, header in source.headers.items()}
+        process_group.agree("init_from", headers)
         steps = self.steps
         abstract = Variables(steps.abstract_state.params, steps.abstract_state.model_state)
         shardings = Variables(steps.shardings.params, steps.shardings.model_state)

@@ -5,7 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ def test_alone_all_agreement_is_trivial() -> None:
     assert process_group.broadcast("x") == "x" and process_group.gather(3) == [3]
     assert process_group.collect(None) == [None] and process_group.summed({"a": 2}) == {"a": 2}
     process_group.barrier()
-    process_group.check_same({"anything": object()})
+    process_group.agree("anything", object())
     error = KeyError("as it was")
     with pytest.raises(KeyError) as raised:
         process_group.run_on_all(lambda: (_ for _ in ()).throw(error), KeyError)
@@ -252,27 +253,45 @@ def test_alone_all_agreement_is_trivial() -> None:
 # -- differences -----------------------------------------------------------------------------------
 
 
-def in_a_job(
-    monkeypatch: pytest.MonkeyPatch, others: list[Any]
-) -> Callable[[dict[str, Any]], None]:
-    """`check_same` of process 0, where the others have these values."""
-    names = ["chief", *(f"worker {n}" for n in range(len(others)))]
-    monkeypatch.setattr(process_group, "count", lambda: len(names))
-    monkeypatch.setattr(process_group, "names", lambda: names)
-    monkeypatch.setattr(CONTEXT, "job", process_group.Job(names, 0, None))
+class Store:
+    """The key-value store of a job whose processes are threads."""
 
-    def check(mine: dict[str, Any]) -> None:
-        flats = [process_group.flatten(x) for x in [mine, *others]]
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
 
-        def gather(value: Any) -> list[Any]:
-            if isinstance(value, str):  # digests
-                return [value if flat == flats[0] else repr(flat) for flat in flats]
-            return flats
+    def key_value_set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
 
-        monkeypatch.setattr(process_group, "gather", gather)
-        process_group.check_same(mine)
+    def blocking_key_value_get(self, key: str, timeout: int) -> str:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, 30)
+            return self.values[key]
 
-    return check
+    def key_value_delete(self, key: str) -> None:
+        del self.values[key]
+
+
+def refusals(
+    monkeypatch: pytest.MonkeyPatch, values: list[Any], what: str = "", **options: Any
+) -> set[str]:
+    """The messages of `agree` in processes with these values; all of them have the same."""
+    store, of_thread = Store(), threading.local()
+    names = ["chief", *(f"worker {n}" for n in range(len(values) - 1))]
+    monkeypatch.setattr(process_group, "current", lambda: of_thread.job)
+
+    def call(rank: int) -> str:
+        of_thread.job = process_group.Job(names, rank, store)
+        try:
+            process_group.agree(what, values[rank], **options)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(values)) as processes:
+        return set(processes.map(call, range(len(values))))
 
 
 @pytest.mark.parametrize(
@@ -288,16 +307,39 @@ def test_the_first_difference_is_named_with_both_values(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], difference: str
 ) -> None:
     mine = {"a": {"b": 1}, "c": (1, 2)}
-    check = in_a_job(monkeypatch, [mine, other])
-    with pytest.raises(UserError) as raised:
-        check(mine)
-    expected = f"worker 1 and chief differ: {difference}; start all processes"
-    assert str(raised.value).startswith(expected)
+    (message,) = refusals(monkeypatch, [mine, mine, other])
+    expected = "start all processes of a job with the same code and settings"
+    assert message == f"worker 1 and chief differ: {difference}; {expected}"
+
+
+def test_all_processes_that_differ_are_named_with_what_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (message,) = refusals(monkeypatch, [1, 2, 1, 2, 3], "seed", advice="give 1")
+    which, values = message.split(": ")
+    assert which == "worker 0 and worker 2 and worker 3 and chief differ"
+    assert values == "seed is 2 in worker 0 and worker 2 and 3 in worker 3 and 1 in chief; give 1"
+    (message,) = refusals(monkeypatch, [0, *range(20)], "rank")
+    assert message.startswith("worker 1, worker 2, worker 3, ") and "and 11 more" in message
+
+
+def test_details_say_where_a_value_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def details() -> dict[str, str]:
+        lines = ["x", "y", "z"] if process_group.is_chief() else ["x", "z"]
+        return {f"line {number}": line for number, line in enumerate(lines)}
+
+    options: dict[str, Any] = {"details": details, "differ": "compiled different programs"}
+    (message,) = refusals(monkeypatch, ["abc", "def", "def"], "the program", **options)
+    which = "worker 0 and worker 1 and chief compiled different programs"
+    assert message.startswith(f"{which}: line 1 is z in worker 0 and worker 1 and y in chief; ")
+    options["details"] = dict  # the program alone differs
+    (message,) = refusals(monkeypatch, ["abc", "def"], "the program", **options)
+    assert "the program is def in worker 0 and abc in chief; " in message
 
 
 def test_the_same_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = {"a": {"b": Path("x")}, "c": (1, 2)}
-    in_a_job(monkeypatch, [{"c": [1, 2], "a": {"b": "x"}}])(mine)
+    values = [{"a": {"b": Path("x")}, "c": (1, 2)}, {"c": [1, 2], "a": {"b": "x"}}]
+    assert refusals(monkeypatch, values) == {""}
 
 
 def test_nested_values_are_named_by_their_path() -> None:

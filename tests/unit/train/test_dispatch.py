@@ -30,6 +30,7 @@ from spmdtrain import (
 from spmdtrain.config.options import ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import ArrayDataset
+from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.record.lines import read_hashes
 from spmdtrain.step.dispatch import Dispatch, Repeat
@@ -508,11 +509,13 @@ def test_whatever_is_not_finite_is_seen_wherever_it_is(
 
 def test_all_processes_have_callbacks_of_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Because they handle an event together: they agree to stop, for example."""
-    group = "spmdtrain.train.callbacks.process_group."
-    monkeypatch.setattr(group + "count", lambda: 2)
-    monkeypatch.setattr(group + "names", lambda: ["chief", "worker 0"])
-    monkeypatch.setattr(group + "gather", lambda own: [["step"], own])
-    message = "worker 0 has callbacks of log, and chief of step: give all processes the same"
-    with pytest.raises(UserError, match=message):
-        CallbackRunner(None, {"log": print}, state_at_steps=True).begin(from_step_zero=True)
-    CallbackRunner(None, {"step": print}, state_at_steps=True).begin(from_step_zero=True)
+    compared = list[str]()
+
+    def agree(what: str, value: str, advice: str) -> None:
+        compared.append(f"{what} is {value}")
+
+    monkeypatch.setattr(process_group, "agree", agree)
+    for functions in ({"log": print, "step": print}, {"epoch_end": print}, {}):
+        CallbackRunner(None, functions, state_at_steps=True).begin(from_step_zero=True)
+    listed = ["step, log", "epoch_end", "empty"]
+    assert compared == [f"the list of events with callbacks is {text}" for text in listed]
