@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from etils import epath
 
@@ -61,17 +61,17 @@ class Listing:
             )
             for step, manifest in manifests.items()
         }
-        newest = max(manifests, default=None)
-        config: Mapping[str, Any] = {} if newest is None else manifests[newest].identity.config
-        # Versions without these fields ranked by the lowest loss.
-        metric = config.get("best_metric", "loss")
-        ranking = Retention(metric=metric, direction=config.get("best_direction", "min"))
+        ranking = Retention()
+        if manifests:
+            config = manifests[max(manifests)].identity.config
+            metric, direction = config["best_metric"], config["best_direction"]
+            ranking = Retention(metric=metric, direction=direction)
         ranked = ranking.best_first(
             CheckpointRecord(step, datetime.fromisoformat(manifest.saved_at), metrics[step])
             for step, manifest in manifests.items()
         )
         best = ranked[0] if ranked else None
-        return cls(manifests, faults, metrics, metric, best)
+        return cls(manifests, faults, metrics, ranking.metric, best)
 
 
 def parse_choice(which: str | int) -> str | int:

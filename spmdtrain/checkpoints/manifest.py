@@ -55,9 +55,13 @@ _CONFIG: Mapping[str, Any] = {
     "seed": int,
     "global_batch_size": int | None,
     "best_metric": str,
+    "best_direction": Literal["min", "max"],
     "epochs": int | None,
     "steps": int | None,
+    "init_from": str | None,
+    "skip_steps": Sequence[str | int],
     "shuffle": Any,
+    "freeze": Any,
 }
 
 
@@ -97,7 +101,7 @@ class Manifest:
     files: Mapping[str, int]
     """Size of every file in bytes; empty on object stores, which verify sizes themselves."""
     epoch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Metrics of the current epoch up to this step (`Epochs.to_json`); empty if not recorded."""
+    """Metrics of the current epoch up to this step (`Epochs.to_json`)."""
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """States of the callbacks by name (`CallbackStates.to_json`)."""
     metrics_added: bool = False
@@ -149,13 +153,15 @@ class Manifest:
         if content.pop("sha256", None) != digest(content):
             raise CheckpointCorruptedError(f"{NAME} does not match its digest")
         try:
-            if content.pop("format", None) != _FORMAT:
-                raise OtherFields("format")
+            if (found := content.pop("format", None)) != _FORMAT:
+                raise OtherFields(f"its format is {found}, not {_FORMAT}")
             manifest = build(cls, content)
             manifest._check()
-        except OtherFields:
+        except OtherFields as error:
+            problem = str(error).partition(". ")[0]  # without the names of known fields
             raise UserError(
-                f"{folder} was saved by another version of spmdtrain, which this one cannot read"
+                f"{folder} was saved by another version of spmdtrain, which this one cannot read "
+                f"({problem}): continue with that version, or use another workdir"
             ) from None
         except Malformed as error:  # the digest is not a signature: anyone can compute it
             raise CheckpointCorruptedError(f"{NAME}: {error}") from error
@@ -170,9 +176,8 @@ class Manifest:
         config = self.identity.config
         for name, kind in _CONFIG.items():
             if name not in config:
-                raise Malformed(f"identity.config.{name} is missing")
+                raise OtherFields(f"identity.config.{name} is missing")
             check(config[name], kind, f"identity.config.{name}")
-        check(config.get("best_direction", "min"), Literal["min", "max"], "best_direction")
         check(self.identity.classes, Sequence[str], "identity.dataset.classes")
         if self.epoch:
             check(self.epoch, _Epoch, "epoch")

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn, TypedDict
 
-import jax
-
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.weights.weight_map import WeightMap, WeightRule
 from spmdtrain.config.options import OnResume
@@ -131,7 +129,7 @@ def _why_not_compared(saved: "Identity", now: "Identity") -> str | None:
         if saved.versions.get(name) != now.versions.get(name):
             return f"the version of {name} differs"
     # Some operations, such as the norm of all gradients, depend on which parameters are trained.
-    return "freeze differs" if saved.config.get("freeze") != now.config.get("freeze") else None
+    return "freeze differs" if saved.config["freeze"] != now.config["freeze"] else None
 
 
 # -- The record of a low-rank adaptation in checkpoints, and the base weights that they leave out
@@ -207,13 +205,13 @@ class Identity:
     lora: LoraRecord = field(default_factory=LoraRecord)
     """The base model of low-rank factors."""
     update: OptimizerRecord = field(default_factory=OptimizerRecord)
-    """The optimizer's update; empty if it is not recorded, and for a `Loop`."""
+    """The optimizer's update; empty for a `Loop`, and without a workdir."""
     functions: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's functions by their use: model, objective, augment, ..."""
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each use, the digest and place (`FILE:LINE`) of each function reached, by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings of JAX, XLA and CUDA that change results; empty if they are not recorded."""
+    """Settings of JAX, XLA and CUDA that change results."""
     trajectories: Mapping[str, int] = field(default_factory=dict)
     """Names of the trajectories that have led to the state, each with the step after which it
     began. A run that goes back to an earlier checkpoint, or starts again from step 0, begins
@@ -347,34 +345,13 @@ def _check_same_data(
         )
     for name, part in here.items():
         _check_same_data(before[name], part, source, remedy, f" of component {name!r}")
-    unchecked = {"classes", "components", "stages"}
-    if saved.get("arrays") != now.get("arrays") and _computed(saved) == now.get("arrays"):
-        unchecked |= {"arrays", "crc32"}  # earlier versions read the same numbers in 64 bits
     for name in {**now, **saved}:
-        if name in unchecked or saved.get(name) == now.get(name):
+        if name in ("classes", "components", "stages") or saved.get(name) == now.get(name):
             continue
         _refuse(
             f"{source} was trained on other data: {name}{component} was {saved.get(name)}, and is "
             f"{now.get(name)} now; {remedy}"
         )
-
-
-def _computed(dataset: Mapping[str, Any]) -> dict[str, str] | None:
-    """Returns the arrays of a fingerprint with the dtypes that a step computes with.
-
-    Without `jax_enable_x64`, JAX computes with float32 in place of float64. Anyone may have written
-    the fingerprint: None if its arrays are malformed.
-    """
-    arrays = dataset.get("arrays")
-    if not isinstance(arrays, Mapping):
-        return None
-    computed = {}
-    for name, text in arrays.items():
-        dtype, bracket, shape = str(text).partition("[")
-        if dtype in ("int64", "uint64", "float64", "complex128"):
-            dtype = str(jax.dtypes.canonicalize_dtype(dtype))
-        computed[name] = dtype + bracket + shape
-    return computed
 
 
 def _components_of(dataset: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -403,7 +380,7 @@ def _check_same_stages(
 
 def _skipped(config: Mapping[str, Any]) -> SkippedBatches:
     """Returns the batches that a configuration of JSON values leaves out."""
-    return SkippedBatches.parse(config.get("skip_steps", ()))
+    return SkippedBatches.parse(config["skip_steps"])
 
 
 def all_skipped(saved: Identity, now: Identity) -> tuple[str, ...]:

@@ -121,11 +121,11 @@ def differences(
 ) -> dict[str, tuple[str, str, bool]]:
     """Returns the settings that differ: both values, and whether results get another meaning.
 
-    `saved` are the settings of an earlier start; empty if they are not known. A setting that is
-    known on one side only is from another version of JAX, and left out.
+    `saved` are the settings of an earlier start. A setting that is known on one side only is from
+    another version of JAX, and left out.
     """
     found = {}
-    for name in {**now, **saved} if saved else ():
+    for name in {**now, **saved}:
         absent = NOT_SET if name.startswith(_FLAGS) else None
         before, here = saved.get(name, absent), now.get(name, absent)
         if before is not None and here is not None and before != here:

@@ -204,11 +204,9 @@ class KerasCallbacks:
                 f"the checkpoint has the Keras callbacks {sorted(states)}, and this run has "
                 f"{sorted(self._active)}: give the same"
             )
-        # Earlier versions began the next epoch before they saved.
-        self._epoch, self._begun = state["epoch"], state.get("begun", True)
-        self._epoch_step, self._saved = state.get("epoch_step", 0), state.get("saved", {})
-        self._epoch_means = _from_json(state.get("epoch_means"))
-        self._logs = _from_json(state.get("logs", {}))
+        self._epoch, self._begun = state["epoch"], state["begun"]
+        self._epoch_step, self._saved = state["epoch_step"], state["saved"]
+        self._epoch_means, self._logs = map(_from_json, (state["epoch_means"], state["logs"]))
         for name, callback in self._active.items():
             for key in _states_of(callback):
                 setattr(callback, key, _from_json(states[name][key]))
@@ -471,8 +469,7 @@ def _as_json(value: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        # Earlier versions have None for NaN.
-        return {name: math.nan if x is None else _from_json(x) for name, x in value.items()}
+        return {name: _from_json(x) for name, x in value.items()}
     return float(value) if isinstance(value, str) else value
 
 

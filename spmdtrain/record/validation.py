@@ -243,7 +243,8 @@ def without_other_fields(content: Mapping[str, Any], schema: Any) -> dict[str, A
 def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
     """Returns a dataclass of a JSON object, after a check of each field by its annotation.
 
-    Fields that are dataclasses are built recursively. `name` is the name of the object in messages.
+    The object has all fields, also those with a default. Fields that are dataclasses are built
+    recursively. `name` is the name of the object in messages.
 
     Raises:
       OtherFields: If a field is missing or unknown.
@@ -251,12 +252,12 @@ def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
     """
     assert dataclasses.is_dataclass(schema)
     check(content, Mapping[str, Any], name or "content")
-    types, fields = get_type_hints(schema), dataclasses.fields(schema)
-    required = {f.name for f in fields if f.default_factory is f.default is dataclasses.MISSING}
+    types = get_type_hints(schema)
     prefix = f"{name}." if name else ""
     check_fields(content, types, prefix)
-    for missing in required - content.keys():
-        raise OtherFields(f"{prefix}{missing} is missing")
+    for field in types:
+        if field not in content:
+            raise OtherFields(f"{prefix}{field} is missing")
     values: dict[str, Any] = {}
     for field, value in content.items():
         if dataclasses.is_dataclass(types[field]):

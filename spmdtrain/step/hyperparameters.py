@@ -120,38 +120,24 @@ def updated(
     saved: Mapping[str, Any],
     now: Mapping[str, Any],
     log: Callable[[str], None],
-    *,
-    rate_changed: bool,
 ) -> TrainState:
     """Returns a restored state with the new values of hyperparameters that have changed.
 
     Args:
-      saved: The initial values when the state was saved; empty if they were not recorded.
+      saved: The initial values when the state was saved.
       now: The initial values of this run.
-      log: Called with a line for each change, and for each value that may have changed but is not
-        used because there is no record.
-      rate_changed: Whether the configured learning rate differs from the saved run's.
+      log: Called with a line for each change.
     """
     if not now or saved == now:
         return state
 
     def replace(path: tuple[Any, ...], leaf: jax.Array, sharding: jax.sharding.Sharding) -> Any:
-        if (name := path_name(path)) not in now:
+        name = path_name(path)
+        if name not in now or saved.get(name, now[name]) == now[name]:
             return leaf
         value = np.asarray(now[name], leaf.dtype)
         restored = np.asarray(leaf.addressable_data(0)) if leaf.is_fully_replicated else None
-        differs = restored is not None and not np.array_equal(restored, value)
-        changed = rate_changed and _is_rate(name)
-        if saved:
-            changed = saved.get(name, now[name]) != now[name]
-        if not changed:
-            if differs and not saved:
-                log(
-                    f"optimizer: {name} stays {restored!s} instead of {value!s}, because the "
-                    "checkpoint does not record its initial value"
-                )
-            return leaf
-        if differs:
+        if restored is not None and not np.array_equal(restored, value):
             log(f"optimizer: {name} {restored!s} -> {value!s}")
         values = np.broadcast_to(value, leaf.shape)  # each copy of the state may have its own
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: values[index])

@@ -21,7 +21,6 @@ from spmdtrain.checkpoints.listing import (
     load_latest_valid,
 )
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, read_positions
-from spmdtrain.checkpoints.read_arrays import holds
 from spmdtrain.checkpoints.restore import (
     RunWeights,
     base_sums,
@@ -54,7 +53,7 @@ from spmdtrain.errors import UserError, option
 from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.functions import RunFunctions
-from spmdtrain.step.optimizer import average_in, is_schedule_free, merge, with_base
+from spmdtrain.step.optimizer import merge, with_base
 from spmdtrain.step.state import TREES, TrainState, averaged_steps, first_average
 from spmdtrain.train.session import RunSession, Trainable
 from spmdtrain.tree import in_dtype_of, named_leaves, path_name
@@ -232,35 +231,18 @@ def _load(
     """Loads the newest valid checkpoint of a source, if it is of a run like this one."""
 
     def load(folder: epath.Path, manifest: Manifest) -> StateAndPositions:
-        identity, places = run.identity, trained.shardings
-        abstract, shardings = trained.abstract_state, places
+        abstract, shardings = trained.abstract_state, trained.shardings
         if trained.base is not None:
             abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
-        # Version 0.1 saved no average with a schedule-free optimizer. Its state determines it.
-        lacks_average = is_schedule_free(abstract.opt_state) and not holds(manifest, "averaged")
-        # Version 0.1 restarted moving averages with the steps: none had earlier updates.
-        lacks_count = not holds(manifest, "averaged_before")
-        lacked = ["averaged"] * lacks_average + ["averaged_before"] * lacks_count
-        if lacked:
-            absent: dict[str, Any] = {name: {} for name in lacked}
-            abstract, shardings = (replace(x, **absent) for x in (abstract, shardings))
-            leaves = {n: x for n, x in identity.leaves.items() if n.split("/")[0] not in lacked}
-            identity = replace(identity, leaves=leaves)
         check_same_run(
             manifest.identity,
-            identity,
+            run.identity,
             str(folder),
             manifest.step,
             instead=instead,
             same_program=same_program,
         )
         state = load_state(folder, manifest, abstract, shardings)
-        if lacks_average:
-            average = jax.jit(average_in, out_shardings=places.averaged)
-            state = replace(state, averaged=average(state.opt_state, state.params))
-        if lacks_count and trained.abstract_state.averaged_before != {}:
-            zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=places.averaged_before)
-            state = replace(state, averaged_before=zero())
         return state, read_positions(folder, manifest.stream)
 
     return load_latest_valid(source, load, run.logger.terminal.warning, by_all=True)
@@ -291,15 +273,8 @@ def _continued(
         base, lora = load_base(source.path(saved.step), saved)
         state = _with_base(state, base)
     run.identity = replace(run.identity, lora=lora)
-    before, now = saved.identity.config, run.identity.config
-    return hyperparameters.updated(
-        state,
-        trained.shardings,
-        saved.identity.hyperparameters,
-        run.identity.hyperparameters,
-        log,
-        rate_changed=before.get("learning_rate") != now["learning_rate"],
-    )
+    before, now = saved.identity.hyperparameters, run.identity.hyperparameters
+    return hyperparameters.updated(state, trained.shardings, before, now, log)
 
 
 def _with_base(state: TrainState, base: Variables) -> TrainState:
@@ -397,7 +372,7 @@ class ValueLoader:
         """
         lora, given, base = manifest.identity.lora, self.config.init_from, self.steps.base
         assert base is not None
-        known = (None, manifest.identity.config.get("init_from"), *_names_of(folder))
+        known = (None, manifest.identity.config["init_from"], *_names_of(folder))
         source = lora.source if given in known else str(given)
         try:
             loaded = self.load(source, LATEST)

@@ -469,7 +469,7 @@ class Trainer:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")
         batch = batch or self.config.eval_batch_size
         if batch is None and self._trained_as is not None:
-            batch = self._trained_as.config.get("global_batch_size")
+            batch = self._trained_as.config["global_batch_size"]
         if batch is None and self.config.batch_size_per_device is not None:
             batch = self.config.batch_size_per_device * self.placement.batch_shards
         return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE

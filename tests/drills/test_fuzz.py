@@ -47,6 +47,7 @@ from spmdtrain.checkpoints.weights.source import open_weights
 from spmdtrain.cluster import job_token, rendezvous
 from spmdtrain.cluster.job_token import Line, Side
 from spmdtrain.cluster.spec import parse_tf_config
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data.images import UndecodableError, decode, load_pillow, read_idx
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.launch.task_env import free_ports
@@ -274,19 +275,24 @@ def programs() -> list[str]:
 
 
 def manifest_file() -> Target:
-    config = {"seed": 0, "global_batch_size": 8, "shuffle": True, "mesh": {"data": 8}}
+    config = config_as_json(RunConfig(global_batch_size=8, steps=9))
     identity: dict[str, Any] = {
-        "config": config | {"best_metric": "loss", "epochs": None, "steps": 9},
+        "config": config,
         "dataset": {"examples": 9, "arrays": {"image": "uint8[8]"}, "crc32": 1, "classes": ["a"]},
         "leaves": {"params/w": "float32[2,3]", "step": "int32[]"},
         "optimizer": "tuple(ScaleByAdamState())",
         "hyperparameters": {},
     }
-    whole = {
-        **{"format": 1, "step": 3, "saved_at": "2026-01-01T00:00:00+00:00"},
-        **{"identity": identity, "metrics": {"loss": 0.5}, "stopped": False},
-        **{"sums": {"params/w": "00c0ffee"}, "files": {"params/d/0": 12}, "epoch": {}},
-    }
+    saved = Manifest(
+        step=3,
+        saved_at="2026-01-01T00:00:00+00:00",
+        identity=Identity(**identity),
+        metrics={"loss": 0.5},
+        stopped=False,
+        sums={"params/w": "00c0ffee"},
+        files={"params/d/0": 12},
+    )
+    whole = {"format": 1} | dataclasses.asdict(saved)
 
     def forged(text: bytes) -> bytes:
         with contextlib.suppress(ValueError, RecursionError):

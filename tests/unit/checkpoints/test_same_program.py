@@ -5,7 +5,6 @@ import json
 import os
 import re
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,12 +49,11 @@ def changes(output: str) -> list[str]:
 
 
 def rewrite(workdir: Path, step: int, **fields: Any) -> None:
-    """Replaces fields of the identity in a manifest; None removes one."""
+    """Replaces fields of the identity in a manifest."""
     path = workdir / "checkpoints" / str(step) / "manifest.json"
     content = json.loads(path.read_text())
     del content["sha256"]
-    identity = content["identity"] | fields
-    content["identity"] = {name: x for name, x in identity.items() if x is not None}
+    content["identity"] |= fields
     path.write_text(json.dumps(content | {"sha256": digest(content)}))
 
 
@@ -106,7 +104,7 @@ def test_a_resume_under_a_setting_of_another_meaning_is_refused_with_the_way_bac
 
 
 @pytest.mark.slow
-def test_other_settings_and_versions_are_printed_and_those_of_old_manifests_unknown(
+def test_other_settings_and_versions_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, 1)
@@ -119,10 +117,6 @@ def test_other_settings_and_versions_are_printed_and_those_of_old_manifests_unkn
     train(tmp_path, 3)
     found = changes(capsys.readouterr().out)
     assert f"version of jax: 0.1 -> {jax.__version__}" in found
-    rewrite(tmp_path, 3, versions=None, settings=None)
-    with jax.threefry_partitionable(False):
-        assert train(tmp_path, 4).step == 4
-    assert changes(capsys.readouterr().out) == []
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -418,31 +412,6 @@ def test_changed_functions_of_a_loop_are_printed_by_their_use(
     assert found == ["code of init", "code of step"]
 
 
-@pytest.mark.parametrize(
-    ("older", "problem"),
-    [
-        ({"arrays": {"0": "float64[4]", "1": "float64[1]"}, "crc32": 7}, None),
-        ({"arrays": {"0": "float64[4]", "1": "float32[1]"}, "crc32": 7}, None),
-        ({"arrays": {"0": "float32[4]", "1": "float32[1]"}, "crc32": 7}, "crc32"),
-        ({"arrays": {"0": "float64[5]", "1": "float64[1]"}}, "arrays"),
-        ({"arrays": {"0": "int64[4]", "1": "float64[1]"}}, "arrays"),
-        ({"arrays": {"0": "float64[4]", "1": "float64[1]"}, "examples": 8}, "examples"),
-        ({"arrays": 5}, "arrays"),
-    ],
-)
-def test_data_that_were_read_in_64_bits_are_the_same_data(
-    older: dict[str, Any], problem: str | None
-) -> None:
-    data = {"examples": 16, "arrays": {"0": "float32[4]", "1": "float32[1]"}, "crc32": 1}
-    now = Identity(config_as_json(RunConfig(global_batch_size=8)), data, {}, "x")
-    saved = replace(now, dataset=data | older)
-    if problem is None:
-        check_same_run(saved, now, "step 1", 1)
-    else:
-        with pytest.raises(UserError, match=f"other data: {problem} was"):
-            check_same_run(saved, now, "step 1", 1)
-
-
 def test_numbers_in_64_bits_are_the_data_that_a_step_computes_with(tmp_path: Path) -> None:
     wide = (X.astype(np.float64), Y.astype(np.float64))
     trainer = linear_model.trainer(workdir=str(tmp_path))
@@ -457,12 +426,12 @@ def test_numbers_in_64_bits_are_the_data_that_a_step_computes_with(tmp_path: Pat
         trainer.fit((wide[0] + 1, wide[1]), steps=6)
 
 
-def test_a_run_resumes_from_a_checkpoint_that_recorded_64_bits(tmp_path: Path) -> None:
+def test_a_checkpoint_that_recorded_64_bits_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 2)
     manifest = tmp_path / "checkpoints" / "2" / "manifest.json"
     data = json.loads(manifest.read_text())["identity"]["dataset"]
     arrays = {name: x.replace("float32", "float64") for name, x in data["arrays"].items()}
     assert arrays != data["arrays"]
     rewrite(tmp_path, 2, dataset=data | {"arrays": arrays, "crc32": data["crc32"] + 1})
-    resumed = train(tmp_path, 4).state
-    assert resumed is not None and int(resumed.step) == 4
+    with pytest.raises(UserError, match=r"other data: arrays was .*float64.*, or another workdir"):
+        train(tmp_path, 4)

@@ -24,6 +24,7 @@ from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, sizes
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.checkpoints.weights.source import OrbaxWeights
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.record import run_files
 from spmdtrain.record.run_files import RunFiles, Split, evaluator_metrics, status_of
 from spmdtrain.record.validation import Malformed, check, parse_object
@@ -187,7 +188,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "keys of any size": lambda m: m["identity"]["leaves"].update({"params/a": f"key<fry>[{HUGE}]"}),
     "a surrogate": lambda m: m["files"].update({"\ud800": 1}),
     "a sum": lambda m: m["sums"].update({"step": "zz\x1b[31m" + "A" * 3000}),
-    "config": lambda m: m["identity"]["config"].pop("best_metric"),
+    "best_direction": lambda m: m["identity"]["config"].update(best_direction="up"),
     "config as list": lambda m: m["identity"].update(config=[]),
     "best_metric": lambda m: m["identity"]["config"].update(best_metric=["loss"]),
     "deep": lambda m: m["identity"]["config"].update(x=nested(200)),
@@ -209,6 +210,48 @@ def test_a_forged_manifest_is_corruption(
     assert checkpoints(["verify", str(workdir)]) == 1
     assert checkpoints(["show", str(workdir)]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_manifest_of_another_format_is_refused_by_name_and_nothing_is_quarantined(
+    workdir: Path,
+) -> None:
+    folder = workdir / "checkpoints" / "2"
+    whole = (folder / "manifest.json").read_text()
+    fields = {
+        "": [field.name for field in dataclasses.fields(Manifest)],
+        "identity.": [field.name for field in dataclasses.fields(Identity)],
+        "identity.config.": ["best_metric", "best_direction", "skip_steps", "init_from", "freeze"],
+    }
+    assert "epoch" in fields[""] and {"settings", "trajectories"} < {*fields["identity."]}
+
+    def without(path: str, name: str) -> Callable[[dict[str, Any]], object]:
+        def change(manifest: dict[str, Any]) -> object:
+            for part in path.split(".")[:-1]:
+                manifest = manifest[part]
+            return manifest.pop(name)
+
+        return change
+
+    cases = {
+        f"{path}{name} is missing": without(path, name) for path in fields for name in fields[path]
+    }
+    cases["its format is 2, not 1"] = lambda m: m.update(format=2)
+    cases["identity.hashes is unknown"] = lambda m: m["identity"].update(hashes={})
+    for problem, change in cases.items():
+        forge(folder, change)
+        message = (
+            f"{folder} was saved by another version of spmdtrain, which this one cannot read "
+            f"({problem}): continue with that version, or use another workdir"
+        )
+        with pytest.raises(UserError) as caught:
+            Manifest.read(epath.Path(folder))
+        assert not isinstance(caught.value, CheckpointCorruptedError)
+        assert str(caught.value) == message
+        (folder / "manifest.json").write_text(whole)
+    forge(folder, lambda m: m["identity"].pop("trajectories"))
+    with pytest.raises(UserError, match=r"another version .*identity\.trajectories is missing"):
+        fit(workdir, 3)
+    assert {path.name for path in folder.parent.iterdir()} == {"1", "2"}
 
 
 @pytest.mark.parametrize("name", ["lo\x1b[31mss", "[/x]"])
@@ -415,7 +458,8 @@ def test_a_workdir_that_is_no_name_is_refused(
 
 def test_what_a_manifest_says_of_its_run_is_escaped_where_it_is_refused() -> None:
     clear = "\x1b[2J\x1b]0;title\x07"
-    here = Identity({"seed": 0, "global_batch_size": 8, "shuffle": True}, {"crc32": 1}, {}, "x")
+    config = config_as_json(RunConfig(global_batch_size=8))
+    here = Identity(config, {"crc32": 1}, {}, "x")
     for saved in (
         dataclasses.replace(here, dataset={"crc32": clear}),
         dataclasses.replace(here, dataset={"crc32": 1, "components": {clear: {}}}),

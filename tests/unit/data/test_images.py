@@ -29,6 +29,7 @@ from PIL import Image
 from spmdtrain import Trainer
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
 from spmdtrain.cluster import command
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data import images
 from spmdtrain.data.datasets import Dataset, MappedDataset, Subset, fingerprint
 from spmdtrain.data.images import SPLITS, BrokenImageError, ImageFolder, split_of
@@ -808,7 +809,7 @@ def test_the_names_of_classes_are_in_the_identity_only_where_there_are_any(tmp_p
     dataset = ImageFolder(numbered(tmp_path, 3), 2)
     assert fingerprint(dataset)["classes"] == ["a"]
     assert "classes" not in fingerprint(MappedDataset(np.zeros(3), lambda rows: rows))
-    config = {"seed": 0, "global_batch_size": 8, "shuffle": True}
+    config = config_as_json(RunConfig(global_batch_size=8))
     now = Identity(config, fingerprint(dataset), {}, "")
     before = Identity(config, {k: v for k, v in now.dataset.items() if k != "classes"}, {}, "")
     check_same_run(before, now, "an older checkpoint", 1)

@@ -10,12 +10,10 @@ import linear_model
 import numpy as np
 import optax
 import pytest
-from helpers import metrics, saved_steps
+from helpers import metrics
 
 from spmdtrain import CallbackContext, Loop, TrainState, read_manifest
-from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.record.storage import folder_of
 from spmdtrain.run import main
 from spmdtrain.step.hyperparameters import initial_values, injected
 from spmdtrain.tree import named_leaves
@@ -149,55 +147,6 @@ def test_the_command_uses_the_learning_rate_that_it_announces(
     assert zero[3] == pytest.approx(zero[2], rel=1e-5) and same[3] < 0.9 * same[2]
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("optimizer: ")]
     assert lines == ["optimizer: 1/hyperparams/learning_rate 0.1 -> 1e-09"]
-
-
-def forget_hyperparameters(workdir: Path) -> None:
-    """Makes the newest checkpoint one of a version that did not record them, nor two options."""
-    folder = folder_of(str(workdir)) / "checkpoints" / str(saved_steps(workdir)[-1])
-    found = Manifest.read(folder)
-    lacking = ("uneven_batch", "batch_statistics")
-    config = {name: x for name, x in found.identity.config.items() if name not in lacking}
-    identity = dataclasses.replace(found.identity, config=config, hyperparameters={})
-    (folder / "manifest.json").unlink()
-    dataclasses.replace(found, identity=identity).write(folder)
-
-
-def test_a_checkpoint_without_a_record_takes_the_configured_learning_rate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "own.py").write_text(EXPERIMENT)
-    command = ["--config", str(tmp_path / "own.py"), "--workdir", str(tmp_path / "run")]
-    main(command)
-    forget_hyperparameters(tmp_path / "run")
-    main([*command, "--steps", "4", "--learning-rate", "1e-9"])
-    losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
-    assert losses[3] == pytest.approx(losses[2], rel=1e-5)
-    lines = capsys.readouterr().out.splitlines()
-    assert "optimizer: 1/hyperparams/learning_rate 0.1 -> 1e-09" in lines
-    assert [x for x in lines if x.startswith("changed since: ")] == [
-        "changed since: steps: 2 -> 4",
-        "changed since: learning_rate: 0.1 -> 1e-09",
-    ]
-
-
-@pytest.mark.slow
-def test_what_no_record_and_no_field_says_stays_and_is_announced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fitted(rate: float, steps: int) -> float:
-        of = linear_model.trainer(
-            optimizer=nested(rate), workdir=str(tmp_path), terminal=Terminal()
-        )
-        of.fit((X, Y), steps=steps)
-        assert of.state is not None
-        return float(injected(of.state.opt_state)[f"1/inner_states/kernel/{RATE}"])
-
-    fitted(0.1, 2)
-    forget_hyperparameters(tmp_path)
-    assert fitted(0.01, 3) == pytest.approx(0.1)
-    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("optimizer: ")]
-    assert len(lines) == 1 and f"kernel/{RATE} stays 0.1 instead of 0.01" in lines[0]
-    assert fitted(0.001, 4) == pytest.approx(0.001)  # step 3 has a record
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from spmdtrain import UserError
-from spmdtrain.keras.callbacks import MAPPED_CALLBACKS, callback_kind
+from spmdtrain.keras.callbacks import MAPPED_CALLBACKS, KerasCallbacks, callback_kind
+from spmdtrain.train.callbacks import CallbackStates
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")
@@ -58,3 +59,15 @@ def test_a_file_of_every_n_steps_has_no_metrics(options: dict[str, Any]) -> None
         callback_kind(callback)
     callback = keras.callbacks.ModelCheckpoint("{epoch}-{batch}.keras", save_freq=4)
     assert callback_kind(callback) == "ModelCheckpoint"
+
+
+def test_a_saved_state_that_lacks_a_field_is_refused_by_name() -> None:
+    callbacks = KerasCallbacks(None, None, [keras.callbacks.EarlyStopping("loss")], {})
+    states = CallbackStates([callbacks])
+    saved = states.to_json()
+    states.restore(saved, print)
+    for name in saved["keras"]:
+        lacking = {"keras": {n: x for n, x in saved["keras"].items() if n != name}}
+        message = f"callback keras cannot use its state in the checkpoint: KeyError: '{name}'"
+        with pytest.raises(UserError, match=message):
+            states.restore(lacking, print)
