@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Generic, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from etils import epath
 
@@ -141,15 +141,6 @@ class Source:
         return self.folder / str(step)
 
 
-@dataclass(frozen=True)
-class LoadedCheckpoint(Generic[T]):
-    """A loaded value, the manifest of its checkpoint, and the steps of newer corrupted ones."""
-
-    value: T
-    manifest: Manifest
-    corrupted: Sequence[int]
-
-
 def list_checkpoints(workdir: str) -> Source:
     """Returns the checkpoints of a workdir, perhaps none.
 
@@ -239,8 +230,11 @@ def load_latest_valid(
     log: Callable[[str], None],
     *,
     by_all: bool = False,
-) -> LoadedCheckpoint[T]:
+) -> tuple[T, Manifest, Sequence[int]]:
     """Loads the newest valid checkpoint of a source.
+
+    Returns what `load` returns, the manifest, and the steps of newer checkpoints, which are
+    corrupted.
 
     Args:
       load: Loads one; its `UserError` other than for a corrupted checkpoint ends the search.
@@ -267,7 +261,7 @@ def load_latest_valid(
             manifest = (
                 process_group.run_on_all(reading, CheckpointCorruptedError) if by_all else reading()
             )
-            return LoadedCheckpoint(load(folder, manifest), manifest, list(corrupted))
+            return load(folder, manifest), manifest, list(corrupted)
         except CheckpointCorruptedError as error:
             gone = not folder.exists()
             if source.whole_workdir and (process_group.broadcast(gone) if by_all else gone):

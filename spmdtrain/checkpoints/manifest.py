@@ -331,12 +331,13 @@ def steps_in(folder: epath.Path) -> list[int]:
     return sorted(int(path.name) for path in paths if is_step(path))
 
 
-def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
-    """Returns the fields of a state by item, without items that have no arrays."""
+def items_of(fields: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
+    """Returns fields of a state by item, without items that have no arrays."""
     items = {
-        item: {field: getattr(state, field) for field in fields} for item, fields in ITEMS.items()
+        item: {name: fields[name] for name in names if name in fields}
+        for item, names in ITEMS.items()
     }
-    return {item: fields for item, fields in items.items() if jax.tree.leaves(fields)}
+    return {item: of_item for item, of_item in items.items() if jax.tree.leaves(of_item)}
 
 
 def raw_keys(tree: PyTree) -> PyTree:

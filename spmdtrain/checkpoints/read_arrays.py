@@ -15,6 +15,7 @@ from spmdtrain.checkpoints.manifest import (
     ITEMS,
     CheckpointCorruptedError,
     Manifest,
+    items_of,
     raw_keys,
     read_positions,
 )
@@ -45,15 +46,16 @@ def holds(manifest: Manifest, field: str) -> bool:
 
 
 def read_arrays(
-    folder: epath.Path, manifest: Manifest, targets: Mapping[str, Mapping[str, PyTree]]
+    folder: epath.Path, manifest: Manifest, fields: Mapping[str, PyTree]
 ) -> dict[str, PyTree]:
     """Reads arrays to devices, verifies their checksums, and returns them by field.
 
-    All processes of a job call it, and each reads its own shards. `targets` has trees of
-    `jax.ShapeDtypeStruct` with shardings, by item and field. Raises `CheckpointCorruptedError` or
-    `StorageError`.
+    All processes of a job call it, and each reads its own shards. `fields` has trees of
+    `jax.ShapeDtypeStruct` with shardings. Fields without arrays in an item without arrays are left
+    out. Raises `CheckpointCorruptedError` or `StorageError`.
     """
-    items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
+    targets = items_of(fields)
+    items = {item: ocp.args.StandardRestore(raw_keys(x)) for item, x in targets.items()}
 
     def read() -> Mapping[str, Mapping[str, PyTree]]:
         with (
@@ -68,8 +70,8 @@ def read_arrays(
     actual = format_sums(process_group.summed(read_parts(start_sums(arrays))))
     _verify_checksums(actual, manifest, arrays)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
-    fields: dict[str, PyTree] = jax.tree.map(restore_key, wanted, arrays)
-    return fields
+    restored_keys: dict[str, PyTree] = jax.tree.map(restore_key, wanted, arrays)
+    return restored_keys
 
 
 def _checkpointer() -> contextlib.AbstractContextManager[Any]:

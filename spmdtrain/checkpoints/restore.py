@@ -5,8 +5,9 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Variables
 from spmdtrain.adapters.lora import FACTORS, merge_factors
 from spmdtrain.checkpoints.checksums import format_sums, read_parts, start_sums, sums
-from spmdtrain.checkpoints.listing import LATEST, find, load_latest_valid
-from spmdtrain.checkpoints.manifest import Manifest, items_of, raw_keys
+from spmdtrain.checkpoints.listing import LATEST, Source, find, load_latest_valid
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, raw_keys
 from spmdtrain.checkpoints.read_arrays import (
     check_saved_items,
     holds,
@@ -28,7 +29,7 @@ from spmdtrain.checkpoints.read_arrays import (
     read_host_arrays,
     restore_key,
 )
-from spmdtrain.checkpoints.run_identity import LoraRecord, check_same_model, describe_leaves
+from spmdtrain.checkpoints.run_identity import LoraRecord
 from spmdtrain.checkpoints.weights.assignment import assign_weights, read_whole
 from spmdtrain.checkpoints.weights.source import (
     SAFETENSORS_DTYPES,
@@ -53,63 +54,214 @@ from spmdtrain.record.validation import write_npz
 from spmdtrain.step.state import TREES, TrainState, average_of, evaluated_field
 from spmdtrain.tree import as_numpy, named_leaves, path_name
 
-# -- Loading of states, models and parameters from checkpoints -------------------------------------
+# -- One order in which everything is loaded from a checkpoint -------------------------------------
 
 PyTree = Any
+T = TypeVar("T")
 
 
-# -- in a run ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Wanted:
+    """The content to read from one checkpoint.
 
-
-def load_state(
-    folder: epath.Path, manifest: Manifest, abstract: TrainState, shardings: TrainState
-) -> TrainState:
-    """Returns the state of a checkpoint, on the current devices, whatever devices saved it.
-
-    The checkpoint must be of the same run (see `run_identity.check_same_run`). Raises
-    `CheckpointCorruptedError` or `StorageError`.
+    Attributes:
+      fields: Fields of the state by name, as shapes with shardings, to which the arrays are placed;
+        None reads a field of any structure as NumPy arrays.
+      take: (the parameters and the model state, by their names in the model) -> fields that are
+        made of them. It is for a model that need not have the same arrays, instead of `fields`.
     """
-    target: TrainState = jax.tree.map(_with_sharding, abstract, shardings)
-    empty: dict[str, PyTree] = {name: {} for name in TREES}  # of items that are left out
-    return TrainState(**empty | read_arrays(folder, manifest, items_of(target)))
+
+    fields: Mapping[str, PyTree] = field(default_factory=dict)
+    take: Callable[[WeightSource], Mapping[str, PyTree]] | None = None
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """The frozen weights that the checkpoint of a run with low-rank factors leaves out.
+
+    Attributes:
+      sums: Their checksums by path in the state.
+      lora: The record of the checkpoint, with the place where the weights were found.
+    """
+
+    values: Any
+    sums: Mapping[str, str]
+    lora: LoraRecord
+
+
+Want = Callable[[epath.Path, Manifest], Wanted]
+"""(folder of a checkpoint, its manifest) -> what is read from it. Raises `UserError` if the
+checkpoint is of another run or model than the caller's."""
+ReadBase = Callable[[epath.Path, Manifest], BaseWeights]
+"""(folder of a checkpoint, its manifest) -> the weights that the checkpoint leaves out."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The content of a checkpoint that was loaded.
+
+    Attributes:
+      corrupted: The steps of newer checkpoints, which are corrupted.
+      base: Weights that the checkpoint leaves out; None if it leaves none out.
+    """
+
+    fields: Mapping[str, PyTree]
+    folder: epath.Path
+    manifest: Manifest
+    corrupted: Sequence[int]
+    base: BaseWeights | None
+
+    @property
+    def state(self) -> TrainState:
+        """The whole state."""
+        empty: dict[str, PyTree] = {name: {} for name in TREES}  # of items without arrays
+        return TrainState(**{**empty, **self.fields})
+
+    @property
+    def variables(self) -> Variables:
+        """The parameters, averaged ones if these were wanted, and the model state."""
+        name = evaluated_field(lambda name: name in self.fields)
+        return Variables(self.fields[name], self.fields.get("model_state", {}))
+
+
+def load(
+    source: Source,
+    want: Want,
+    log: Callable[[str], None],
+    *,
+    read_base: ReadBase | None = None,
+    by_all: bool = False,
+) -> Loaded:
+    """Loads from the newest valid checkpoint of a source.
+
+    A resume, a fork, `init_from`, evaluations, predictions and `load_params` load in this order:
+
+    1. The manifest is read and checked.
+    2. `want` refuses a checkpoint of another run or model, before any array is read, and chooses
+       what is read, such as averaged or trained parameters.
+    3. Headers and files are checked, the arrays are read and placed, and their checksums verified.
+       If 1 or 3 shows that the checkpoint is corrupted, the one before is tried.
+    4. Weights of a base model that the checkpoint leaves out are read from their own place, and
+       their checksums verified.
+
+    Args:
+      log: Receives a line for each corrupted checkpoint that is skipped.
+      read_base: Reads these weights; None if they are not wanted.
+      by_all: Whether all processes of the job load together.
+
+    Raises:
+      CheckpointCorruptedError: If no checkpoint is valid.
+      UserError: If `want` refuses the checkpoint, there is none any more, or base weights are
+        missing or have changed.
+      StorageError: If a checkpoint cannot be read.
+    """
+
+    def read(folder: epath.Path, manifest: Manifest) -> Mapping[str, PyTree]:
+        wanted = want(folder, manifest)
+        if wanted.take is not None:
+            expected = CheckpointCorruptedError
+            return wanted.take(_call(RunWeights, folder, manifest, raises=expected, by_all=by_all))
+        if all(target is None for target in wanted.fields.values()):
+            return {name: read_host_arrays(folder, manifest, name) for name in wanted.fields}
+        return read_arrays(folder, manifest, wanted.fields)
+
+    fields, manifest, corrupted = load_latest_valid(source, read, log, by_all=by_all)
+    folder, lora = source.path(manifest.step), manifest.identity.lora
+    base = None
+    if lora.source and read_base is not None:
+        try:
+            base = read_base(folder, manifest)
+        except UserError as error:
+            raise UserError(
+                f"{folder} holds LoRA factors alone, and its base weights cannot be read from "
+                f"{foreign(lora.source)}: {error}. Put them back; a run finds them elsewhere by "
+                f"{option('init_from')}"
+            ) from error
+        _check_unchanged(base.sums, lora, folder)
+    return Loaded(fields, folder, manifest, corrupted, base)
+
+
+def _call(
+    function: Callable[..., T], *args: Any, raises: type[Exception] = UserError, by_all: bool
+) -> T:
+    """Calls a function; `by_all`, an error that it raises in one process is raised in all."""
+    if not by_all:
+        return function(*args)
+    return process_group.run_on_all(lambda: function(*args), raises)
+
+
+def open_source(
+    path: str, which: str | int = LATEST, *, by_all: bool = False
+) -> Source | WeightSource:
+    """Returns the checkpoints that a path names, or the arrays of a file of another program.
+
+    Args:
+      path: A workdir, one of its `checkpoints/STEP`, or a file or folder of weights.
+      which: The checkpoint of a workdir: "latest", "best" or a step.
+      by_all: Whether all processes of the job call it together.
+
+    Raises:
+      UserError: If there is no such file or checkpoint.
+      StorageError: If it cannot be read.
+    """
+    is_file = _call(is_weights_file, path, by_all=by_all)
+    if not (process_group.broadcast(is_file) if by_all else is_file):
+        return _call(find, path, which, by_all=by_all)
+    if which != LATEST:
+        raise UserError(f"{path} is a file of weights: leave checkpoint={which} out")
+    return _call(open_weights, path, by_all=by_all)
+
+
+# -- what is wanted ----------------------------------------------------------------------------
+
+
+def whole_state(abstract: TrainState, shardings: TrainState) -> Wanted:
+    """Wants the whole state, on the current devices, whatever devices saved it."""
+    return Wanted(vars(jax.tree.map(_with_sharding, abstract, shardings)))
 
 
 def _with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def load_initial_variables(
-    folder: epath.Path,
-    manifest: Manifest,
-    abstract: TrainState,
-    shardings: TrainState,
-    config: Mapping[str, Any],
-) -> Variables:
-    """Returns the parameters and the model state of a checkpoint of any run of the same model.
+def values_of_model(manifest: Manifest, abstract: TrainState, shardings: TrainState) -> Wanted:
+    """Wants the parameters and the model state of a run of the same model.
 
-    The parameters are the averaged ones if that run kept an average. `abstract`, `shardings` and
-    `config` are of this run. Raises `UserError` if the model differs, `CheckpointCorruptedError` or
-    `StorageError`.
+    The parameters are the averaged ones if that run kept an average. `abstract` and `shardings` are
+    of this run.
     """
-    check_same_model(manifest.identity, config, describe_leaves(abstract), str(folder))
     name = evaluated_field(functools.partial(holds, manifest))
     like = average_of(abstract.params) if TrainState.FIELDS[name].evaluated else abstract.params
     # A run without an average has no shardings for one: that of the parameters applies.
     places = getattr(shardings, name) or shardings.params
     params = jax.tree.map(_with_sharding, like, places)
     state = jax.tree.map(_with_sharding, abstract.model_state, shardings.model_state)
-    found = {name: params} | ({"model_state": state} if jax.tree.leaves(state) else {})
-    targets = {TrainState.FIELDS[n].item: {n: tree} for n, tree in found.items()}
-    fields = read_arrays(folder, manifest, targets)
-    return Variables(fields[name], fields.get("model_state", {}))
+    return Wanted({name: params} | ({"model_state": state} if jax.tree.leaves(state) else {}))
 
 
-# -- outside a run -----------------------------------------------------------------------------
+def host_values(folder: epath.Path, manifest: Manifest, averaged: bool | None) -> Wanted:
+    """Wants the parameters and the model state of any run as NumPy arrays.
+
+    `averaged` is as for `load_params`. Raises `UserError` if the run has no average.
+    """
+    name = "params"
+    if averaged or averaged is None:
+        name = evaluated_field(functools.partial(holds, manifest))
+    if averaged and not TrainState.FIELDS[name].evaluated:
+        raise UserError(
+            f"{folder} holds no averaged parameters: its run had neither ema_decay nor a "
+            "schedule-free optimizer"
+        )
+    fields = [name, "model_state"] if holds(manifest, "model_state") else [name]
+    return Wanted(dict.fromkeys(fields))
+
+
+# -- Values of a model, for use outside a run ------------------------------------------------------
 
 
 def warn(text: str) -> None:
     """Warns of a corrupted checkpoint: the default of `log`, outside a run."""
-    warnings.warn(text, stacklevel=4)
+    warnings.warn(text, stacklevel=5)
 
 
 def read_variables(
@@ -126,26 +278,18 @@ def read_variables(
     those of the base model. `log` receives a line for each corrupted checkpoint that is skipped; by
     default it warns.
     """
-
-    def load(folder: epath.Path, manifest: Manifest) -> Variables:
-        name = "params"
-        if averaged or averaged is None:
-            name = evaluated_field(functools.partial(holds, manifest))
-        if averaged and not TrainState.FIELDS[name].evaluated:
-            raise UserError(
-                f"{folder} holds no averaged parameters: its run had neither ema_decay nor a "
-                "schedule-free optimizer"
-            )
-        params = read_host_arrays(folder, manifest, name)
-        has_state = holds(manifest, "model_state")
-        state = read_host_arrays(folder, manifest, "model_state") if has_state else {}
-        params, state = merged_variables(Variables(params, state), manifest, folder)
-        if sharding is not None:
-            params = jax.device_put(params, sharding)
-        return Variables(params, state)
-
-    loaded = load_latest_valid(find(path, which), load, log)
-    return loaded.value, loaded.manifest
+    want = functools.partial(host_values, averaged=averaged)
+    loaded = load(find(path, which), want, log, read_base=_read_base)
+    variables, manifest = loaded.variables, loaded.manifest
+    if loaded.base is not None:
+        variables = Variables(
+            *(_filled(tree, loaded.base.values, name) for name, tree in variables._asdict().items())
+        )
+    if alpha := manifest.identity.lora.alpha:
+        variables = variables._replace(params=merge_factors(variables.params, alpha, np.einsum))
+    if sharding is not None:
+        variables = variables._replace(params=jax.device_put(variables.params, sharding))
+    return variables, manifest
 
 
 def load_variables(
@@ -217,7 +361,7 @@ def read_manifest(
       UserError: If there is no such checkpoint, or none with a manifest.
       StorageError: If it cannot be read.
     """
-    return load_latest_valid(find(path, which), lambda _, manifest: manifest, log).value
+    return load(find(path, which), lambda *_: Wanted(), log).manifest
 
 
 # -- Models with the values of a checkpoint, for use outside a run ---------------------------------
@@ -363,29 +507,7 @@ def _safetensors() -> Any:
     return save
 
 
-# -- The base weights of a run that trains low-rank factors, and their merging outside a run -------
-
-
-def merged_variables(variables: Variables, manifest: Manifest, folder: epath.Path) -> Variables:
-    """Returns a checkpoint's variables, with low-rank factors added to the base model's kernels.
-
-    Args:
-      variables: NumPy arrays.
-      folder: The folder of the checkpoint, for messages.
-
-    Raises:
-      UserError: If base weights that the checkpoint leaves out are missing or have changed.
-      CheckpointCorruptedError: If these weights are in a checkpoint that is corrupted.
-    """
-    lora = manifest.identity.lora
-    if not lora.alpha:
-        return variables
-    if lora.source:
-        base = _read_base(manifest, folder)
-        variables = Variables(
-            *(_filled(tree, base, f) for tree, f in zip(variables, Variables._fields, strict=True))
-        )
-    return variables._replace(params=merge_factors(variables.params, lora.alpha, np.einsum))
+# -- The base weights of a run that trains low-rank factors ----------------------------------------
 
 
 def _filled(tree: PyTree, values: Mapping[str, np.ndarray], field: str) -> PyTree:
@@ -406,19 +528,19 @@ def _filled(tree: PyTree, values: Mapping[str, np.ndarray], field: str) -> PyTre
     return tree
 
 
-def _read_base(manifest: Manifest, folder: epath.Path) -> dict[str, np.ndarray]:
-    """Returns the base weights that a checkpoint leaves out, by path in the state."""
+def _read_base(folder: epath.Path, manifest: Manifest) -> BaseWeights:
+    """Reads the base weights that a checkpoint leaves out, as NumPy arrays by path in the state."""
     lora = manifest.identity.lora
-    try:
-        source = open_source(lora.source)
-        described = {**lora.leaves, **manifest.identity.leaves}
-        targets = {
-            name.partition("/")[2]: _target(text)
-            for name, text in described.items()
-            if name.split("/")[0] in Variables._fields
-            and not name.startswith(f"params/{FACTORS}/")
-            and not text.startswith("key<")
-        }
+    described = {**lora.leaves, **manifest.identity.leaves}
+    targets = {
+        name.partition("/")[2]: _target(text)
+        for name, text in described.items()
+        if name.split("/")[0] in Variables._fields
+        and not name.startswith(f"params/{FACTORS}/")
+        and not text.startswith("key<")
+    }
+
+    def take(source: WeightSource) -> dict[str, np.ndarray]:
         found = assign_weights(source.path, source.headers, targets, lora.weight_map)
         arrays = {}
         for name in lora.leaves:
@@ -426,28 +548,14 @@ def _read_base(manifest: Manifest, folder: epath.Path) -> dict[str, np.ndarray]:
             if own not in found.pieces:
                 raise UserError(f"{lora.source} has no array for {own}")
             arrays[name] = read_whole(source, found, own, targets[own])
-    except UserError as error:
-        raise UserError(describe_missing(folder, lora, error)) from error
-    check_unchanged(sums(arrays), lora, folder)
-    return arrays
+        return arrays
 
-
-def open_source(path: str) -> WeightSource:
-    """Opens a file of weights or a checkpoint's folder; raises `UserError` if there is neither."""
-    if is_weights_file(path):
-        return open_weights(path)
-    source = find(path)
-    folder = source.path(source.steps[-1])
-    return RunWeights(folder, Manifest.read(folder))
-
-
-def describe_missing(folder: epath.Path, lora: LoraRecord, error: Exception) -> str:
-    """Returns the message that the base weights of the checkpoint in `folder` cannot be read."""
-    return (
-        f"{folder} holds LoRA factors alone, and its base weights cannot be read from "
-        f"{foreign(lora.source)}: {error}. Put them back; a run finds them elsewhere by "
-        f"{option('init_from')}"
-    )
+    source = open_source(lora.source)
+    if isinstance(source, Source):
+        arrays = load(source, lambda *_: Wanted(take=take), warn).fields
+    else:
+        arrays = take(source)
+    return BaseWeights(arrays, sums(arrays), lora)
 
 
 def base_sums(base: Variables) -> dict[str, str]:
@@ -459,7 +567,7 @@ def base_sums(base: Variables) -> dict[str, str]:
     return format_sums(process_group.summed(read_parts(started)))
 
 
-def check_unchanged(actual: Mapping[str, str], lora: LoraRecord, folder: epath.Path) -> None:
+def _check_unchanged(actual: Mapping[str, str], lora: LoraRecord, folder: epath.Path) -> None:
     """Checks that base weights are those that the factors of a checkpoint were trained for.
 
     `actual` has the weights' checksums by path in the state. Raises `UserError` if one differs from

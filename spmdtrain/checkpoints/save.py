@@ -200,7 +200,7 @@ class Checkpoints:
             metrics = _finite(metrics)
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-        items = {item: raw_keys(fields) for item, fields in items_of(state).items()}
+        items = {item: raw_keys(fields) for item, fields in items_of(vars(state)).items()}
         # On accelerators, checksums cover the copy to the host, too. This only starts them.
         sums = None if is_on_cpu(items) else start_sums(_by_field(items))
         is_copied = can_copy(items)

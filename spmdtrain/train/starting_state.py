@@ -1,8 +1,9 @@
 """The state before the first step: resumed, forked, from a file of weights, or initial."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,25 +15,27 @@ from etils import epath
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.listing import (
     LATEST,
-    LoadedCheckpoint,
     Source,
     find,
     list_for_all,
-    load_latest_valid,
 )
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, read_positions
 from spmdtrain.checkpoints.restore import (
-    RunWeights,
+    BaseWeights,
+    Loaded,
+    ReadBase,
+    Wanted,
     base_sums,
-    check_unchanged,
-    describe_missing,
-    load_initial_variables,
-    load_state,
+    load,
+    open_source,
+    values_of_model,
+    whole_state,
 )
 from spmdtrain.checkpoints.run_identity import (
     Identity,
     LoraRecord,
     changes,
+    check_same_model,
     check_same_run,
     describe_leaves,
     record_rules,
@@ -44,7 +47,7 @@ from spmdtrain.checkpoints.weights.assignment import (
     report,
     rules_of_file,
 )
-from spmdtrain.checkpoints.weights.source import WeightSource, is_weights_file, open_weights
+from spmdtrain.checkpoints.weights.source import WeightSource
 from spmdtrain.checkpoints.weights.weight_map import WeightMap
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group, progress
@@ -60,11 +63,6 @@ from spmdtrain.tree import in_dtype_of, named_leaves, path_name
 
 # -- The state before the first step of a start: resumed, forked from another run, or initial ------
 
-StateAndPositions = tuple[TrainState, Mapping[str, str]]
-LoadBase = Callable[[epath.Path, Manifest], tuple[Variables, LoraRecord]]
-"""(folder of a checkpoint, its manifest) -> the base weights that it leaves out, and the
-checkpoint's record with the place where they were."""
-
 
 @dataclass(frozen=True)
 class InitialState:
@@ -78,7 +76,7 @@ def first_state(
     run: RunSession,
     trained: Trainable,
     initialize: Callable[[], InitialState],
-    load_base: LoadBase | None = None,
+    read_base: ReadBase | None = None,
 ) -> tuple[TrainState, bool]:
     """Returns the state before the first step, and whether it was loaded from a checkpoint.
 
@@ -89,7 +87,7 @@ def first_state(
       run: The session of the run. The records of the checkpoint are restored in it.
       trained: Gives shapes and shardings of the state.
       initialize: Returns the initial state; called if there is no checkpoint.
-      load_base: Loads base weights; needed if `trained` has a base model.
+      read_base: Reads base weights; needed if `trained` has a base model.
 
     Raises:
       UserError: If no checkpoint is valid (a run never starts from step 0 in a workdir with
@@ -100,9 +98,9 @@ def first_state(
     _check_other_run(run.config)
     with progress.phase(progress.Phase.RESTORE, 0):
         if (source := _own_checkpoints(run)) is not None:
-            state = _resume(run, trained, source, load_base)
+            state = _resume(run, trained, source, read_base)
         elif run.config.fork_from is not None:
-            state = _fork(run, trained, run.config.fork_from, load_base)
+            state = _fork(run, trained, run.config.fork_from, read_base)
         else:
             initial = initialize()
             state = initial.state
@@ -158,7 +156,7 @@ def _own_checkpoints(run: RunSession) -> Source | None:
 
 
 def _resume(
-    run: RunSession, trained: Trainable, source: Source, load_base: LoadBase | None
+    run: RunSession, trained: Trainable, source: Source, read_base: ReadBase | None
 ) -> TrainState:
     """Returns the state of the workdir's newest valid checkpoint.
 
@@ -174,6 +172,7 @@ def _resume(
             run,
             trained,
             source,
+            read_base,
             "another workdir",
             same_program=not run.config.resume_anyway,
         )
@@ -192,7 +191,7 @@ def _resume(
         run.schedule.total = saved.step
     log(f"resumed from step {saved.step} of {run.config.workdir}")
     run.is_new = False
-    state = _continued(run, trained, loaded, source, load_base, "changed since")
+    state = _continued(run, trained, loaded, "changed since")
     if _has_saved_later(run, saved.step):
         run.branch(saved.step)
     return state
@@ -205,35 +204,39 @@ def _has_saved_later(run: RunSession, step: int) -> bool:
     return process_group.broadcast(later)
 
 
-def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | None) -> TrainState:
+def _fork(run: RunSession, trained: Trainable, text: str, read_base: ReadBase | None) -> TrainState:
     """Returns the state of another run's checkpoint, from which this run continues."""
     path, which = parse_fork(text)
     source = process_group.run_on_all(lambda: find(path, which), UserError)
     instead = f"take its parameters alone: {option('init_from', path)}"
-    loaded = _load(run, trained, source, instead, same_program=False)
+    loaded = _load(run, trained, source, read_base, instead, same_program=False)
     if (step := loaded.manifest.step) >= run.schedule.total:
         raise UserError(
-            f"{source.path(step)} is of step {step}, and this run ends at step "
+            f"{loaded.folder} is of step {step}, and this run ends at step "
             f"{run.schedule.total}: give more steps or epochs, or fork an earlier step: "
             + option("fork_from", f"{path}@STEP")
         )
-    run.logger.terminal.line(
-        f"forked from step {loaded.manifest.step} of {source.path(loaded.manifest.step)}"
-    )
-    state = _continued(run, trained, loaded, source, load_base, "changed")
+    run.logger.terminal.line(f"forked from step {step} of {loaded.folder}")
+    state = _continued(run, trained, loaded, "changed")
     run.branch(step)
     return state
 
 
 def _load(
-    run: RunSession, trained: Trainable, source: Source, instead: str, *, same_program: bool
-) -> LoadedCheckpoint[StateAndPositions]:
+    run: RunSession,
+    trained: Trainable,
+    source: Source,
+    read_base: ReadBase | None,
+    instead: str,
+    *,
+    same_program: bool,
+) -> Loaded:
     """Loads the newest valid checkpoint of a source, if it is of a run like this one."""
+    abstract, shardings = trained.abstract_state, trained.shardings
+    if trained.base is not None:
+        abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
 
-    def load(folder: epath.Path, manifest: Manifest) -> StateAndPositions:
-        abstract, shardings = trained.abstract_state, trained.shardings
-        if trained.base is not None:
-            abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
+    def want(folder: epath.Path, manifest: Manifest) -> Wanted:
         check_same_run(
             manifest.identity,
             run.identity,
@@ -242,24 +245,16 @@ def _load(
             instead=instead,
             same_program=same_program,
         )
-        state = load_state(folder, manifest, abstract, shardings)
-        return state, read_positions(folder, manifest.stream)
+        return whole_state(abstract, shardings)
 
-    return load_latest_valid(source, load, run.logger.terminal.warning, by_all=True)
+    log = run.logger.terminal.warning
+    return load(source, want, log, read_base=read_base, by_all=True)
 
 
-def _continued(
-    run: RunSession,
-    trained: Trainable,
-    loaded: LoadedCheckpoint[StateAndPositions],
-    source: Source,
-    load_base: LoadBase | None,
-    label: str,
-) -> TrainState:
+def _continued(run: RunSession, trained: Trainable, loaded: Loaded, label: str) -> TrainState:
     """Restores the records of a checkpoint, prints what changed, and returns its state."""
-    log, saved = run.logger.terminal.line, loaded.manifest
-    state, positions = loaded.value
-    run.stream_progress.record(saved.step, positions)
+    log, saved, state = run.logger.terminal.line, loaded.manifest, loaded.state
+    run.stream_progress.record(saved.step, read_positions(loaded.folder, saved.stream))
     run.epochs.restore(saved.epoch)
     run.callbacks.states.restore(saved.callbacks, log)
     run.start_is_evaluated = saved.metrics is not None and not saved.metrics_added
@@ -268,10 +263,8 @@ def _continued(
     for change in changes(saved.identity, run.identity):
         log(f"{label}: {change}")
     lora = saved.identity.lora
-    if lora.source:
-        assert load_base is not None
-        base, lora = load_base(source.path(saved.step), saved)
-        state = _with_base(state, base)
+    if loaded.base is not None:
+        state, lora = _with_base(state, loaded.base.values), loaded.base.lora
     run.identity = replace(run.identity, lora=lora)
     before, now = saved.identity.hyperparameters, run.identity.hyperparameters
     return hyperparameters.updated(state, trained.shardings, before, now, log)
@@ -360,27 +353,15 @@ class ValueLoader:
         )
         return InitialState(steps.begun(state), loaded.lora)
 
-    def base_weights(self, folder: epath.Path, manifest: Manifest) -> tuple[Variables, LoraRecord]:
-        """Loads the base weights that a checkpoint leaves out, and verifies their checksums.
-
-        Returns:
-          The weights, None in place of other variables, and the record of where they are.
-
-        Raises:
-          UserError: If they are missing, or differ from the weights that the factors were trained
-            for.
-        """
+    def base_weights(self, folder: epath.Path, manifest: Manifest) -> BaseWeights:
+        """Reads the base weights that a checkpoint leaves out; None in place of other variables."""
         lora, given, base = manifest.identity.lora, self.config.init_from, self.steps.base
         assert base is not None
         known = (None, manifest.identity.config["init_from"], *_names_of(folder))
-        source = lora.source if given in known else str(given)
-        try:
-            loaded = self.load(source, LATEST)
-        except UserError as error:
-            raise UserError(describe_missing(folder, lora, error)) from error
+        loaded = self.load(lora.source if given in known else str(given), LATEST)
         values = base.values(self.steps.as_parameters(loaded.variables))
-        check_unchanged(base_sums(values), lora, folder)
-        return values, dataclasses.replace(lora, source=loaded.lora.source, rules=loaded.lora.rules)
+        found = dataclasses.replace(lora, source=loaded.lora.source, rules=loaded.lora.rules)
+        return BaseWeights(values, base_sums(values), found)
 
     def load(self, path: str, which: str | int) -> LoadedValues:
         """Loads the model's values from a checkpoint of any run, or a file of weights.
@@ -398,32 +379,28 @@ class ValueLoader:
         Raises:
           UserError: If there is no such file or checkpoint, or it is of another model.
         """
-        is_file = process_group.run_on_all(lambda: is_weights_file(path), UserError)
-        if process_group.broadcast(is_file):
-            if which != LATEST:
-                raise UserError(f"{path} is a file of weights: leave checkpoint={which} out")
-            weights = process_group.run_on_all(lambda: open_weights(path), UserError)
-            taken = self._take(weights, self.weight_map, UserError)
-            return LoadedValues(
-                taken, lora=self._lora(str(absolute(folder_of(path))), self.weight_map)
-            )
-        source = process_group.run_on_all(lambda: find(path, which), UserError)
-
-        def load(folder: epath.Path, manifest: Manifest) -> Variables:
-            return self._of_checkpoint(path, folder, manifest)
-
-        found = load_latest_valid(source, load, self.terminal.line, by_all=True)
-        folder, saved = source.path(found.manifest.step), found.manifest.identity
-        variables, lora = found.value, self._lora(str(folder), ())
-        if saved.lora.source:
-            base, lora = self.base_weights(folder, found.manifest)
-            variables = with_base(variables, base)
+        source = open_source(path, which, by_all=True)
+        if not isinstance(source, Source):
+            taken = self._take(source, self.weight_map, UserError)
+            lora = self._lora(str(absolute(folder_of(path))), self.weight_map)
+            return LoadedValues(taken, lora=lora)
+        loaded = load(
+            source,
+            functools.partial(self._wanted, path),
+            self.terminal.line,
+            read_base=self.base_weights,
+            by_all=True,
+        )
+        variables, saved = loaded.variables, loaded.manifest
+        lora = self._lora(str(loaded.folder), ())
+        if loaded.base is not None:
+            variables, lora = with_base(variables, loaded.base.values), loaded.base.lora
         count = len(jax.tree.leaves(variables))
         self.terminal.line(
-            f"parameters of step {found.manifest.step} from {folder}"
-            + (f": all {count} arrays" if self._is_exact(path, saved) else "")
+            f"parameters of step {saved.step} from {loaded.folder}"
+            + (f": all {count} arrays" if self._is_exact(path, saved.identity) else "")
         )
-        return LoadedValues(variables, found.manifest.step, saved, lora)
+        return LoadedValues(variables, saved.step, saved.identity, lora)
 
     def _lora(self, source: str, weight_map: WeightMap) -> LoraRecord:
         base = self.steps.base
@@ -439,30 +416,29 @@ class ValueLoader:
         strict = self.config.init_from_strict == "all"
         return path != self.config.init_from or (strict and not self.weight_map)
 
-    def _of_checkpoint(self, path: str, folder: epath.Path, manifest: Manifest) -> Variables:
-        """Returns the values in a checkpoint, None in place of base weights that it leaves out."""
-        saved, base, steps = manifest.identity.lora, self.steps.base, self.steps
-        if saved.alpha and (base is None or base.alpha != saved.alpha):
+    def _wanted(self, path: str, folder: epath.Path, manifest: Manifest) -> Wanted:
+        """Returns what is read from a checkpoint: the model's arrays, or all that fit the model."""
+        saved, base, steps = manifest.identity, self.steps.base, self.steps
+        if saved.lora.alpha and (base is None or base.alpha != saved.lora.alpha):
             raise UserError(
-                f"{folder} is of a run with LoRA of alpha {saved.alpha:g}, and this model has "
+                f"{folder} is of a run with LoRA of alpha {saved.lora.alpha:g}, and this model has "
                 + (
                     f"alpha {base.alpha:g}"
                     if base
                     else "no LoRA: export it, and start from the file"
                 )
             )
-        if self._is_exact(path, manifest.identity):
-            abstract, shardings = steps.abstract_state, steps.shardings
-            if base is not None and saved.source:
-                abstract, shardings = map(base.without_base, (abstract, shardings))
-            config = config_as_json(self.config)
-            return load_initial_variables(folder, manifest, abstract, shardings, config)
-        own = process_group.run_on_all(
-            lambda: RunWeights(folder, manifest), CheckpointCorruptedError
-        )
-        # Without the weight map, a base model's names are those of a run of that model.
-        rules = () if base is not None else self.weight_map
-        return self._take(own, rules, CheckpointCorruptedError)
+        if not self._is_exact(path, saved):
+            # Without the weight map, a base model's names are those of a run of that model.
+            rules = () if base is not None else self.weight_map
+            corrupted = CheckpointCorruptedError
+            return Wanted(take=lambda arrays: self._take(arrays, rules, corrupted)._asdict())
+        abstract, shardings = steps.abstract_state, steps.shardings
+        if base is not None and saved.lora.source:
+            abstract, shardings = map(base.without_base, (abstract, shardings))
+        leaves = describe_leaves(abstract)
+        check_same_model(saved, config_as_json(self.config), leaves, str(folder))
+        return values_of_model(manifest, abstract, shardings)
 
     def _take(
         self, source: WeightSource, weight_map: WeightMap, expected: type[Exception]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,17 @@ def test_a_run_trains_saves_and_resumes_the_factors_alone(base: str, tmp_path: P
     np.savez(moved, **weights)
     with pytest.raises(UserError, match="for other base weights: params/second/kernel has the"):
         made("whole", init_from=moved).fit((X, Y), steps=6)
+
+
+def test_without_its_base_a_run_renames_no_corrupted_checkpoint(base: str, tmp_path: Path) -> None:
+    own = shutil.copy(base, tmp_path / "own.npz")
+    options = {"workdir": str(tmp_path / "run"), "init_from": str(own)}
+    trainer(lora(), checkpoint_every_steps=1, **options).fit((X, Y), steps=2)
+    (tmp_path / "run" / "checkpoints" / "2" / "manifest.json").write_text("{")
+    os.remove(own)
+    with pytest.raises(UserError, match=r"checkpoints/1 holds .* cannot be read from .*own\.npz: "):
+        trainer(lora(), **options).fit((X, Y), steps=3)
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"1", "2"}
 
 
 @pytest.mark.nightly

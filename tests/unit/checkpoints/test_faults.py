@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from checkpoint_helpers import load_state
 from etils import epath
 from helpers import (
     DIGITS,
@@ -41,7 +42,6 @@ from helpers import (
 from spmdtrain import CallbackContext, StorageError, Trainer, UserError, load_params
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.models import MLP
 from spmdtrain.record.storage import is_corruption, silence_tensorstore_shutdown
 from spmdtrain.step.state import TrainState
@@ -100,8 +100,7 @@ def load(saved: Path) -> Callable[[Path], TrainState]:
     steps = trainer(saved, steps=4).functions
 
     def load(folder: Path) -> TrainState:
-        path = epath.Path(folder)
-        return load_state(path, Manifest.read(path), steps.abstract_state, steps.shardings)
+        return load_state(folder, steps.abstract_state, steps.shardings)
 
     return load
 
@@ -404,9 +403,8 @@ def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) 
     assert sorted(expected) == saved_steps(tmp_path) == list(range(2, 13, 2))
     assert len(unfinished) >= 3  # else nothing was put to the test
     for step, state in expected.items():
-        folder = epath.Path(tmp_path / "checkpoints" / str(step))
-        steps = made.functions
-        found = load_state(folder, Manifest.read(folder), steps.abstract_state, steps.shardings)
+        folder, steps = tmp_path / "checkpoints" / str(step), made.functions
+        found = load_state(folder, steps.abstract_state, steps.shardings)
         assert bits(found) == state, step
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmdtrain import FunctionModel, Loop, Trainer
-from spmdtrain.checkpoints.restore import load_state
+from spmdtrain.checkpoints.restore import Wanted, whole_state
 from spmdtrain.config.options import MeshSpec, ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
@@ -862,10 +862,10 @@ def test_a_state_restored_with_another_sharding_stops_the_run(
     assert trainer(workdir=str(tmp_path)).fit(X, steps=2).step == 2
     fitted = trainer(workdir=str(tmp_path))
 
-    def elsewhere(folder: Any, manifest: Any, abstract: Any, shardings: Any) -> Any:
-        return load_state(folder, manifest, abstract, replicated(fitted, shardings))
+    def elsewhere(abstract: Any, shardings: Any) -> Wanted:
+        return whole_state(abstract, replicated(fitted, shardings))
 
-    monkeypatch.setattr("spmdtrain.train.starting_state.load_state", elsewhere)
+    monkeypatch.setattr("spmdtrain.train.starting_state.whole_state", elsewhere)
     with pytest.raises(UserError) as caught:
         fitted.fit(X, steps=3)
     assert str(caught.value) == f"as restored, {WRONG}"

@@ -12,7 +12,7 @@ import pytest
 from linear_model import squared_error, trainer
 
 from spmdtrain import MappedDataset, Trainer, UserError
-from spmdtrain.checkpoints.restore import load_state
+from spmdtrain.checkpoints.restore import whole_state
 from spmdtrain.step.program import StepPlan, plan_step
 
 X = np.random.default_rng(1).normal(size=(40, 4))  # of f64, which the devices make f32
@@ -45,9 +45,9 @@ def test_it_is_compiled_while_the_state_is_restored(
                 seen.set()
                 break
             seen.wait(0.01)
-        return load_state(*args)
+        return whole_state(*args)
 
-    monkeypatch.setattr("spmdtrain.train.starting_state.load_state", waits)
+    monkeypatch.setattr("spmdtrain.train.starting_state.whole_state", waits)
     assert trainer(workdir=str(tmp_path)).fit((X, Y), steps=6).step == 6
     assert seen.is_set() and len(planned) == 1
     assert planned[0] is not threading.main_thread()
