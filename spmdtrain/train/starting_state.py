@@ -481,6 +481,19 @@ class ValueLoader:
         return jax.tree_util.tree_map_with_path(lambda at, _: values[path_name(at[1:])], placed)
 
 
+def values_source(config: RunConfig, which: str | int) -> tuple[str, str | int] | None:
+    """Returns the path and the checkpoint of the values that a configuration names.
+
+    Tries, in the order of `first_state`: the checkpoints of the workdir, `fork_from`, `init_from`.
+    None if there are none of these. `which` is the checkpoint, unless `fork_from` names one.
+    """
+    if config.workdir is not None and list_for_all(config.workdir).steps:
+        return config.workdir, which
+    if config.fork_from is not None:
+        return parse_fork(config.fork_from)
+    return (config.init_from, which) if config.init_from else None
+
+
 def _names_of(checkpoint: epath.Path) -> list[str]:
     """Returns the paths that name a checkpoint, as a user may have given them."""
     return [str(checkpoint), str(checkpoint.parent), str(checkpoint.parent.parent)]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Function, Variables, describe_modes
-from spmdtrain.checkpoints.listing import LATEST, list_for_all
+from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
 from spmdtrain.checkpoints.weights.weight_map import WeightMap, checked_weight_map
 from spmdtrain.config import overrides
@@ -68,7 +68,7 @@ from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import Metrics, Written, checked_media
 from spmdtrain.train.schedule import Epochs, FitResult
 from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
-from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, parse_fork
+from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, values_source
 
 PyTree = Any
 
@@ -411,20 +411,17 @@ class Trainer:
         Raises:
           UserError: If there is no such checkpoint, or none of this model.
         """
-        if which is None:
-            which = self.config.checkpoint if path is None else LATEST
-        if path is None:
-            workdir, fork_from = self.config.workdir, self.config.fork_from
-            if workdir is not None and list_for_all(workdir).steps:
-                path = workdir
-            elif fork_from is not None:
-                path, which = parse_fork(fork_from)
-            else:
-                path = self.config.init_from
-            if path is None:
-                raise UserError(
-                    f"workdir {workdir} holds no checkpoint, and init_from is not given"
-                )
+        if path is not None:
+            return self._load_values(path, LATEST if which is None else which)
+        which = self.config.checkpoint if which is None else which
+        if (source := values_source(self.config, which)) is None:
+            raise UserError(
+                f"workdir {self.config.workdir} holds no checkpoint, and init_from is not given"
+            )
+        return self._load_values(*source)
+
+    def _load_values(self, path: str, which: str | int) -> int:
+        """Loads the model's values; returns the step of the checkpoint, 0 for a file of weights."""
         given = self.functions, self.config, self._weight_map, self.terminal
         loaded = ValueLoader(*given).load(path, which)
         self._restored, self._restored_from = loaded.variables, loaded.identity
@@ -480,13 +477,8 @@ class Trainer:
         if self._state is not None:
             return self._state.variables
         if self._restored is None:
-            workdir = self.config.workdir
-            if (
-                self.config.init_from
-                or self.config.fork_from
-                or (workdir and list_for_all(workdir).steps)
-            ):
-                self.restore()
+            if (source := values_source(self.config, self.config.checkpoint)) is not None:
+                self._load_values(*source)
             else:
                 self._restored = self.functions.init(self.config.seed).variables
         assert self._restored is not None
