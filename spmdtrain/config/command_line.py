@@ -37,6 +37,7 @@ from spmdtrain.config.run_config import (
 from spmdtrain.document.terminal import LINE_WIDTH, Terminal
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import check_inherited, cpu_devices_in_environment
+from spmdtrain.trackers.base import find_tracker
 
 # -- The command line of an experiment: options of the command and fields of its configuration -----
 
@@ -166,6 +167,9 @@ def parse_command_line(
         command = _parse(_command(default, experiment.doc, of), arguments, prog)
     config = command.experiment
     check_inherited(config)  # its class may override the checks
+    if "trackers" in given:
+        for name in config.trackers:
+            find_tracker(name)
     if "cpu_devices" in given and (setting := cpu_devices_in_environment()):
         raise UserError(f"--cpu-devices and {setting} in the environment exclude each other")
     own_workdir = config.workdir is not None

@@ -11,7 +11,7 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean, field_meant
 from spmdtrain.record.storage import FixedFolder
 from spmdtrain.sharding.mesh import check_inherited
-from spmdtrain.trackers.base import Tracker
+from spmdtrain.trackers.base import Tracker, find_tracker
 from spmdtrain.trackers.run_trackers import check_trackers
 
 INSTEAD = {
@@ -170,9 +170,11 @@ def with_trackers(
         )
     names = tuple(each for each in given if isinstance(each, str))
     own = [each for each in given if not isinstance(each, str)]
+    for name in names:
+        find_tracker(name)
     check_trackers(own)
     if names or not given:
-        config = dataclasses.replace(config, trackers=names)  # type: ignore[arg-type]
+        config = dataclasses.replace(config, trackers=names)
     return config, own
 
 

@@ -447,11 +447,12 @@ class RunConfig:
     those after the first step and before each save."""
     log_every: int = option_field(10, Group.LOGGING, usual=True, range=ABOVE_ZERO)
     """Steps between two lines of training metrics."""
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = option_field(
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"] | str, ...] = option_field(
         ("tensorboard",), Group.LOGGING, usual=True, on_resume=FREE, in_measurements=False
     )
     """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
-    trackio; nowhere else without a name. A tracker that fails does not stop the run."""
+    trackio, or a tracker of an installed package; nowhere else without a name. A tracker that fails
+    does not stop the run."""
     quiet: bool = option_field(False, Group.LOGGING, usual=True, on_resume=FREE)
     """Print only errors, warnings and the result: the metrics of the last evaluation, or the
     predictions."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,11 @@ from spmdtrain.record.validation import check
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metrics import OF_EPOCH
 from spmdtrain.step.state import TrainState
-from spmdtrain.trackers.tensorboard import EpochEvents
 from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.tree import path_name
+
+if TYPE_CHECKING:
+    from spmdtrain.trackers.tensorboard import EpochEvents
 
 _CHANGES_RATE = ("ReduceLROnPlateau", "LearningRateScheduler")
 _BEGINS_EPOCHS = ("LearningRateScheduler", "LambdaCallback")
@@ -87,6 +89,8 @@ class KerasCallbacks:
 
     def fit_start(self, event: CallbackContext) -> None:
         """Begins the training of the callbacks; raises `UserError` if the run cannot have one."""
+        from spmdtrain.trackers.tensorboard import EpochEvents
+
         self._check_run(event.trainer.config)
         self._events = [
             EpochEvents(callback.log_dir)

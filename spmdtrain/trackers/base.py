@@ -1,11 +1,13 @@
-"""The interface of trackers, and the media that a run can log."""
+"""The interface of trackers, how they are found by name, and the media that a run can log."""
 
 import dataclasses
+import importlib.util
 import io
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -13,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.errors import UserError, foreign, import_extra
+from spmdtrain.errors import UserError, did_you_mean, foreign, import_extra
 from spmdtrain.record.run_files import Status
 
 # -- Media that a run can log: images, texts, histograms, tables and figures -----------------------
@@ -467,15 +469,24 @@ class Tracker:
     Attributes:
       name: Names the tracker in messages and in `trackers.json`. By default the name of the class.
       close_timeout: Seconds that the run waits at its end for pending calls and `close`.
+      in_workdir: Whether it writes to the workdir. A run without one then leaves it out, and before
+        each save waits until it has written what it got.
+      imports: The module that `start` imports. A run that names the tracker ends at once if its
+        library is not installed.
     """
 
     name: str = ""
     close_timeout: float = 60.0
+    in_workdir: bool = False
+    imports: str = ""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+
+    def before_start(self) -> None:
+        """Prepares for `start`. Called before it in the thread of the run, which an error ends."""
 
     def start(self, run: RunInfo) -> str | None:
         """Begins to record a run, or continues to.
@@ -566,6 +577,58 @@ class Tracker:
         Args:
           status: How the run ended.
         """
+
+
+# -- Trackers by name: entry points of installed packages ------------------------------------------
+
+GROUP = "spmdtrain.trackers"
+"""The group of entry points that are trackers."""
+SHIPPED: Mapping[str, str] = {
+    "tensorboard": "spmdtrain.trackers.tensorboard:TensorBoardTracker",
+    "wandb": "spmdtrain.trackers.services:WandbTracker",
+    "mlflow": "spmdtrain.trackers.services:MlflowTracker",
+    "trackio": "spmdtrain.trackers.services:TrackioTracker",
+}
+"""The entry points of this package. They are listed here because a checkout that is not installed
+has none, and because to read those of all installed packages takes 10 to 100 ms."""
+
+
+def find_tracker(name: str) -> EntryPoint:
+    """Returns the entry point of a tracker; raises `UserError` if no installed package has it."""
+    if name in SHIPPED:
+        return EntryPoint(name, SHIPPED[name], GROUP)
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if name in installed:
+        return installed[name]
+    names = [*SHIPPED, *sorted(installed.keys() - SHIPPED)]
+    hint, listed = did_you_mean(str(name), names), f" There are: {', '.join(names)}."
+    raise UserError(f"trackers is {name!r}.{hint if hint == listed else hint + listed}")
+
+
+def make_tracker(name: str, *arguments: Any) -> Tracker:
+    """Returns the tracker of an entry point, made with the arguments.
+
+    Raises `UserError` if there is none, or if it or the library that it needs cannot be imported.
+    """
+    point = find_tracker(name)
+    try:
+        made = point.load()
+    except (ImportError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(
+            f"trackers has {name!r}, and {point.value} cannot be imported: {why}"
+        ) from error
+    if not (isinstance(made, type) and issubclass(made, Tracker)):
+        raise UserError(
+            f"trackers has {name!r}, and {point.value} is not a subclass of spmdtrain.Tracker"
+        )
+    library = made.imports.partition(".")[0]
+    if library and importlib.util.find_spec(library) is None:
+        extra = f": pip install 'spmdtrain[{name}]'" if name in SHIPPED else ""
+        raise UserError(f"trackers has {name!r}, and {library} is not installed{extra}")
+    tracker: Tracker = made(*arguments)
+    tracker.name = name
+    return tracker
 
 
 # -- Arrays of media: their checks, and copies that can be fetched later ---------------------------

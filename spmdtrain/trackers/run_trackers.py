@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -38,9 +38,8 @@ from spmdtrain.trackers.base import (
     Tracker,
     check_pillow,
     encode_png,
+    make_tracker,
 )
-from spmdtrain.trackers.services import MlflowTracker, TrackioTracker, WandbTracker
-from spmdtrain.trackers.tensorboard import TensorBoardTracker, import_writer
 
 # -- The thread of a tracker, with a bounded queue of calls ----------------------------------------
 
@@ -202,12 +201,6 @@ class TrackerWorker:
 
 # -- The trackers of a run -------------------------------------------------------------------------
 
-_SHIPPED: Mapping[str, tuple[type[Tracker], str]] = {
-    "wandb": (WandbTracker, "wandb"),
-    "mlflow": (MlflowTracker, "mlflow"),
-    "trackio": (TrackioTracker, "trackio"),
-}
-"""Class and library of the trackers of the option `trackers`; the extras have the same names."""
 _MEDIA_SPLITS = (Split.TRAIN, Split.EVAL, Split.TEST)
 _MEDIA_SIZE = 100  # of a call with media, in the size of a call with metrics
 _LARGEST_FILE = 2**20  # bytes of trackers.json
@@ -218,41 +211,28 @@ _VERSION = sys.version_info[:3]
 MUST_IMPORT_FIRST = (3, 11) <= _VERSION < (3, 11, 8) or (3, 12) <= _VERSION < (3, 12, 2)
 """True if `ast.parse` may raise SystemError because another thread calls it at the same time ("AST
 constructor recursion depth mismatch", python/cpython#106905). The import of W&B calls it for each
-of its models, and JAX calls it now and then."""
-IMPORTED_FIRST: Mapping[type[Tracker], str] = {
-    WandbTracker: "wandb.apis.public",  # `wandb.init` imports it, and it imports all models
-    MlflowTracker: "mlflow",
-    TrackioTracker: "trackio",
-}
-"""The modules that are imported before the threads start, if `MUST_IMPORT_FIRST`."""
+of its models, and JAX calls it now and then. The modules that trackers import are then imported
+before the threads start."""
+_EVENTS = "tensorboard"  # the only tracker of an evaluator
 
 
-def choose_trackers(names: Sequence[str], own: Sequence[Tracker]) -> list[Tracker]:
-    """Returns the trackers of a run, except TensorBoard's.
+def choose_trackers(
+    names: Sequence[str], own: Sequence[Tracker], *, has_workdir: bool
+) -> list[Tracker]:
+    """Returns the trackers of a run.
 
-    `names` is the option `trackers`. A user's tracker with the name of a shipped one replaces it.
-    Raises `UserError` if a library is missing, or a tracker is not a `Tracker`.
+    `names` is the option `trackers`. A user's tracker with the name of another one replaces it.
+    Raises `UserError` if a tracker is not found or not a `Tracker`, or if its library is missing.
     """
     check_trackers(own)
     replaced = {tracker.name for tracker in own}
-    found = []
-    for name in dict.fromkeys(names):
-        if name in replaced or name not in _SHIPPED:
-            continue
-        made, library = _SHIPPED[name]
-        if importlib.util.find_spec(library) is None:
-            raise UserError(
-                f"trackers has {name!r}, and {library} is not installed: pip install "
-                f"'spmdtrain[{name}]'"
-            )
-        found.append(made())
-    chosen = [*found, *own]
+    named = [make_tracker(name) for name in dict.fromkeys(names) if name not in replaced]
+    chosen = [*(tracker for tracker in named if has_workdir or not tracker.in_workdir), *own]
     if MUST_IMPORT_FIRST:
-        for kind, module in IMPORTED_FIRST.items():
-            if any(isinstance(tracker, kind) for tracker in chosen):
-                # In the tracker's thread, the import raises its exception again: printed there.
-                with contextlib.suppress(Exception):
-                    importlib.import_module(module)
+        for module in {tracker.imports for tracker in chosen if tracker.imports}:
+            # In the tracker's thread, the import raises its exception again: printed there.
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
     return chosen
 
 
@@ -274,21 +254,14 @@ def open_trackers(
 ) -> "RunTrackers":
     """Returns the trackers of a training run; only those of process 0 record anything.
 
-    `own` are the user's trackers; `files` is None without a workdir. Raises `UserError` if a
-    library is missing, or a tracker is not a `Tracker`.
+    `own` are the user's trackers; `files` is None without a workdir. Raises `UserError` as
+    `choose_trackers` does.
     """
     if not process_group.is_chief():
         check_trackers(own)
         return RunTrackers.none()
-    events = TensorBoardTracker.name
-    writes_events = events in config.trackers and events not in {each.name for each in own}
-    return RunTrackers(
-        choose_trackers(config.trackers, own),
-        files,
-        log,
-        event_files=events if writes_events else None,
-        writes_media=True,
-    )
+    chosen = choose_trackers(config.trackers, own, has_workdir=files is not None)
+    return RunTrackers(chosen, files, log, writes_media=True)
 
 
 def evaluator_trackers(
@@ -299,20 +272,19 @@ def evaluator_trackers(
     TensorBoard follows only one file in each folder. Other trackers take one writer for each run,
     which is the training.
     """
-    if others := [name for name in config.trackers if name != "tensorboard"]:
+    if others := [name for name in config.trackers if name != _EVENTS]:
         log(f"evaluator: writes to TensorBoard alone, not to {', '.join(others)}")
-    has_events = "tensorboard" in config.trackers
-    folder = Writer.EVALUATOR.file("tensorboard") if has_events else None
-    return RunTrackers((), files, log, event_files=folder)
+    has_events = _EVENTS in config.trackers
+    folder = Writer.EVALUATOR.file(_EVENTS)
+    return RunTrackers([make_tracker(_EVENTS, folder)] if has_events else [], files, log)
 
 
 class RunTrackers:
     """Passes metrics and media of a run to its trackers, each in its own thread.
 
     Args:
-      trackers: The trackers, besides TensorBoard's and the files of media.
+      trackers: The trackers, besides the files of media.
       files: The files of the workdir; None without one.
-      event_files: Name of TensorBoard's folder in the workdir; None to write none.
       writes_media: Whether media are written to the workdir.
     """
 
@@ -322,7 +294,6 @@ class RunTrackers:
         files: RunFiles | None,
         log: Callable[[str], None],
         *,
-        event_files: str | None = None,
         writes_media: bool = False,
     ) -> None:
         self._files, self._log = files, log
@@ -330,11 +301,7 @@ class RunTrackers:
         self._ids: dict[str, str] = {}
         self.status = Status.FAILED
         """The status at the end; until it is known, the status of an unexpected end."""
-        given = list(trackers)
-        self._writes_events = files is not None and event_files is not None
-        if files is not None and event_files is not None:
-            given.insert(0, TensorBoardTracker(event_files))
-        self._trackers = [TrackerWorker(tracker, log) for tracker in given]
+        self._trackers = [TrackerWorker(tracker, log) for tracker in trackers]
         # The files of media have no metrics, which are in `metrics.jsonl`.
         media = [MediaFiles()] if files is not None and writes_media else []
         self._workers = [*(TrackerWorker(tracker, log) for tracker in media), *self._trackers]
@@ -350,8 +317,8 @@ class RunTrackers:
         `config` is the resolved configuration, as JSON values.
         """
         files = self._files
-        if self._writes_events:
-            import_writer()  # in this thread: for a moment it hides a module from other imports
+        for worker in self._workers:
+            worker.tracker.before_start()
         self._ids = {} if files is None else self._read_ids(files)
         workdir = None if files is None else str(files.folder)
         for worker in self._workers:
@@ -458,8 +425,7 @@ class RunTrackers:
 
     def flush(self) -> Callable[[], None]:
         """Queues a flush of the workdir's own files; the result waits for it, at most 10 s."""
-        own = (MediaFiles, TensorBoardTracker)
-        waits = [worker.flush() for worker in self._workers if isinstance(worker.tracker, own)]
+        waits = [worker.flush() for worker in self._workers if worker.tracker.in_workdir]
 
         def wait() -> None:
             for each in waits:
@@ -538,6 +504,7 @@ class MediaFiles(Tracker):
     """Writes a line of `media.jsonl` for each item, and a file for each image and figure."""
 
     name = "media"
+    in_workdir = True
     _folder: Path
 
     def start(self, run: RunInfo) -> None:

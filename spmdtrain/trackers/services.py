@@ -29,6 +29,7 @@ class WandbTracker(Tracker):
     """
 
     name = "wandb"
+    imports = "wandb.apis.public"  # `wandb.init` imports it, and it imports all models
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -139,6 +140,7 @@ class MlflowTracker(Tracker):
     """
 
     name = "mlflow"
+    imports = "mlflow"
 
     def __init__(self, experiment: str | None = None) -> None:
         self._experiment = experiment
@@ -254,6 +256,7 @@ class TrackioTracker(Tracker):
     """
 
     name = "trackio"
+    imports = "trackio"
 
     def __init__(self, **options: Any) -> None:
         self._options = options

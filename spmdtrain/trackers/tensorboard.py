@@ -32,12 +32,16 @@ class TensorBoardTracker(Tracker):
     """Writes TensorBoard event files in a folder of the workdir."""
 
     name = "tensorboard"
+    in_workdir = True
     _root: Path
 
     def __init__(self, folder: str = "tensorboard") -> None:
         self._name = folder
         self._file: EventFile | None = None
         self._purge_from: int | None = None
+
+    def before_start(self) -> None:
+        import_writer()  # in this thread: for a moment it hides a module from other imports
 
     def start(self, run: RunInfo) -> None:
         """Checks for events of an earlier start, because events of later steps are stale."""

@@ -33,6 +33,7 @@ from spmdtrain.record.run_files import RunFiles, Split, Status
 from spmdtrain.record.storage import folder_of
 from spmdtrain.run import main
 from spmdtrain.trackers.run_trackers import RunTrackers
+from spmdtrain.trackers.tensorboard import TensorBoardTracker
 
 pytestmark = pytest.mark.slow  # to a bucket, simulated, every file takes its time
 
@@ -257,7 +258,7 @@ def test_media_and_ids_of_trackers_reach_a_bucket_and_are_continued(storage: Fak
     earlier: list[str | None] = []
     for first, last in ((0, 3), (2, 2)):
         files = RunFiles("gs://bucket/run")
-        trackers = RunTrackers([Kept()], files, print, event_files="tensorboard", writes_media=True)
+        trackers = RunTrackers([Kept(), TensorBoardTracker()], files, print, writes_media=True)
         trackers.start(first, {})
         for step in range(first + 1, last + 1):
             figure = Figure(f"<svg>{step}</svg>")

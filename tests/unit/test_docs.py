@@ -18,6 +18,7 @@ from helpers import REPOSITORY, saved_steps, status
 
 import spmdtrain
 from spmdtrain import RunConfig, load_params
+from spmdtrain.trackers.base import SHIPPED
 from spmdtrain.tree import named_leaves
 
 DOCS = REPOSITORY / "docs"
@@ -120,7 +121,8 @@ def test_the_page_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {(x["name"], x["step"]) for x in logged} == {(n, step) for n in names for step in (2, 4)}
     table = re.findall(r"^\| `(\w+)` \|", (DOCS / "trackers.md").read_text(), re.M)
     hints = get_type_hints(RunConfig)["trackers"]
-    assert table == list(get_args(get_args(hints)[0]))
+    listed, other = get_args(get_args(hints)[0])
+    assert table == list(get_args(listed)) == list(SHIPPED) and other is str
 
 
 NAMES = """

@@ -130,6 +130,39 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(clients).prepare()  # raises CycleError with the modules of a circle
 
 
+# Commands, and what the run of a strategy or an option finds by its name: nothing imports them.
+RARE = (
+    *("parameter_server", "replay", "report", "sweep"),
+    *("trackers.services", "trackers.tensorboard"),
+)
+OPENING: dict[str, set[str]] = {
+    "spmdtrain.__main__": {"replay", "report", "sweep"},  # completes the options of all commands
+    "spmdtrain.keras.callbacks": {"trackers.tensorboard"},  # does what the one of Keras would
+}
+"""Modules that import rare ones nevertheless, in the function that needs them."""
+
+
+def rare_part(module: str) -> str | None:
+    """The entry of RARE that a module, or a name imported from it, belongs to."""
+    name = f"{module}.".removeprefix("spmdtrain.")
+    return next((part for part in RARE if name.startswith(f"{part}.")), None)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if rare_part(name) is None])
+def test_nothing_imports_what_few_runs_need(module: str) -> None:
+    package = module if FILES[module].stem == "__init__" else module.rpartition(".")[0]
+    named = imported_modules(FILES[module].read_text(), package)
+    assert {part for name in named if (part := rare_part(name))} == OPENING.get(module, set())
+
+
+def test_importing_all_other_modules_imports_nothing_that_few_runs_need() -> None:
+    others = [name for name in MODULES if rare_part(name) is None]
+    code = f"import importlib, sys\nfor name in {others}: importlib.import_module(name)\n"
+    loaded = python(f"{code}print(*(x for x in sys.modules if x.startswith('spmdtrain')))").split()
+    assert "spmdtrain.train.trainer" in loaded and "spmdtrain.trackers.run_trackers" in loaded
+    assert not {part for name in loaded if (part := rare_part(name))}
+
+
 def reached_from_python() -> set[str]:
     """The modules to which the public names lead, by imports anywhere, also lazy ones."""
     reached: set[str] = set()

@@ -18,6 +18,7 @@ from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.run import main
 from spmdtrain.trackers.base import Media
 from spmdtrain.trackers.run_trackers import RunTrackers
+from spmdtrain.trackers.tensorboard import TensorBoardTracker
 
 IMPORTS = """
 import sys
@@ -54,7 +55,7 @@ def test_event_files_that_cannot_be_written_are_named_and_end_no_run(
 def test_media_are_images_texts_and_histograms(tmp_path: Path) -> None:
     found: dict[tuple[str, int], Any] = {}
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
-        trackers = RunTrackers((), files, print, event_files="tensorboard")
+        trackers = RunTrackers([TensorBoardTracker()], files, print)
         with contextlib.closing(trackers):
             trackers.start(0, {})
             media: dict[str, Media] = {

@@ -19,7 +19,7 @@ from helpers import metrics
 from spmdtrain import RunConfig, RunInfo, Tracker, Trainer, UserError
 from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
 from spmdtrain.trackers import run_trackers
-from spmdtrain.trackers.base import Text
+from spmdtrain.trackers.base import SHIPPED, Text, make_tracker
 from spmdtrain.trackers.run_trackers import (
     MAX_PENDING,
     RunTrackers,
@@ -223,7 +223,7 @@ def test_ids_are_not_written_through_a_link(tmp_path: Path) -> None:
 
 def missing_library(monkeypatch: pytest.MonkeyPatch) -> list[Tracker]:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    return choose_trackers(["tensorboard", "wandb"], ())
+    return choose_trackers(["tensorboard", "wandb"], (), has_workdir=True)
 
 
 def test_libraries_are_imported_before_the_threads_where_two_threads_may_not_parse(
@@ -236,13 +236,15 @@ def test_libraries_are_imported_before_the_threads_where_two_threads_may_not_par
         for library in ("trackio", "mlflow"):
             monkeypatch.delitem(sys.modules, library, raising=False)
         monkeypatch.setattr(run_trackers, "MUST_IMPORT_FIRST", must)
-        assert len(choose_trackers(["mlflow"], [TrackioTracker()])) == 2
+        assert len(choose_trackers(["mlflow"], [TrackioTracker()], has_workdir=False)) == 2
         assert ("trackio" in sys.modules) is imported
     monkeypatch.delitem(sys.modules, "trackio")
 
 
 def test_the_modules_that_are_imported_first_exist() -> None:
-    assert all(importlib.util.find_spec(name) for name in run_trackers.IMPORTED_FIRST.values())
+    names = {name: make_tracker(name).imports for name in SHIPPED}
+    assert [name for name, module in names.items() if not module] == ["tensorboard"]
+    assert all(importlib.util.find_spec(module) for module in names.values() if module)
 
 
 def test_a_run_that_cannot_begin_calls_no_tracker(tmp_path: Path) -> None:
