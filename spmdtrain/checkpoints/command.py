@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import tyro
 from etils import epath
-from rich.table import Table
 
 from spmdtrain.checkpoints.listing import LATEST, Listing, Source, find
 from spmdtrain.checkpoints.manifest import Manifest
@@ -19,6 +18,7 @@ from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.restore import export_params, read_manifest
 from spmdtrain.checkpoints.save import is_unfinished
 from spmdtrain.checkpoints.weights.weight_map import read_weight_map
+from spmdtrain.document.blocks import Fact, FactsBlock, TableBlock
 from spmdtrain.document.terminal import Terminal, byte_size, number
 from spmdtrain.errors import (
     ExitCode,
@@ -26,7 +26,6 @@ from spmdtrain.errors import (
     exit_code_of,
     exit_if_output_is_closed,
     foreign,
-    printable,
 )
 
 
@@ -109,9 +108,7 @@ def verify(path: str, terminal: Terminal) -> int:
     are valid, 1 otherwise.
     """
     source = find(path)
-    table = Table("step", "saved", "size", "metric", "verdict", title=foreign(str(source.folder)))
-    for column in table.columns[:4]:
-        column.justify = "right"
+    rows: list[Sequence[str]] = []
     faults = 0
     with terminal.progress("verify", done=0, total=len(source.steps)):
         for done, step in enumerate(reversed(source.steps), start=1):
@@ -119,16 +116,17 @@ def verify(path: str, terminal: Terminal) -> int:
             if fault and not source.path(step).exists():
                 continue  # a run in progress has removed it meanwhile
             faults += fault is not None
-            table.add_row(str(step), *cells, foreign(fault or "valid"))
+            rows.append((str(step), *cells, fault or "valid"))
             terminal.advance(done)
     if source.whole_workdir:
         for name in sorted(path.name for path in source.folder.iterdir()):
             if re.fullmatch(r"\d+\.(corrupted|suspect)\d*", name):
-                table.add_row(name, "", "", "", "quarantined")
+                rows.append((name, "", "", "", "quarantined"))
             elif is_unfinished(name):
                 verdict = "unfinished: being saved now, or to be removed by the next start"
-                table.add_row(name, "", "", "", verdict)
-    terminal.console.print(table)
+                rows.append((name, "", "", "", verdict))
+    columns, title = ("step", "saved", "size", "metric", "verdict"), str(source.folder)
+    terminal.show(TableBlock(columns, rows, frozenset(range(4)), title=title))
     return ExitCode.FAILED if faults else ExitCode.DONE
 
 
@@ -165,33 +163,26 @@ def show_checkpoints(path: str, step: int | None, terminal: Terminal) -> None:
 def _show_all(source: Source, terminal: Terminal) -> None:
     listing = Listing.of(source.folder, source.steps)
     names = dict.fromkeys(name for metrics in listing.metrics.values() for name in metrics)
-    table = Table(
-        "step", "saved", "size", *map(foreign, names), "", title=foreign(str(source.folder))
-    )
-    for column in table.columns[:-1]:
-        column.justify = "right"
+    rows = []
     for step in sorted(source.steps, reverse=True):
         if (manifest := listing.manifests.get(step)) is None:
-            blank = [""] * (2 + len(names))
-            table.add_row(str(step), *blank, foreign(listing.faults[step]))
+            rows.append([str(step), *[""] * (2 + len(names)), listing.faults[step]])
             continue
         metrics = listing.metrics[step]
         values = [number(metrics[name]) if name in metrics else "" for name in names]
         size = byte_size(manifest.size) if manifest.files else ""
-        mark = f"best {foreign(listing.best_metric)}" if step == listing.best else ""
-        table.add_row(str(step), _age(manifest), size, *values, mark)
-    terminal.console.print(table)
+        mark = f"best {listing.best_metric}" if step == listing.best else ""
+        rows.append([str(step), _age(manifest), size, *values, mark])
+    columns = ["step", "saved", "size", *names, ""]
+    numeric = frozenset(range(len(columns) - 1))
+    terminal.show(TableBlock(columns, rows, numeric, title=str(source.folder)))
 
 
 def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
     manifest = read_manifest(path, which=which, log=terminal.line)
-    table = Table(
-        "array", "shape and dtype", "bytes", title=foreign(f"step {manifest.step} of {path}")
-    )
-    table.columns[2].justify = "right"
-    for name, text in manifest.identity.leaves.items():
-        table.add_row(foreign(name), foreign(text), _bytes(text))
-    terminal.console.print(table)
+    rows = [(name, text, _bytes(text)) for name, text in manifest.identity.leaves.items()]
+    columns, title = ("array", "shape and dtype", "bytes"), f"step {manifest.step} of {path}"
+    terminal.show(TableBlock(columns, rows, numeric=frozenset({2}), title=title))
     parameters = sum(
         _elements(text)
         for name, text in manifest.identity.leaves.items()
@@ -207,8 +198,7 @@ def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
         "dataset": dict(manifest.identity.dataset),
     }
     facts |= {f"config.{name}": value for name, value in manifest.identity.config.items()}
-    for name, fact in facts.items():
-        terminal.line(printable(f"{name}: {fact}"))
+    terminal.show(FactsBlock([Fact(name, str(fact)) for name, fact in facts.items()]))
 
 
 def _elements(text: str) -> int:

@@ -4,15 +4,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed
 from spmdtrain.strategies import ASYNCHRONOUS
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 # -- Checks of a cluster before a job starts in it: parameter servers, token, network --------------
 
@@ -127,42 +123,33 @@ def execute(options: Options) -> int:
     return ExitCode.DONE
 
 
-def make_console() -> "Console":
-    """Returns a console that prints text unchanged and does not wrap it."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
-    if not console.is_terminal:
-        console.width = 1000  # rich would otherwise cut a wide table off in a file
-    return console
-
-
 def _print_spec(spec: ClusterSpec) -> None:
-    from rich.markup import escape
-    from rich.table import Table
+    from spmdtrain.document.blocks import TableBlock
+    from spmdtrain.document.terminal import Terminal
 
-    console = make_console()
+    terminal = Terminal()
     facts = [f"role {spec.role}"]
     if spec.role is not Role.LOCAL:
         facts.append(spec.name)
     if spec.rank is not None:
         facts.append(f"rank {spec.rank} of {spec.num_processes}")
-    console.print(", ".join(facts), markup=False)
+    terminal.line(", ".join(facts))
     if spec.tasks:
         ranks = {task: str(rank) for rank, task in enumerate(spec.processes)}
-        table = Table("task", "address", "rank", "")
-        table.columns[1].overflow = "fold"
-        for task in spec.tasks:
-            mark = "this one" if task == spec.task else ""
-            table.add_row(str(task), escape(str(task.address)), ranks.get(task, ""), mark)
-        console.print(table)
+        rows = [
+            (str(x), str(x.address), ranks.get(x, ""), "this one" if x == spec.task else "")
+            for x in spec.tasks
+        ]
+        terminal.show(TableBlock(("task", "address", "rank", ""), rows))
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
-    from rich.markup import escape
+    from rich.text import Text
 
-    console = make_console()
+    from spmdtrain.document.terminal import Terminal
+
+    terminal = Terminal()
     colors = {"ok": "green", "warning": "yellow", "error": "red"}
     for finding in findings:
-        level = f"[{colors[finding.level]}]{finding.level:<8}[/]"
-        console.print(f"{level}{escape(f'{finding.what}: {finding.text}')}")
+        level = f"{finding.level:<8}", colors[finding.level]
+        terminal.console.print(Text.assemble(level, f"{finding.what}: {finding.text}"))

@@ -1,12 +1,12 @@
-"""The parts of a page: sections, facts, tables, charts, images and texts."""
+"""The parts of a document: sections, facts, tables, charts, images and texts."""
 
 import base64
 import copy
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from spmdtrain.errors import foreign, import_extra
@@ -211,7 +211,8 @@ def _without_config(spec: dict[str, Any]) -> dict[str, Any]:
 
 # -- The parts of a page: sections of facts, tables, charts, images and texts ----------------------
 #
-# All text may come from untrusted files: the template escapes it.
+# A terminal shows notes, facts and tables, a page all of them. All text may come from untrusted
+# files: both escape it.
 
 
 class Tone(enum.StrEnum):
@@ -255,13 +256,25 @@ class FactsBlock:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """A table. One that is wider than the page scrolls.
+    """A table.
+
+    One that is wider than the page scrolls. On a terminal, cells are broken into lines; if that is
+    not enough, the `optional` columns are left out, and then each row is printed as several lines.
 
     Attributes:
       numeric: The indices of the columns that are aligned to the right.
       marked: The indices of the rows that are highlighted.
-      folded: Whether the table is shown only after a click on the title.
-      colors: The number of a color for each row, which is shown in the row's first cell.
+      note: A line below the table.
+      totals: The number of last rows that a rule separates from the others.
+      folded: Whether a page shows the table only after a click on the title.
+      colors: The number of a color for each row, which a page shows in the row's first cell.
+      width: The part of a page's width that it takes.
+      whole: The indices of the columns whose cells a terminal never breaks.
+      optional: The indices of the columns that a narrow terminal leaves out.
+      lines: The columns of each line of a row that is printed as several lines; by default the
+        first column, and then all others.
+      labels: The words before the cells of a column in such lines, by index; by default the name of
+        the column, except for the first one.
     """
 
     columns: Sequence[str]
@@ -269,10 +282,39 @@ class TableBlock:
     numeric: frozenset[int] = frozenset()
     marked: frozenset[int] = frozenset()
     title: str = ""
+    note: str = ""
+    totals: int = 0
     folded: bool = False
     colors: Sequence[int] = ()
     width: Width = Width.FULL
+    whole: frozenset[int] = frozenset()
+    optional: frozenset[int] = frozenset()
+    lines: Sequence[Sequence[int]] = ()
+    labels: Mapping[int, str] = field(default_factory=dict)
     kind: ClassVar[str] = "table"
+
+    def without(self, left_out: Collection[int]) -> "TableBlock":
+        """Returns the table without some columns, given by their indices.
+
+        Args:
+          left_out: Indices of columns.
+        """
+        kept = [n for n in range(len(self.columns)) if n not in left_out]
+        places = {old: new for new, old in enumerate(kept)}
+
+        def moved(columns: Iterable[int]) -> list[int]:
+            return [places[n] for n in columns if n in places]
+
+        return replace(
+            self,
+            columns=[self.columns[n] for n in kept],
+            rows=[[row[n] for n in kept] for row in self.rows],
+            numeric=frozenset(moved(self.numeric)),
+            whole=frozenset(moved(self.whole)),
+            optional=frozenset(moved(self.optional)),
+            lines=[moved(line) for line in self.lines],
+            labels={places[n]: text for n, text in self.labels.items() if n in places},
+        )
 
 
 @dataclass(frozen=True)

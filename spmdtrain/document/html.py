@@ -73,7 +73,10 @@ def page_content(page: Page) -> dict[str, Any]:
                 while name in charts:
                     name += "-"
                 ids[id(block)] = name
-                charts[name] = {"spec": block.spec, "data": block.data, "hover": block.hover}
+                # What Vega tells a screen reader.
+                label = foreign(block.title or section.title or page.title, _LONGEST_TEXT)
+                spec = {**block.spec, "description": label}
+                charts[name] = {"spec": spec, "data": block.data, "hover": block.hover}
     template = _environment().get_template("main.html")
     main = template.render(
         page=page, sections=sections, chart_ids=lambda block: ids[id(block)], anchor=_anchor

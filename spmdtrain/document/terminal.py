@@ -1,4 +1,4 @@
-"""Output for people: a progress bar on a terminal, lines in a log file, a table of results."""
+"""Output for people: lines, tables and facts on a terminal or in a file, and a progress bar."""
 
 import contextlib
 import enum
@@ -6,11 +6,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.control import strip_control_codes
+from rich.live import Live
 from rich.measure import Measurement
 from rich.progress import (
     MofNCompleteColumn,
@@ -24,7 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.errors import StorageError, discard_output, printable
+from spmdtrain.document.blocks import FactsBlock, NoteBlock, TableBlock
+from spmdtrain.errors import StorageError, discard_output, foreign, printable
 
 LINE_WIDTH = 80
 """Columns that lines about the start of a run use at most."""
@@ -283,32 +286,173 @@ class Terminal:
                 self.result(f"{split}{where}: {'  '.join(metric_texts(rows[split]))}")
             return
         names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
-        table = _table(names, rows)
-        unlimited = self.console.options.update(max_width=10_000)
-        if self.console.measure(table, options=unlimited).maximum > self.console.width:
+        table = _numbers(names, rows)
+        if _column_widths(table, self.console.width) is None:
             # A narrow terminal: a row for each metric, because there are more of them.
             by_metric = {
                 name: {split: found[name] for split, found in rows.items() if name in found}
                 for name in names
             }
-            table = _table(list(rows), by_metric)
+            table = _numbers(list(rows), by_metric)
+        self.show(table)
+
+    def show(self, *blocks: TableBlock | FactsBlock | NoteBlock) -> None:
+        """Prints blocks of a document, no wider than the terminal; in a file, of any width."""
+        for block in blocks:
+            if isinstance(block, TableBlock):
+                self._draw(_table_parts(block, self.console))
+            elif isinstance(block, NoteBlock):
+                for line in block.text.splitlines():
+                    self.line(line)
+            else:
+                for text in [block.title] if block.title else []:
+                    self.line(printable(text))
+                for fact in block.facts:
+                    detail = f" ({fact.detail})" if fact.detail else ""
+                    self.line(printable(f"{fact.name}: {fact.value}{detail}"))
+
+    def _draw(self, parts: Sequence[Text | Table]) -> None:
         if self.console.is_terminal or self.console.is_jupyter:
-            self.console.print(table)
+            self.console.print(Group(*parts))
             return
         with self.console.capture() as capture:
-            self.console.print(table)
+            self.console.print(Group(*parts))
         self._print(self.console, capture.get(), LineColor.PLAIN, end="")
 
+    @contextlib.contextmanager
+    def live(self) -> Iterator[Callable[[TableBlock], None]]:
+        """Shows a table below all lines, on a terminal; yields a function that replaces it.
 
-def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> Table:
+        A table without rows is not shown.
+        """
+        if not self.console.is_terminal:
+            yield lambda block: None
+            return
+        with Live(console=self.console, transient=True, auto_refresh=False) as live:
+
+            def show(block: TableBlock) -> None:
+                parts = _table_parts(block, self.console) if block.rows else []
+                live.update(Group(*parts), refresh=True)
+
+            yield show
+
+
+# -- Tables on a terminal --------------------------------------------------------------------------
+
+_NARROWEST = 12  # columns of a terminal: shorter words stay whole
+_TITLE, _NOTE, _MARKED = "italic", "italic dim", "bold"  # styles of rich
+_INDENT = " " * 4  # of the lines of a row after the first one
+
+
+def _numbers(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> TableBlock:
     """Returns a table of numbers; rows may lack some columns."""
+    every = range(len(columns) + 1)
+    return TableBlock(
+        ["", *columns],
+        [[name, *(number(x[n]) if n in x else "" for n in columns)] for name, x in rows.items()],
+        numeric=frozenset(every[1:]),
+        whole=frozenset(every),
+    )
+
+
+def _table_parts(block: TableBlock, console: Console) -> list[Text | Table]:
+    """Returns a table for rich: its title, the table or the lines in its place, and its note."""
+    block, width = _writable(block, console.encoding), console.width
+    widths = _column_widths(block, width)
+    if widths is None and block.optional:
+        names = ", ".join(block.columns[n] for n in sorted(block.optional))
+        note = f"{block.note}; " if block.note else ""
+        narrow = replace(block, note=f"{note}a wider terminal also shows: {names}")
+        block = narrow.without(block.optional)
+        widths = _column_widths(block, width)
+    title = _wrapped(block.title, width, _TITLE)
+    note_below = _wrapped(block.note, width, _NOTE)
+    if widths is None:
+        return [*title, *_stacked(block, width), *note_below]
     table = Table()
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for title, values in rows.items():
-        table.add_row(title, *(number(values[x]) if x in values else "" for x in columns))
-    return table
+    for n, (name, size) in enumerate(zip(block.columns, widths, strict=True)):
+        table.add_column(name, width=size, overflow="fold")
+        table.columns[n].justify = "right" if n in block.numeric else "left"
+    for n, row in enumerate(block.rows):
+        if n == len(block.rows) - block.totals:
+            table.add_section()
+        table.add_row(*row, style=_MARKED if n in block.marked else None)
+    return [*title, table, *note_below]
+
+
+def _writable(block: TableBlock, encoding: str) -> TableBlock:
+    """Returns a table without control characters and without characters the encoding lacks."""
+
+    def writable(text: str) -> str:
+        return foreign(text).encode(encoding, "backslashreplace").decode(encoding)
+
+    return replace(
+        block,
+        columns=["\n".join(map(writable, name.split("\n"))) for name in block.columns],
+        rows=[list(map(writable, row)) for row in block.rows],
+        title=writable(block.title),
+        note=writable(block.note),
+    )
+
+
+def _column_widths(block: TableBlock, width: int) -> list[int] | None:
+    """Returns the widths of the columns of a table; None if a terminal is too narrow for it."""
+    widths, least = [], []
+    for n, cells in enumerate(zip(block.columns, *block.rows, strict=True)):
+        lines = [line for cell in cells for line in cell.split("\n")]
+        widths.append(max(map(cell_len, lines)))
+        longest_word = max(cell_len(word) for line in lines for word in [*line.split(), ""])
+        least.append(widths[-1] if n in block.whole else min(longest_word, _NARROWEST))
+    free = width - 3 * len(widths) - 1  # without rules and padding
+    if sum(least) > free:
+        return None
+    while sum(widths) > free:
+        _, widest = max((widths[n], -n) for n in range(len(widths)) if widths[n] > least[n])
+        widths[-widest] -= 1
+    return widths
+
+
+def _stacked(block: TableBlock, width: int) -> list[Text]:
+    """Returns the rows of a table as several lines each, the cells behind their labels."""
+    every = range(len(block.columns))
+    labels = {n: " ".join(block.columns[n].split()) for n in every[1:]} | {0: "", **block.labels}
+    longest = [max((cell_len(row[n]) for row in block.rows), default=0) for n in every]
+
+    def aligned(row: Sequence[str], n: int) -> str:
+        blank = " " * (longest[n] - cell_len(row[n]))
+        text = blank + row[n] if n in block.numeric else row[n] + blank
+        return f"{labels[n]} {text}" if labels[n] else text
+
+    def labeled(row: Sequence[str], columns: Sequence[int]) -> list[str]:
+        return [f"{labels[n]} {row[n]}".strip() for n in columns if row[n]]
+
+    first, *others = block.lines or (every[:1], every[1:])
+    shown = [_packed(labeled(row, first), width, "") for row in block.rows]
+    for columns in others:
+        lines = ["  ".join(aligned(row, n) for n in columns).rstrip() for row in block.rows]
+        fits = max(map(cell_len, lines), default=0) + len(_INDENT) <= width
+        for found, row, line in zip(shown, block.rows, lines, strict=True):
+            found += [_INDENT + line] if fits else _packed(labeled(row, columns), width, _INDENT)
+    styles = [_MARKED if n in block.marked else "" for n in range(len(block.rows))]
+    return [Text(x, style) for found, style in zip(shown, styles, strict=True) for x in found]
+
+
+def _packed(cells: Sequence[str], width: int, indent: str) -> list[str]:
+    """Returns lines of at most a width with as many cells as fit; a longer cell has its own."""
+    lines: list[str] = []
+    for cell in cells:
+        if lines and cell_len(lines[-1]) + 2 + cell_len(cell) <= width:
+            lines[-1] += f"  {cell}"
+        else:
+            lines += [indent + line for line in short_lines([cell], width - len(indent))]
+    return lines
+
+
+def _wrapped(text: str, width: int, style: str) -> list[Text]:
+    """Returns a text as lines of at most a width, none if it is empty; words stay whole."""
+    if cell_len(text) <= width:
+        return [Text(text, style)] if text.strip() else []
+    return [Text(line, style) for line in short_lines([text], width)]
 
 
 class _Console(Console):

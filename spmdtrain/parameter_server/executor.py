@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.table import Table
 
 from spmdtrain.cluster.spec import from_environment
 from spmdtrain.config.command_line import JOB_OPTIONS, Command
@@ -18,6 +17,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.document.blocks import TableBlock
 from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, option
 from spmdtrain.parameter_server import ray_pool
@@ -27,7 +27,7 @@ from spmdtrain.parameter_server.partition import (
     MinSize,
     Partitioner,
     ServerPartition,
-    print_partition,
+    partition_table,
 )
 from spmdtrain.parameter_server.ray_nodes import run_if_worker_or_server, run_task_role
 from spmdtrain.parameter_server.ray_pool import RayJob
@@ -206,7 +206,7 @@ class ServerExecutor(Executor):
             dataclasses.asdict(count) | {"params_bytes": self._partition.params.bytes_of(n)}
             for n, count in enumerate(counts)
         ]
-        self._run.logger.terminal.console.print(self._stats.table(batches))
+        self._run.logger.terminal.show(self._stats.table(batches))
         if self._run.logger.files:
             self._run.logger.files.write_report("servers", self._stats.report(batches, servers))
 
@@ -270,7 +270,7 @@ class ServerBackend(Backend):
     ) -> None:
         """Prints the partition of the state over the servers of TF_CONFIG, or over one server."""
         servers = max(1, len(from_environment().jobs.get("ps", ())))
-        print_partition(terminal, server_partition(functions, config.servers, servers))
+        terminal.show(partition_table(server_partition(functions, config.servers, servers)))
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Checks that this process is the chief, in its first fit."""
@@ -351,25 +351,22 @@ class StalenessStats:
             "servers": {f"ps {number}": dict(counts) for number, counts in enumerate(servers)},
         }
 
-    def table(self, batches: Mapping[str, int]) -> Table:
+    def table(self, batches: Mapping[str, int]) -> TableBlock:
         """Returns a table of the updates by staleness.
 
-        Its caption has the bytes of a step and the number of batches of each worker.
+        Its note has the bytes of a step and the number of batches of each worker.
         """
-        table = Table(
-            title="staleness of the updates", title_justify="left", caption_justify="left"
-        )
-        table.add_column("staleness", justify="right")
-        table.add_column("updates", justify="right")
-        table.add_column("")
         rows = Counter[str]()
         for n in sorted(self.staleness):
             above = 1 << n.bit_length()
             rows[str(n) if n < _SINGLE else f"{above // 2} to {above - 1}"] += self.staleness[n]
         longest = max(rows.values())
-        for name, count in rows.items():
-            table.add_row(name, f"{count:,}", "#" * round(_BAR * count / longest))
         pulled, pushed = (byte_size(sum_ // self.steps) for sum_ in (self._pulled, self._pushed))
         by_worker = ", ".join(f"{worker} {batches[worker]:,}" for worker in sorted(batches))
-        table.caption = f"a step pulls {pulled} and pushes {pushed}; batches: {by_worker}"
-        return table
+        return TableBlock(
+            ("staleness", "updates", ""),
+            [(name, f"{n:,}", "#" * round(_BAR * n / longest)) for name, n in rows.items()],
+            numeric=frozenset({0, 1}),
+            title="staleness of the updates",
+            note=f"a step pulls {pulled} and pushes {pushed}; batches: {by_worker}",
+        )

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.table import Table
 
-from spmdtrain.document.terminal import Terminal, byte_size
+from spmdtrain.document.blocks import TableBlock
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.scheduler import BatchResult
 from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerState
@@ -502,22 +502,26 @@ def bytes_in(tree: PyTree) -> int:
     return sum(np.asarray(x).nbytes for x in jax.tree.leaves(tree))
 
 
-def print_partition(terminal: Terminal, partition: ServerPartition) -> None:
-    """Prints the rows of each parameter on each server, and the bytes of the server's part."""
-    table = Table()
-    table.add_column("parameter")
-    table.add_column("shape")
-    for server in range(partition.servers):
-        table.add_column(f"ps {server}", justify="right")
+def partition_table(partition: ServerPartition) -> TableBlock:
+    """Returns the rows of each parameter on each server, and the bytes of the server's part."""
+    servers = range(partition.servers)
     shapes = {name: leaf.shape for name, leaf in named_leaves(partition.params.whole).items()}
     parts = [named_leaves(part) for part in partition.params.parts]
-    for name, shape in shapes.items():
-        table.add_row(name, str(shape), *_row_ranges(shape, [part[name].shape for part in parts]))
-    table.add_section()
-    for name, tree in partition.trees.items():
-        if jax.tree.leaves(tree.whole):
-            table.add_row(TrainState.FIELDS[name].title, "", *_sizes(tree, partition.servers))
-    terminal.console.print(table)
+    rows = [
+        [name, str(shape), *_row_ranges(shape, [part[name].shape for part in parts])]
+        for name, shape in shapes.items()
+    ]
+    sizes = [
+        [TrainState.FIELDS[name].title, "", *(byte_size(tree.bytes_of(n)) for n in servers)]
+        for name, tree in partition.trees.items()
+        if jax.tree.leaves(tree.whole)
+    ]
+    return TableBlock(
+        ["parameter", "shape", *(f"ps {n}" for n in servers)],
+        [*rows, *sizes],
+        numeric=frozenset(n + 2 for n in servers),
+        totals=len(sizes),
+    )
 
 
 def _row_ranges(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> list[str]:
@@ -529,7 +533,3 @@ def _row_ranges(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> list[st
         ranges.append(f"{first}:{first + part[0]}" if part[0] else "")
         first += part[0]
     return ["all" if part == shape else rows for part, rows in zip(parts, ranges, strict=True)]
-
-
-def _sizes(tree: TreePartition, servers: int) -> list[str]:
-    return [byte_size(tree.bytes_of(server)) for server in range(servers)]

@@ -121,14 +121,14 @@ def execute(arguments: Sequence[str]) -> int:
         if "error" in results[-1]:  # continue with the other topologies
             print(f"error: {results[-1]['error']}", file=sys.stderr)
         else:
-            tables.show_advice(terminal, results[-1])
+            terminal.show(*tables.advice_blocks(results[-1]))
     plans = [plan for plan in results if "error" not in plan]
     changes = describe_changes(plans)
     if quiet:
         several = {"plans": results, "changes": changes}
         print(json.dumps(results[0] if len(results) == 1 else several, indent=1))
     elif len(plans) > 1:
-        tables.show_scaling(terminal, plans, changes)
+        terminal.show(*tables.scaling_blocks(plans, changes))
     if file is not None:
         title = f"Plan of {command.experiment.name}"
         page = plan_page(results, changes, title, f"{_COMMAND} {shlex.join(arguments)}")
@@ -160,7 +160,7 @@ class _Listener:
         if kind == _PROGRESS:
             self.status(f"planning for {self.topology}: {message}")
         elif kind == _PLANNED:
-            tables.show_plan(self.terminal, message)
+            self.terminal.show(*tables.plan_blocks(message))
 
 
 def _plan_in_child(

@@ -40,7 +40,7 @@ from spmdtrain.plan.tables import (
     advice_figures,
     all_notes,
     assumptions,
-    buffer_source,
+    buffer_rows,
     chip_hours,
     measured_sentence,
     memory_by_kind,
@@ -580,14 +580,9 @@ def _memory_chart(memory: dict[str, Any]) -> ChartBlock:
 
 
 def _buffers(buffers: list[dict[str, Any]], *, folded: bool) -> TableBlock:
-    rows = []
-    for buffer in buffers:
-        times = f"{buffer['count']} x " if buffer["count"] > 1 else ""
-        size = times + byte_size(buffer["bytes"])
-        rows.append((buffer["use"], size, buffer["shape"], buffer_source(buffer)))
     return TableBlock(
         ("use", "bytes", "on a device", "parameter, source"),
-        rows,
+        buffer_rows(buffers),
         numeric=frozenset({1}),
         title="Largest temporary arrays",
         folded=folded,

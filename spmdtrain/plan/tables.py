@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
-from spmdtrain.document.terminal import Terminal, byte_size, duration
+from spmdtrain.document.blocks import NoteBlock, TableBlock
+from spmdtrain.document.terminal import byte_size, duration
 from spmdtrain.plan import planner
 from spmdtrain.plan.advice import Advice
 from spmdtrain.plan.instruction_work import CUDNN_EFFICIENCY, KERNEL_EFFICIENCY, PlannedKernel
@@ -24,115 +23,110 @@ from spmdtrain.step.flops import CONVENTION, MATRIX_UNIT, SHORT_CONVENTION, Cost
 
 _MOST_ROWS = 12
 _MOST_BUFFERS = 8
-_WIDE = 100  # columns of a terminal
 _FULL = 0.8  # fraction of a device's memory from which on the largest temporaries are listed
 
 
-def show_plan(terminal: Terminal, plan: dict[str, Any]) -> None:
-    """Prints the tables and notes of one plan, as returned by `plan_as_json`."""
-    terminal.line(
-        f"{plan['topology']}: {plan['chips']} chip{'s' if plan['chips'] > 1 else ''}, "
-        f"{plan['placement']}; "
-        f"global batch {plan['global_batch_size']}"
-    )
+def plan_blocks(plan: dict[str, Any]) -> list[TableBlock | NoteBlock]:
+    """Returns the tables and notes of one plan for a terminal, from `plan_as_json`."""
     memory = plan["memory"]
-    terminal.console.print(_memory(memory))
-    terminal.line(verdict(plan))
+    chips = f"{plan['chips']} chip{'s' if plan['chips'] > 1 else ''}"
+    batch = f"global batch {plan['global_batch_size']}"
+    blocks: list[TableBlock | NoteBlock] = [
+        NoteBlock(f"{plan['topology']}: {chips}, {plan['placement']}; {batch}"),
+        _memory(memory),
+        NoteBlock(verdict(plan)),
+    ]
     if memory["buffers"] and (memory["limit"] or 0) * _FULL < memory["peak"]:
-        terminal.console.print(_buffers(memory["buffers"]))
+        columns = ("largest temporaries", "bytes", "shape on a device", "source")
+        rows = buffer_rows(memory["buffers"][:_MOST_BUFFERS])
+        blocks.append(TableBlock(columns, rows, numeric=frozenset({1})))
     if plan["collectives"]:
-        terminal.console.print(_collectives(plan["collectives"], terminal.console.width))
-        terminal.line(sent_sentence(plan["sent"]))
+        blocks += [_collectives(plan["collectives"]), NoteBlock(sent_sentence(plan["sent"]))]
     if plan["time"]:
-        terminal.console.print(_time(plan))
+        blocks.append(_time(plan))
     elif plan["flops"]["step"]:
-        terminal.line(f"model FLOPs of a step: {plan['flops']['model']:.4g} ({SHORT_CONVENTION})")
+        model = f"{plan['flops']['model']:.4g}"
+        blocks.append(NoteBlock(f"model FLOPs of a step: {model} ({SHORT_CONVENTION})"))
     if plan["measured"]:
-        terminal.line(measured_sentence(plan))
-    for note in all_notes(plan):
-        terminal.line(f"note: {note}")
+        blocks.append(NoteBlock(measured_sentence(plan)))
+    blocks += [NoteBlock(f"note: {note}") for note in all_notes(plan)]
     if plan["time"]:
-        terminal.line(assumptions(plan))
+        blocks.append(NoteBlock(assumptions(plan)))
+    return blocks
 
 
-def show_advice(terminal: Terminal, plan: dict[str, Any]) -> None:
-    """Prints the advice for a plan, as returned by `plan_as_json`."""
-    for each in plan["advice"]:
-        terminal.line(f"advice: {_advice(each)}")
+def advice_blocks(plan: dict[str, Any]) -> list[NoteBlock]:
+    """Returns the advice for a plan for a terminal, from `plan_as_json`."""
+    return [NoteBlock(f"advice: {_advice(each)}") for each in plan["advice"]]
 
 
-def _memory(memory: dict[str, Any]) -> Table:
-    table = Table("memory of a device", "")
-    table.columns[1].justify = "right"
-    for kind, size in memory_by_kind(memory).items():
-        table.add_row(kind, "unknown" if size is None else byte_size(size))
-    table.add_section()
-    table.add_row("peak", byte_size(memory["peak"]))
-    return table
+def _memory(memory: dict[str, Any]) -> TableBlock:
+    rows = [
+        (kind, "unknown" if size is None else byte_size(size))
+        for kind, size in memory_by_kind(memory).items()
+    ]
+    rows.append(("peak", byte_size(memory["peak"])))
+    return TableBlock(("memory of a device", ""), rows, numeric=frozenset({1}), totals=1)
 
 
-def _buffers(buffers: Sequence[dict[str, Any]]) -> Table:
-    table = Table("largest temporaries", "bytes", "shape on a device", "source")
-    table.columns[1].justify = "right"
-    for buffer in buffers[:_MOST_BUFFERS]:
+def buffer_rows(buffers: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Returns the use, size, shape and source of temporary arrays."""
+    rows = []
+    for buffer in buffers:
         times = f"{buffer['count']} x " if buffer["count"] > 1 else ""
         size = times + byte_size(buffer["bytes"])
-        table.add_row(buffer["use"], size, buffer["shape"], buffer_source(buffer))
-    return table
+        rows.append((buffer["use"], size, buffer["shape"], _buffer_source(buffer)))
+    return rows
 
 
-def _collectives(collectives: Sequence[dict[str, Any]], width: int) -> Table:
-    """Returns a table of collectives, grouped by kind and source line, the longest first.
+def _collectives(collectives: Sequence[dict[str, Any]]) -> TableBlock:
+    """Returns a table of collectives, grouped by kind and source line, the longest first."""
+    groups = group_collectives(collectives)
+    more = len(groups) - _MOST_ROWS
+    return TableBlock(
+        ("collective", "axes", "times", "bytes", "time", "overlap", "carries", "source"),
+        [
+            (
+                group.kind,
+                " ".join(group.axes) or "?",
+                f"{group.times:g}",
+                byte_size(int(group.bytes)),
+                "" if group.seconds is None else step_seconds(group.seconds),
+                "yes" if group.overlapped else "no",
+                group.carries,
+                group.source,
+            )
+            for group in groups[:_MOST_ROWS]
+        ],
+        numeric=frozenset({2, 3, 4}),
+        note=f"and {more} shorter ones" if more > 0 else "",
+        whole=frozenset(range(6)),
+        optional=frozenset({6, 7}),
+    )
 
-    A narrow terminal omits the columns of arrays and sources; `--json` has them.
-    """
-    rows = group_collectives(collectives)
-    names = ("collective", "axes", "times", "bytes", "time", "overlap", "carries", "source")
-    table = Table(*names[: None if width >= _WIDE else -2])
-    for column in table.columns[2:5]:
-        column.justify = "right"
-    for column in table.columns[:6]:
-        column.no_wrap = True
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(
-            row.kind,
-            " ".join(row.axes) or "?",
-            f"{row.times:g}",
-            byte_size(int(row.bytes)),
-            "" if row.seconds is None else step_seconds(row.seconds),
-            "yes" if row.overlapped else "no",
-            *((row.carries, row.source) if width >= _WIDE else ()),
-        )
-    if len(rows) > _MOST_ROWS:
-        table.caption = f"and {len(rows) - _MOST_ROWS} shorter ones"
-    return table
 
-
-def _time(plan: dict[str, Any]) -> Table:
-    time = plan["time"]
-    table = Table("time of a step", "", "from")
-    table.columns[1].justify = "right"
-    for name, seconds, source in time_parts(time):
-        table.add_row(name, step_seconds(seconds), source)
-    table.add_section()
-    table.add_row("lower bound", step_seconds(time["bound"]))
-    table.add_row(f"estimate, mostly {time['rules']}", step_seconds(time["estimate"]))
-    again = plan["flops"]["again"]
-    table.add_row("model FLOPs", f"{plan['flops']['model']:.4g}", SHORT_CONVENTION)
-    if again:
-        table.add_row("recomputed FLOPs", f"{again:.4g}")
+def _time(plan: dict[str, Any]) -> TableBlock:
+    time, again = plan["time"], plan["flops"]["again"]
     on_cpu = uses_measured_rates(plan)
+    parts = [(name, step_seconds(seconds), source) for name, seconds, source in time_parts(time)]
+    totals = [
+        ("lower bound", step_seconds(time["bound"]), ""),
+        (f"estimate, mostly {time['rules']}", step_seconds(time["estimate"]), ""),
+        ("model FLOPs", f"{plan['flops']['model']:.4g}", SHORT_CONVENTION),
+    ]
+    if again:
+        totals.append(("recomputed FLOPs", f"{again:.4g}", ""))
     if time["utilization"] is not None and not on_cpu:
         name = f"MFU, {utilization_kind(time)}"
-        table.add_row(name, f"{time['utilization']:.1%}", SHORT_CONVENTION)
-    table.add_row("examples/s", f"{time['examples_per_second']:,.0f}")
+        totals.append((name, f"{time['utilization']:.1%}", SHORT_CONVENTION))
+    totals.append(("examples/s", f"{time['examples_per_second']:,.0f}", ""))
     if time["tokens_per_second"]:
-        table.add_row("tokens/s", f"{time['tokens_per_second']:,.0f}")
-    table.add_row(f"all {time['steps']:,} steps", duration(time["run"]))
-    if on_cpu:
-        return table
-    table.add_row("chip-hours", f"{time['chip_hours']:,.3g}")
-    return table
+        totals.append(("tokens/s", f"{time['tokens_per_second']:,.0f}", ""))
+    totals.append((f"all {time['steps']:,} steps", duration(time["run"]), ""))
+    if not on_cpu:
+        totals.append(("chip-hours", f"{time['chip_hours']:,.3g}", ""))
+    columns = ("time of a step", "", "from")
+    return TableBlock(columns, [*parts, *totals], numeric=frozenset({1}), totals=len(totals))
 
 
 def _advice(advice: dict[str, Any]) -> str:
@@ -149,35 +143,35 @@ def _advice(advice: dict[str, Any]) -> str:
 # -- several topologies ----------------------------------------------------------------------------
 
 
-def show_scaling(
-    terminal: Terminal, plans: Sequence[dict[str, Any]], changes: Sequence[str]
-) -> None:
-    """Prints a table of several plans (`plan_as_json`) and the changes from each to the next."""
-    terminal.console.print(_side_by_side(plans))
-    for change in changes:
-        terminal.line(change)
+def scaling_blocks(
+    plans: Sequence[dict[str, Any]], changes: Sequence[str]
+) -> list[TableBlock | NoteBlock]:
+    """Returns a table of several plans (`plan_as_json`) and the changes from each to the next."""
+    return [_side_by_side(plans), *map(NoteBlock, changes)]
 
 
-def _side_by_side(plans: Sequence[dict[str, Any]]) -> Table:
-    table = Table(
-        "topology", "chips", "fits", "memory", "estimate", "examples/s", "MFU", "collectives"
-    )
+def _side_by_side(plans: Sequence[dict[str, Any]]) -> TableBlock:
+    rows = []
     for plan in plans:
         time, memory = plan["time"], plan["memory"]
         kinds: dict[str, float] = defaultdict(float)
         for each in plan["collectives"]:
             kinds[each["kind"]] += each["bytes"] * each["times"]
-        table.add_row(
-            plan["topology"],
-            str(plan["chips"]),
-            {True: "yes", False: "no", None: "?"}[plan["fits"]],
-            byte_size(memory["peak"]),
-            step_seconds(time["estimate"]) if time else "",
-            f"{time['examples_per_second']:,.0f}" if time else "",
-            f"{time['utilization']:.1%}" if time and time["utilization"] is not None else "",
-            ", ".join(f"{kind} {byte_size(int(size))}" for kind, size in kinds.items()),
+        rows.append(
+            (
+                plan["topology"],
+                str(plan["chips"]),
+                {True: "yes", False: "no", None: "?"}[plan["fits"]],
+                byte_size(memory["peak"]),
+                step_seconds(time["estimate"]) if time else "",
+                f"{time['examples_per_second']:,.0f}" if time else "",
+                f"{time['utilization']:.1%}" if time and time["utilization"] is not None else "",
+                ", ".join(f"{kind} {byte_size(int(size))}" for kind, size in kinds.items()),
+            )
         )
-    return table
+    columns = ("topology", "chips", "fits", "memory", "estimate", "examples/s", "MFU")
+    numeric = frozenset({1, 3, 4, 5, 6})
+    return TableBlock((*columns, "collectives"), rows, numeric, whole=frozenset(range(7)))
 
 
 # -- Words for the figures of a plan, which its tables and its page share --------------------------
@@ -394,7 +388,7 @@ def _carried(collectives: Sequence[dict[str, Any]]) -> str:
     return ", ".join(parts)
 
 
-def buffer_source(buffer: dict[str, Any]) -> str:
+def _buffer_source(buffer: dict[str, Any]) -> str:
     """Returns the parameter and the source line of a temporary array."""
     return " ".join(filter(None, (buffer["parameter"], source_of(buffer))))
 

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import jax
 import tyro
-from rich.table import Table
 
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
+from spmdtrain.document.blocks import TableBlock
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
     ExitCode,
@@ -144,7 +144,7 @@ def _compare(options: Options, terminal: Terminal) -> int:
     equal = [each.step for each in found if each.step < different.step]
     since = f"the last equal one is {equal[-1]}" if equal else "no earlier one is recorded"
     terminal.line(f"the first step that differs is {different.step}; {since}")
-    terminal.console.print(metrics_table(different, (options.run, options.against)))
+    terminal.show(metrics_table(different, (options.run, options.against)))
     with_arrays = next((x for x in found if x.different_arrays), None)
     if with_arrays is not None:
         _print_arrays(options, with_arrays, first, second, terminal)
@@ -176,7 +176,7 @@ def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -
         again = read_run(made.folder)
         found = compare_steps(run, again, range(made.first + 1, step + 1))
         asked = found[-1]
-        terminal.console.print(metrics_table(asked, ("logged", "replayed")))
+        terminal.show(metrics_table(asked, ("logged", "replayed")))
         different = [each for each in found if not each.is_equal]
         if not different:
             terminal.line(f"step {step} is equal, bit for bit")
@@ -222,9 +222,9 @@ def _print_arrays(
         f"after step {step}, {len(names)} of {len(compared.arrays)} arrays of the state differ"
     )
     if options.per_layer:
-        terminal.console.print(layers_table(compared, far))
+        terminal.show(layers_table(compared, far))
     else:
-        terminal.console.print(arrays_table(compared, far, every=options.parameters))
+        terminal.show(arrays_table(compared, far, every=options.parameters))
         if (more := len(names) - SHOWN) > 0 and not options.parameters:
             terminal.line(f"and {more} more (--parameters shows all, --per-layer a row per layer)")
 
@@ -286,36 +286,35 @@ def other_conditions(
     return found
 
 
-def metrics_table(compared: StepComparison, titles: tuple[str, str]) -> Table:
+def metrics_table(compared: StepComparison, titles: tuple[str, str]) -> TableBlock:
     """Returns the table of the metrics and the hash of a step; `titles` name the two runs."""
-    table = Table("", *map(foreign, titles), "relative difference", title=f"step {compared.step}")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    rows = []
     for name, pair in compared.metrics.items():
         difference = "equal" if pair.is_equal else f"{pair.difference:.1e}"
-        table.add_row(foreign(name, 60), f"{pair.first:.9g}", f"{pair.second:.9g}", difference)
+        rows.append((foreign(name, 60), f"{pair.first:.9g}", f"{pair.second:.9g}", difference))
     if compared.hashes is not None:
         first, second = compared.hashes
-        table.add_row("state hash", first, second, "equal" if first == second else "differs")
-    return table
+        rows.append(("state hash", first, second, "equal" if first == second else "differs"))
+    columns, title = ("", *titles, "relative difference"), f"step {compared.step}"
+    return TableBlock(columns, rows, frozenset({1, 2, 3}), title=title, whole=frozenset({1, 2}))
 
 
 def arrays_table(
     compared: StepComparison, far: Mapping[str, ArrayDifference], *, every: bool
-) -> Table:
+) -> TableBlock:
     """Returns the table of the arrays that differ after a step, at most `SHOWN`, or of all arrays.
 
     `far` may lack arrays; their cells stay empty.
     """
-    table = _table("array", far)
+    rows = []
     names: Iterable[str] = compared.different_arrays[:SHOWN]
     for name in compared.arrays if every else names:
-        cells = "equal" if compared.arrays[name] else "differs"
-        table.add_row(foreign(name, 200), cells, *_cells([name], far))
-    return table
+        verdict = "equal" if compared.arrays[name] else "differs"
+        rows.append((foreign(name, 200), verdict, *_cells([name], far)))
+    return _table("array", rows, far)
 
 
-def layers_table(compared: StepComparison, far: Mapping[str, ArrayDifference]) -> Table:
+def layers_table(compared: StepComparison, far: Mapping[str, ArrayDifference]) -> TableBlock:
     """Returns the table of the layers after a step, in the order of the state.
 
     `far` may lack arrays; their cells stay empty.
@@ -323,20 +322,19 @@ def layers_table(compared: StepComparison, far: Mapping[str, ArrayDifference]) -
     layers: dict[str, list[str]] = {}
     for name in compared.arrays:
         layers.setdefault(name.rpartition("/")[0] or name, []).append(name)
-    table = _table("layer", far)
+    rows = []
     for layer, names in layers.items():
         different = sum(not compared.arrays[name] for name in names)
         verdict = f"{different} of {len(names)} differ" if different else "equal"
-        table.add_row(foreign(layer, 200), verdict, *_cells(names, far))
-    return table
+        rows.append((foreign(layer, 200), verdict, *_cells(names, far)))
+    return _table("layer", rows, far)
 
 
-def _table(kind: str, far: Mapping[str, ArrayDifference]) -> Table:
-    columns = ("largest difference", "relative", "elements") if far else ()
-    table = Table(kind, "verdict", *columns)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    return table
+def _table(
+    kind: str, rows: Sequence[Sequence[str]], far: Mapping[str, ArrayDifference]
+) -> TableBlock:
+    sizes = ("largest difference", "relative", "elements") if far else ()
+    return TableBlock((kind, "verdict", *sizes), rows, numeric=frozenset({2, 3, 4}))
 
 
 def _cells(names: Iterable[str], far: Mapping[str, ArrayDifference]) -> list[str]:

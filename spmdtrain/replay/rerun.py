@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.table import Table
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, read_positions
 from spmdtrain.checkpoints.weights.source import is_weights_file
@@ -28,6 +27,7 @@ from spmdtrain.data.mixture import Mixture
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows, rows_of
 from spmdtrain.data.streams import ShardedStream
 from spmdtrain.data.training_data import training_data
+from spmdtrain.document.blocks import TableBlock
 from spmdtrain.document.terminal import Terminal, number
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.record.storage import is_url
@@ -361,11 +361,11 @@ def print_examples(run: RecordedRun, step: int, file: str | None, terminal: Term
         with_places = _of_stream(run, data, config, step, experiment.augment)
     else:
         with_places = _of_dataset(data, config, step, experiment.augment)
-    table = Table("row", "example", "from", "values")
+    rows = []
     for row, (example, place, values) in enumerate(with_places):
         shown = "  ".join(foreign(value, 200) for value in values)
-        table.add_row(str(row), example, foreign(place, 300), shown)
-    terminal.console.print(table)
+        rows.append((str(row), example, foreign(place, 300), shown))
+    terminal.show(TableBlock(("row", "example", "from", "values"), rows))
     terminal.line(
         f"step {step} used batch {batch}; --skip-steps {batch}:{batch + 1} leaves it out of a run "
         f"that continues from step {step - 1} or an earlier one"

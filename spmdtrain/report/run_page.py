@@ -221,17 +221,7 @@ def _runs_table(runs: Sequence[RunData]) -> TableBlock:
         marked=frozenset([marked] if marked is not None else []),
         colors=list(range(len(runs))),
     )
-    return block if ranking else _without(block, {4, 5})
-
-
-def _without(block: TableBlock, left_out: set[int]) -> TableBlock:
-    kept = [n for n in range(len(block.columns)) if n not in left_out]
-    return TableBlock(
-        [block.columns[n] for n in kept],
-        [[row[n] for n in kept] for row in block.rows],
-        numeric=frozenset(range(2, len(kept))),
-        colors=block.colors,
-    )
+    return block if ranking else block.without({4, 5})
 
 
 def _best_of(runs: Sequence[RunData], bests: Sequence[tuple[str, int, float] | None]) -> int | None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from rich.cells import cell_len
-from rich.table import Table
 
 from spmdtrain.config.options import ShardingOptions
-from spmdtrain.document.terminal import Terminal, byte_size
+from spmdtrain.document.blocks import NoteBlock, TableBlock
+from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError, did_you_mean, option
 from spmdtrain.sharding.mesh import GATHER_AXES
 from spmdtrain.sharding.placement import ParamGathers, Placement, computes_alone, current_scope
@@ -495,8 +494,6 @@ def check_axes_used(placement: Placement, rules: Sequence[Rule], annotated: Sequ
 
 # -- The table of `--show-sharding`: the sharding of each parameter and its bytes on a device ------
 
-_SPEC = 3  # the index of a column
-
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -667,31 +664,42 @@ def tabulate(
     )
 
 
-def render(table: ShardingTable) -> Table:
-    """Returns the table for rich."""
-    header, *rows = _cells(table)
-    drawn = Table()
-    for number, name in enumerate(header):
-        is_size = number >= _first_size(table)
-        drawn.add_column(name, justify="right" if is_size else "left", no_wrap=True)
-    for row in rows:
-        if row is rows[-1]:
-            drawn.add_section()
-        drawn.add_row(*row)
-    return drawn
+_COLUMNS = {
+    "parameter": "",
+    "shape": "",
+    "dtype": "",
+    "spec": "",
+    "source": "",
+    "bytes per\ndevice": "",
+    "optimizer\nper device": "optimizer",
+    "average\nper device": "average",
+}
+"""The columns of the table, and the words before their cells on a narrow terminal."""
 
 
-def narrow(table: ShardingTable) -> list[str]:
-    """Returns the table as two lines a row, for a narrow terminal: name and spec, then sizes."""
-    (_, *rows), first = _cells(table), _first_size(table)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [size.rjust(width) for size, width in zip(row[first:], widths[first:], strict=True)]
-        labeled = map("".join, zip(("", "optimizer ", "average "), cells, strict=False))
-        lines.append("  ".join([row[0], *row[_SPEC:first]]).rstrip())
-        lines.append("  ".join([f"    {row[1]:{widths[1]}}", f"{row[2]:{widths[2]}}", *labeled]))
-    return lines
+def sharding_blocks(table: ShardingTable) -> list[TableBlock | NoteBlock]:
+    """Returns the table and its summary. On a narrow terminal, each row is two lines."""
+    rows = [
+        (
+            *(row.name, row.shape, row.dtype, row.spec, row.source),
+            *map(str, (row.own, row.optimizer, row.average)),
+        )
+        for row in [*table.rows, table.total]
+    ]
+    block = TableBlock(
+        tuple(_COLUMNS),
+        rows,
+        numeric=frozenset({5, 6, 7}),
+        totals=1,
+        whole=frozenset(range(8)),
+        lines=((0, 3, 4), (1, 2, 5, 6, 7)),
+        labels=dict(enumerate(_COLUMNS.values())),
+    )
+    if not table.total.average.whole:
+        block = block.without({7})
+    if not any(row.source for row in table.rows):
+        block = block.without({4})
+    return [block, *map(NoteBlock, summary(table))]
 
 
 def summary(table: ShardingTable) -> list[str]:
@@ -714,42 +722,6 @@ def summary(table: ShardingTable) -> list[str]:
     if table.worst is not None:
         worst = _describe_worst(table.worst, table.devices, table.fullest + total.host)
     return [line + ")", f"worst imbalance: {worst}"]
-
-
-def show_sharding(terminal: Terminal, table: ShardingTable) -> None:
-    """Prints the table and its summary. In a file, a row is one line of any width."""
-    widths = [
-        max(cell_len(line) for cell in column for line in cell.split("\n"))
-        for column in zip(*_cells(table), strict=True)
-    ]
-    if sum(widths) + 3 * len(widths) + 1 <= terminal.console.width:  # with rules and padding
-        terminal.console.print(render(table))
-    else:
-        for line in narrow(table):
-            terminal.line(line)
-    for line in summary(table):
-        terminal.line(line)
-
-
-def _cells(table: ShardingTable) -> list[list[str]]:
-    """Returns the cells of the header, the rows and the total."""
-    averaged, sourced = table.total.average.whole > 0, _has_sources(table)
-    sizes = ["bytes per\ndevice", "optimizer\nper device", "average\nper device"]
-    cells = [["parameter", "shape", "dtype", "spec", *["source"][:sourced], *sizes]]
-    for row in [*table.rows, table.total]:
-        held = map(str, (row.own, row.optimizer, row.average))
-        named = [row.name, row.shape, row.dtype, row.spec, *[row.source][:sourced]]
-        cells.append([*named, *held])
-    return cells if averaged else [row[:-1] for row in cells]
-
-
-def _has_sources(table: ShardingTable) -> bool:
-    return any(row.source for row in table.rows)
-
-
-def _first_size(table: ShardingTable) -> int:
-    """Returns the index of the first column of sizes."""
-    return _SPEC + 1 + _has_sources(table)
 
 
 class _Places:

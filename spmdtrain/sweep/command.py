@@ -20,10 +20,9 @@ from spmdtrain.record.run_files import WorkdirLock
 from spmdtrain.record.storage import folder_of, is_url, one_line
 from spmdtrain.sweep.runner import (
     LOG,
-    LiveTable,
     SweepRunner,
     read_results,
-    show_results,
+    result_tables,
     trial_environments,
     write_results,
 )
@@ -217,15 +216,17 @@ def _run(
     terminal.line(_introduction(source, len(environments), folder))
     # The trials are stopped by signals, but the results are not.
     with Signals() as signals:
-        table = LiveTable(terminal, sweep.metric)
-        runner = SweepRunner(
-            source, factory, environments, sweep.metric, sweep.direction, signals, table
-        )
-        with table, runner:
+        with (
+            terminal.live() as show,
+            SweepRunner(
+                *(source, factory, environments, sweep.metric, sweep.direction),
+                *(signals, terminal, show),
+            ) as runner,
+        ):
             runner.run()
         stopped = bool(signals.received)
     results = read_results(source.trials, sweep.metric, sweep.direction)
-    show_results(terminal, results, sweep.metric, sweep.direction)
+    terminal.show(*result_tables(results, sweep.metric, sweep.direction))
     write_results(folder, results, sweep.metric, sweep.direction)
     for trial in source.trials:
         if trial.state is TrialState.FAILED:

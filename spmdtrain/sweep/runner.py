@@ -10,16 +10,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from rich.live import Live
-from rich.table import Table
-
 from spmdtrain.distributed import out_of_memory, progress
+from spmdtrain.document.blocks import TableBlock
 from spmdtrain.document.terminal import Terminal, duration, number
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.launch.child import Child, Reaper, Signals, TaskExit, describe_exit
@@ -89,53 +87,30 @@ class RunningRow:
     seconds_left: float | None
 
 
-class LiveTable:
-    """Shows the trials that run, while entered, on the terminal of standard output."""
+def running_table(
+    rows: Sequence[RunningRow], counts: Mapping[TrialState, int], metric: str
+) -> TableBlock:
+    """Returns the table of the trials that run.
 
-    def __init__(self, terminal: Terminal, metric: str) -> None:
-        self._terminal, self._metric = terminal, metric
-        self._live: Live | None = None
-        if terminal.console.is_terminal:
-            self._live = Live(console=terminal.console, transient=True, auto_refresh=False)
-
-    def __enter__(self) -> "LiveTable":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def line(self, text: str) -> None:
-        """Prints a line, above the table."""
-        self._terminal.line(text)
-
-    def show(self, rows: Sequence[RunningRow], counts: Mapping[TrialState, int]) -> None:
-        """Replaces the table; does nothing if standard output is not a terminal."""
-        if self._live is None:
-            return
-        table = Table(caption_justify="left")
-        table.add_column("trial", overflow="fold")  # the only column that a narrow terminal wraps
-        table.add_column("state", no_wrap=True)
-        for heading in ("step", self._metric, "left"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(
+    `counts` are the trials by state, and `metric` compares them.
+    """
+    states = [state for state in TrialState if counts.get(state) and state != "running"]
+    return TableBlock(
+        ("trial", "state", "step", metric, "left"),
+        [
+            (
                 row.name.replace(",", " "),
                 row.state,
                 f"{row.step:,}/{row.total:,}" if row.total else f"{row.step:,}",
                 "" if row.metric is None else number(row.metric),
                 "" if row.seconds_left is None else duration(row.seconds_left),
             )
-        states = [state for state in TrialState if counts.get(state) and state != "running"]
-        table.caption = ", ".join(f"{counts[state]} {state}" for state in states)
-        self._live.update(table if rows else "", refresh=True)
+            for row in rows
+        ],
+        numeric=frozenset({2, 3, 4}),
+        note=", ".join(f"{counts[state]} {state}" for state in states),
+        whole=frozenset({1, 2, 3, 4}),
+    )
 
 
 # -- Execution of the trials of a sweep, several processes at the same time ------------------------
@@ -194,6 +169,8 @@ class SweepRunner:
       metric: The metric that compares the trials.
       direction: Whether a low (`min`) or a high (`max`) value is better.
       signals: The signals that this process receives.
+      terminal: Where it prints a line for each trial that starts or ends.
+      show: Shows the table of the trials that run.
     """
 
     def __init__(
@@ -204,10 +181,12 @@ class SweepRunner:
         metric: str,
         direction: Literal["min", "max"],
         signals: Signals,
-        table: LiveTable,
+        terminal: Terminal,
+        show: Callable[[TableBlock], None],
     ) -> None:
         self._source, self._factory = source, factory
-        self._environments, self._signals, self._table = environments, signals, table
+        self._environments, self._signals = environments, signals
+        self._terminal, self._show = terminal, show
         self._metric, self._direction = metric, direction
         self._running: list[_Running] = []
         self._folder = tempfile.mkdtemp(prefix="spmdtrain-")
@@ -245,7 +224,8 @@ class SweepRunner:
                     self._finish(running)
                 elif not running.child.sent:
                     self._prune(running)
-            self._table.show([self._row(running) for running in self._running], self._counts())
+            rows = [self._row(running) for running in self._running]
+            self._show(running_table(rows, self._counts(), self._metric))
 
     def _start_trials(self) -> None:
         free = set(range(len(self._environments))) - {running.slot for running in self._running}
@@ -261,13 +241,13 @@ class SweepRunner:
             trial.state, trial.reason = TrialState.RUNNING, None
             metrics = TrialMetrics(trial, self._metric)
             self._running.append(_Running(trial, metrics, child, log, slot))
-            self._table.line(f"{trial.name}: started")
+            self._terminal.line(f"{trial.name}: started")
 
     def _stop_all(self, received: signal.Signals) -> None:
         """Asks all trials to save and exit; kills them at the second signal, or too late."""
         if self._deadline is None:
             self._deadline = time.monotonic() + _GRACE
-            self._table.line(
+            self._terminal.line(
                 f"{received.name}: asked {len(self._running)} trials to save and "
                 f"exit within {_GRACE:g} s; a second signal kills them"
             )
@@ -314,7 +294,7 @@ class SweepRunner:
         )
         how = f"failed: {trial.reason}" if trial.state is TrialState.FAILED else trial.state
         where = "" if trial.state is TrialState.FAILED else f" at step {running.metrics.step}"
-        self._table.line(f"{trial.name}: {how}{where}{result}")
+        self._terminal.line(f"{trial.name}: {how}{where}{result}")
 
     def _exit_of(self, running: _Running) -> TaskExit:
         child = running.child
@@ -441,13 +421,10 @@ def means_over_seeds(
     return sorted(means, key=lambda mean: mean.mean, reverse=direction == "max")
 
 
-def show_results(
-    terminal: Terminal,
-    results: Sequence[TrialResult],
-    metric: str,
-    direction: Literal["min", "max"],
-) -> None:
-    """Prints the table of the trials, and the means over the seeds if they vary.
+def result_tables(
+    results: Sequence[TrialResult], metric: str, direction: Literal["min", "max"]
+) -> list[TableBlock]:
+    """Returns the table of the trials, and of the means over the seeds if they vary.
 
     Args:
       results: Sorted, the best first.
@@ -459,50 +436,63 @@ def show_results(
         option: _shortened([r.trial.values.get(option, "") for r in results]) for option in options
     }
     with_test = any(result.test is not None for result in results)
-    table = Table()
-    table.add_column("")
-    for option in options:
-        table.add_column(option, justify="right")
-    table.add_column("state")
-    for heading in (metric, "at step", *([f"test {metric}"] if with_test else [])):
-        table.add_column(heading, justify="right")
-    for row, result in enumerate(results):
-        test = [_shown(result.test)] if with_test else []
-        table.add_row(
+    rows = [
+        [
             "best" if result is best else "",
             *(shown[option][row] for option in options),
             result.trial.state,
             _shown(result.value),
             "" if result.step is None else f"{result.step:,}",
-            *test,
-            style="bold" if result is best else None,
-        )
-    terminal.console.print(table)
+            *([_shown(result.test)] if with_test else []),
+        ]
+        for row, result in enumerate(results)
+    ]
+    columns = ["", *options, "state", metric, "at step", *([f"test {metric}"] if with_test else [])]
+    marked = frozenset(row for row, result in enumerate(results) if result is best)
+    tables = [_of_trials(columns, rows, options, marked, left=len(options) + 1)]
     means = means_over_seeds(results, direction)
     if any(mean.count > 1 for mean in means):
-        _show_means(terminal, means, metric)
+        tables.append(_means_table(means, metric))
+    return tables
 
 
-def _show_means(terminal: Terminal, means: Sequence[SeedMean], metric: str) -> None:
-    table = Table()
-    table.add_column("")
+def _means_table(means: Sequence[SeedMean], metric: str) -> TableBlock:
     options = list(means[0].values)
-    for option in options:
-        table.add_column(option, justify="right")
     shown = {option: _shortened([mean.values[option] for mean in means]) for option in options}
-    for heading in ("seeds", f"mean {metric}", "standard deviation"):
-        table.add_column(heading, justify="right")
-    for row, mean in enumerate(means):
-        is_best = mean is means[0] and len(means) > 1
-        table.add_row(
-            "best" if is_best else "",
+    marked = frozenset([0] if len(means) > 1 else [])
+    rows = [
+        [
+            "best" if row in marked else "",
             *(shown[option][row] for option in options),
             str(mean.count),
             number(mean.mean),
             _shown(mean.deviation),
-            style="bold" if is_best else None,
-        )
-    terminal.console.print(table)
+        ]
+        for row, mean in enumerate(means)
+    ]
+    columns = ["", *options, "seeds", f"mean {metric}", "standard deviation"]
+    return _of_trials(columns, rows, options, marked)
+
+
+def _of_trials(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    options: Sequence[str],
+    marked: frozenset[int],
+    left: int = 0,
+) -> TableBlock:
+    """Returns a table whose second and following columns are options of trials.
+
+    All columns but the first and `left` are aligned to the right.
+    """
+    every = range(len(columns))
+    return TableBlock(
+        columns,
+        rows,
+        numeric=frozenset(every[1:]) - {left},
+        marked=marked,
+        lines=(every[: len(options) + 1], every[len(options) + 1 :]),
+    )
 
 
 def _shortened(values: Sequence[str]) -> Sequence[str]:

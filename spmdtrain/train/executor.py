@@ -16,7 +16,7 @@ from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.layout import show_sharding
+from spmdtrain.sharding.layout import sharding_blocks
 from spmdtrain.sharding.placement import Placement, configure_backend, local_config, make_placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import RunFunctions
@@ -237,7 +237,7 @@ class Backend:
         self, functions: RunFunctions, config: RunConfig, terminal: Terminal
     ) -> None:
         """Prints on which devices or servers each part of the (abstract) state is."""
-        show_sharding(terminal, functions.sharding_table())
+        terminal.show(*sharding_blocks(functions.sharding_table()))
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Raises `UserError` if a fit cannot begin; otherwise does what `join` does."""

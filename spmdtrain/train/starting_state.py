@@ -464,7 +464,7 @@ class ValueLoader:
         }
         rules = weight_map or rules_of_file(source, steps.file_names)
         found = assign_weights(source.path, source.headers, targets, rules)
-        self.terminal.console.print(report(source.path, found, source.headers, targets))
+        self.terminal.show(report(source.path, found, source.headers, targets))
         check_taken(source.path, found, strict=self.config.init_from_strict == "all")
         if frozen := [n for n in found.kept if steps.base and steps.update.is_frozen(n)]:
             raise UserError(

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from rich.table import Table
 
 from spmdtrain.checkpoints.weights.source import ArrayHeader, WeightSource
 from spmdtrain.checkpoints.weights.weight_map import (
@@ -27,6 +26,7 @@ from spmdtrain.checkpoints.weights.weight_map import (
     slices,
 )
 from spmdtrain.distributed import process_group
+from spmdtrain.document.blocks import TableBlock
 from spmdtrain.errors import UserError, did_you_mean, foreign, option
 
 # -- The arrays of a file that a model takes, before any of them is read ---------------------------
@@ -403,14 +403,12 @@ def report(
     found: WeightAssignment,
     headers: Mapping[str, ArrayHeader],
     targets: Mapping[str, Any],
-) -> Table:
+) -> TableBlock:
     """Returns a table of the arrays that are taken, that differ, and that are left.
 
     Arrays whose names differ only in numbers share a row: `h.*.mlp.c_fc.weight`. `path` is the
     file, `headers` describe its arrays and `targets` those of the model.
     """
-    table = Table("", "in the model", "in the file", "arrays", title=foreign(f"init_from {path}"))
-    table.columns[3].justify = "right"
     taken = [
         ("taken", _text(name, _header(targets[name])), _text(piece.source, headers[piece.source]))
         for name, pieces in found.pieces.items()
@@ -421,10 +419,14 @@ def report(
     ]
     missing = [("initial", _text(name, _header(targets[name])), "") for name in found.missing]
     left = [("left", "", _text(name, headers[name])) for name in found.left]
-    for rows in (taken, differs, missing, left):
-        for row, count in _counted(rows).items():
-            table.add_row(*map(foreign, row), str(count))
-    return table
+    rows = _counted([*taken, *differs, *missing, *left])
+    return TableBlock(
+        ("", "in the model", "in the file", "arrays"),
+        [(*row, str(count)) for row, count in rows.items()],
+        numeric=frozenset({3}),
+        title=f"init_from {path}",
+        whole=frozenset({0}),
+    )
 
 
 def _header(leaf: Any) -> ArrayHeader:

@@ -16,7 +16,6 @@ import pytest
 from flax import nnx
 from helpers import events, metrics
 from hypothesis import given
-from rich.console import Console
 
 from spmdtrain import Trainer
 from spmdtrain.config.run_config import RunConfig
@@ -32,10 +31,10 @@ from spmdtrain.train.run_logger import RunLogger
 
 
 def shown(tally: StalenessStats, made: dict[str, int]) -> list[str]:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(tally.table(made))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
+    terminal, file = Terminal(), io.StringIO()
+    terminal.console.file = file
+    terminal.show(tally.table(made))
+    return file.getvalue().splitlines()
 
 
 def test_the_table_has_a_row_for_each_number_and_wider_ones_beyond() -> None:

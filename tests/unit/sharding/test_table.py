@@ -27,8 +27,7 @@ from spmdtrain.sharding.layout import (
     MemoryUse,
     Row,
     ShardingTable,
-    narrow,
-    show_sharding,
+    sharding_blocks,
     summary,
     tabulate,
 )
@@ -99,7 +98,7 @@ def drawn(table: ShardingTable, width: int | None) -> list[str]:
         color_system=None,
         markup=False,
     )
-    show_sharding(terminal, table)
+    terminal.show(*sharding_blocks(table))
     return [re.sub("\x1b\\[[0-9;]*m", "", line) for line in file.getvalue().splitlines()]
 
 
@@ -341,13 +340,13 @@ def test_a_narrow_terminal_gets_two_lines_a_parameter_and_no_name_is_cut(mesh: M
     of = state(params, averaged=True)
     table = tabulate(of, placed(of, mesh, ("kernel", P(None, ("data", "fsdp"), None))))
     lines = drawn(table, 80)
-    assert joined(lines) == joined([*narrow(table), *summary(table)])
+    assert joined(lines).endswith(joined(summary(table)))
     assert lines[:2] == [
         "blocks/attention/query_projection/kernel  P(None, ('data', 'fsdp'), None)",
         "    (16, 64, 64)  float32  32.8 kB  optimizer 65.5 kB  average 32.8 kB",
     ]
     assert lines[4].startswith("total")
-    assert max(map(len, narrow(table))) <= 80
+    assert max(map(len, lines)) <= 80
 
     framed = drawn(table, 200)
     width = len(framed[0])

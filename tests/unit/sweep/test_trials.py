@@ -19,12 +19,12 @@ from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sweep.command import Options
 from spmdtrain.sweep.runner import (
-    LiveTable,
     RunningRow,
     best_result,
     means_over_seeds,
     read_results,
-    show_results,
+    result_tables,
+    running_table,
     trial_environments,
     write_results,
 )
@@ -360,7 +360,7 @@ def test_values_are_shortened_only_if_they_still_differ(
         trial(tmp_path, TrialState.FINISHED, 1.0, seed=seed, rate=rate, decay=decay)
         for seed, rate, decay in values
     ]
-    show_results(Terminal(), read_results(trials, "loss", "min"), "loss", "min")
+    Terminal().show(*result_tables(read_results(trials, "loss", "min"), "loss", "min"))
     printed = capsys.readouterr().out
     for text in (*values[0][:2], *values[1][:2], "0.000123 ", "0.000568 "):
         assert text in printed
@@ -389,9 +389,10 @@ def test_a_narrow_terminal_wraps_names_and_cuts_no_number(
     monkeypatch.setenv("COLUMNS", "60")
     name = "learning_rate=1e-3,seed=0,dropout=0.1"
     rows = [RunningRow(name, "evaluate", 12_000, 200_000, 0.1234, 3723)]
-    with LiveTable(Terminal(), "loss") as table:
-        table.line("above")
-        table.show(rows, {TrialState.WAITING: 3, TrialState.RUNNING: 1, TrialState.FAILED: 2})
+    terminal, counts = Terminal(), {TrialState.WAITING: 3, TrialState.FAILED: 2}
+    with terminal.live() as show:
+        terminal.line("above")
+        show(running_table(rows, {**counts, TrialState.RUNNING: 1}, "loss"))
     shown = capsys.readouterr().out
     for text in ("above", "evaluate", "12,000/200,000", "0.1234", "1:02:03", "seed=0"):
         assert text in shown
@@ -399,7 +400,8 @@ def test_a_narrow_terminal_wraps_names_and_cuts_no_number(
 
 
 def test_a_log_file_has_lines_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with LiveTable(Terminal(), "loss") as table:
-        table.line("started")
-        table.show([RunningRow("a", "step", 1, 2, None, None)], {})
+    terminal = Terminal()
+    with terminal.live() as show:
+        terminal.line("started")
+        show(running_table([RunningRow("a", "step", 1, 2, None, None)], {}, "loss"))
     assert capsys.readouterr().out == "started\n"
