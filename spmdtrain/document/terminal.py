@@ -339,7 +339,7 @@ class Terminal:
 
 # -- Tables on a terminal --------------------------------------------------------------------------
 
-_NARROWEST = 12  # columns of a terminal: shorter words stay whole
+_WORD, _NAME = 12, 20  # columns: shorter words of cells and of a column's name stay whole
 _TITLE, _NOTE, _MARKED = "italic", "italic dim", "bold"  # styles of rich
 _INDENT = " " * 4  # of the lines of a row after the first one
 
@@ -398,11 +398,12 @@ def _writable(block: TableBlock, encoding: str) -> TableBlock:
 def _column_widths(block: TableBlock, width: int) -> list[int] | None:
     """Returns the widths of the columns of a table; None if a terminal is too narrow for it."""
     widths, least = [], []
-    for n, cells in enumerate(zip(block.columns, *block.rows, strict=True)):
-        lines = [line for cell in cells for line in cell.split("\n")]
-        widths.append(max(map(cell_len, lines)))
-        longest_word = max(cell_len(word) for line in lines for word in [*line.split(), ""])
-        least.append(widths[-1] if n in block.whole else min(longest_word, _NARROWEST))
+    for n, (name, *cells) in enumerate(zip(block.columns, *block.rows, strict=True)):
+        widths.append(max(map(cell_len, [*name.split("\n"), *cells])))
+        of_name = max(map(cell_len, name.split()), default=0)
+        of_cells = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
+        needed = max(min(of_name, _NAME), min(of_cells, _WORD))
+        least.append(widths[-1] if n in block.whole else needed)
     free = width - 3 * len(widths) - 1  # without rules and padding
     if sum(least) > free:
         return None

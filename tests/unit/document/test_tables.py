@@ -21,6 +21,7 @@ from plan_helpers import report as planned
 from report_files import png, write_run
 from rich.cells import cell_len
 
+import spmdtrain
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.document.blocks import (
     Block,
@@ -170,7 +171,7 @@ def plain(written: str) -> list[str]:
 
 
 def words(block: TableBlock | FactsBlock | NoteBlock) -> Iterator[str]:
-    """The words of a block that are shorter than the narrowest column."""
+    """The words of a block that no column breaks."""
     if isinstance(block, TableBlock):
         columns = [n for n in range(len(block.columns)) if n not in block.optional]
         texts = [row[n] for row in block.rows for n in columns]
@@ -217,6 +218,18 @@ def test_a_file_has_no_codes_and_a_terminal_with_no_color_has_no_color(
         terminal.show(*shown[command])
 
     assert not COLOR.search(in_terminal(colored, 100, NO_COLOR="1"))
+
+
+def test_a_single_module_draws_tables() -> None:
+    imports = re.compile(r"^\s*(?:from|import) (rich[\w.]*)", re.M)
+    package = Path(spmdtrain.__file__).parent
+    found = {
+        path.relative_to(package).as_posix(): {*imports.findall(path.read_text())}
+        for path in package.rglob("*.py")
+    }
+    # Text has colors, and no columns.
+    drawing = {path for path, modules in found.items() if modules - {"rich.text"}}
+    assert drawing == {"document/terminal.py"}
 
 
 def test_the_check_of_colors_sees_them() -> None:
