@@ -68,6 +68,8 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.parameter_server.partition import FixedShards as FixedShards
     from spmdtrain.parameter_server.partition import MaxSize as MaxSize
     from spmdtrain.parameter_server.partition import MinSize as MinSize
+    from spmdtrain.record.run import Run as Run
+    from spmdtrain.record.run import open_run as open_run
     from spmdtrain.sharding.mesh import BATCH_AXES as BATCH_AXES
     from spmdtrain.sharding.placement import constrain_sharding as constrain_sharding
     from spmdtrain.sharding.placement import current_strategy as current_strategy

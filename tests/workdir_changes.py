@@ -44,7 +44,7 @@ from helpers import events, saved_steps, status
 
 from spmdtrain import DeviceFaultError, Text, Trainer, UserError, read_manifest
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.record.lines import read_hashes
+from spmdtrain.record.run import Run
 
 importlib.import_module("spmdtrain.checkpoints.orbax")  # takes long, so here once
 assert threading.active_count() == 1  # a fork would lose others
@@ -372,7 +372,7 @@ def outcome(workdir: Path, *, newest: bool) -> dict[str, Any]:
         }
     return {
         **lines,
-        "hashes": {step: each.hash for step, each in read_hashes(str(workdir)).items()},
+        "hashes": {step: each.hash for step, each in Run(str(workdir)).hashes.items()},
         "status": {k: v for k, v in status(workdir).items() if k in ("status", "step")},
         "sums": {step: dict(of.sums) for step, of in manifests.items()},
         "metrics of checkpoints": {step: of.metrics for step, of in manifests.items()},

@@ -15,7 +15,7 @@ from etils import epath
 from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manifest, steps_in
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError, foreign
-from spmdtrain.record.run_files import evaluator_metrics, status_of
+from spmdtrain.record.run import Run
 from spmdtrain.record.storage import absolute, folder_of, storage_errors
 
 # -- Listing of the checkpoints of a workdir with their metrics, and selection of one --------------
@@ -42,10 +42,11 @@ class Listing:
     """Step of the best checkpoint; None if no checkpoint has the metric."""
 
     @classmethod
-    def of(cls, folder: epath.Path, steps: Sequence[int]) -> "Listing":
+    def of(cls, folder: epath.Path, steps: Sequence[int], run: Run | None = None) -> "Listing":
         """Reads the manifests of checkpoints in the `checkpoints` folder of a workdir.
 
-        Raises `StorageError` if the evaluator's metrics cannot be read.
+        `run` is the record of the run if it has been read before. Raises `StorageError` if the
+        evaluator's metrics cannot be read.
         """
         manifests: dict[int, Manifest] = {}
         faults: dict[int, str] = {}
@@ -54,7 +55,7 @@ class Listing:
                 manifests[step] = Manifest.read(folder / str(step))
             except (UserError, OSError) as error:
                 faults[step] = str(error)
-        evaluated = evaluator_metrics(str(folder.parent))
+        evaluated = (run or Run(str(folder.parent))).evaluations
         metrics = {
             step: dict(
                 manifest.metrics or evaluated.get((step, manifest.identity.trajectory_at(step)), {})
@@ -211,7 +212,7 @@ def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
     source = _list(given) if given.name == "checkpoints" else list_checkpoints(path)
     if not source.steps:
         workdir = given.parent if given.name == "checkpoints" else path
-        if (status := status_of(str(workdir))) is None:
+        if (status := Run(str(workdir)).status) is None:
             why = "neither a workdir nor a checkpoints/STEP"
         else:
             reason = f", {foreign(status['reason'])}" if status.get("reason") else ""

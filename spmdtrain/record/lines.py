@@ -1,4 +1,4 @@
-"""Files of JSON lines of a run: events, hashes of the state, and their writer."""
+"""Files of JSON lines of a run: their writer, events, and hashes of the state."""
 
 import contextlib
 import hashlib
@@ -6,21 +6,22 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from etils import epath
 
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import StorageError
 from spmdtrain.record import no_follow
-from spmdtrain.record.storage import failures, folder_of, one_line
+from spmdtrain.record.changing_files import Collector
+from spmdtrain.record.storage import failures, one_line
 from spmdtrain.record.validation import (
     LARGEST_LOG,
     Malformed,
     check,
-    parse_object,
+    is_number,
     read_bytes,
     without_other_fields,
 )
@@ -44,31 +45,6 @@ def errors_of_writing(path: epath.Path) -> Iterator[None]:
         raise
     except failures(path) as error:
         raise StorageError(f"{path} cannot be written: {one_line(error)}") from error
-
-
-def read_if_exists(path: epath.Path, most: int) -> bytes | None:
-    """Returns the content of a file of at most `most` bytes; None if there is no file.
-
-    Raises:
-      StorageError: If the file cannot be read.
-      UserError: If it is not a regular file, or too large.
-    """
-    try:
-        return read_bytes(path, most)
-    except FileNotFoundError:
-        return None
-    except UserError:
-        raise
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-def read_lines(path: epath.Path) -> list[bytes]:
-    """Returns the lines of a file that end with a line feed, without it; none if there is no file.
-
-    Raises as `read_if_exists` does.
-    """
-    return (read_if_exists(path, LARGEST_LOG) or b"").split(b"\n")[:-1]
 
 
 class LinesFile:
@@ -167,6 +143,7 @@ class LinesFile:
 # -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
 
 EVENTS_FILE = "events.jsonl"
+EVENT_KINDS = ("start", "phases", "checkpoint", "evaluation", "fault", "end")
 _STEP = "step"  # the phase whose time is productive
 
 
@@ -183,29 +160,27 @@ class RunEvent(TypedDict):
     reason: NotRequired[str]
 
 
-def read_events(workdir: str) -> list[RunEvent]:
-    """Returns the events of a run in the order of the file; none if there is no file.
+def parse_event(content: Mapping[str, Any]) -> RunEvent:
+    """Returns the event of a line, without the fields that only other versions know.
 
-    Lines that are not valid are left out, because a kill may have cut off any start's last line.
+    It is not checked by a schema, because that takes 100 us per line, and a run can have 100,000.
 
     Raises:
-      StorageError: If the file cannot be read.
-      UserError: If it is not a regular file.
+      Malformed: If it is not valid.
     """
-    path = folder_of(workdir) / EVENTS_FILE
-    events = [_parsed_event(path.name, line) for line in read_lines(path)]
-    return [event for event in events if event is not None]
-
-
-def _parsed_event(name: str, line: bytes) -> RunEvent | None:
-    try:
-        content: Any = without_other_fields(parse_object(line), RunEvent)
-        check(content, RunEvent, name)
-    except Malformed:
-        return None
-    numbers = [content["time"], content.get("step", 0), *content.get("seconds", {}).values()]
-    valid = all(math.isfinite(number) and number >= 0 for number in numbers)
-    return content if valid else None
+    event = without_other_fields(content, RunEvent)
+    seconds = event.get("seconds", {})
+    numbers = [event.get("time"), *(seconds.values() if isinstance(seconds, dict) else [None])]
+    counts = [event.get(name, 0) for name in ("step", "processes", "devices")]
+    texts = [event.get(name, "") for name in ("status", "reason")]
+    if (
+        event.get("event") not in EVENT_KINDS
+        or not all(is_number(number) and number >= 0 for number in numbers)
+        or not all(type(count) is int and count >= 0 for count in counts)
+        or not all(type(text) is str for text in texts)
+    ):
+        raise Malformed("not an event")
+    return cast(RunEvent, event)
 
 
 @dataclass
@@ -258,13 +233,13 @@ class RunTimes:
         return max(0.0, min(self.productive / self.wall, 1.0)) if self.wall > 0 else 0.0
 
 
-def last_step(events: list[RunEvent]) -> int:
+def last_step(events: Sequence[RunEvent]) -> int:
     """Returns the last step that a start is known to have reached."""
     reached = [e.get("step", 0) for e in events if e["event"] in ("start", "phases")]
     return max(reached, default=0)
 
 
-def run_times(events: list[RunEvent], now: float | None = None, done: int = 0) -> RunTimes:
+def run_times(events: Sequence[RunEvent], now: float | None = None, done: int = 0) -> RunTimes:
     """Returns the seconds of a run by use.
 
     A start that was killed has no line "end": it counts up to its last line, and the time from then
@@ -367,37 +342,35 @@ class _ResumedLine(TypedDict):
     resumed: int
 
 
-def read_hashes(workdir: str) -> dict[int, StateHash]:
-    """Returns the hashes of a run by step; none if there is no file.
+class HashLog(Collector):
+    """The hashes of a run by step.
 
     The file has the lines of all starts. The line of a resume voids earlier lines with later steps,
-    because another trajectory has replaced these states. Lines that are not valid are left out,
-    because a kill may have cut off any start's last line.
-
-    Raises:
-      StorageError: If the file cannot be read.
-      UserError: If it is not a regular file.
+    because another trajectory has replaced these states.
     """
-    path = folder_of(workdir) / HASHES_FILE
-    found: dict[int, StateHash] = {}
-    for line in read_lines(path):
-        if (each := _parsed_hash(path, line)) is None:
-            continue
-        last = each.step if isinstance(each, ResumedAt) else each.step - 1
-        while found and next(reversed(found)) > last:
-            found.popitem()
-        if isinstance(each, StateHash):
-            found[each.step] = each
-    return found
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_step: dict[int, StateHash] = {}
+        """Ascending by step."""
+
+    def add(self, content: Mapping[str, Any]) -> None:
+        try:
+            line = _parsed_hash(content)
+        except Malformed:
+            self.invalid += 1
+            return
+        last = line.step if isinstance(line, ResumedAt) else line.step - 1
+        while self.by_step and next(reversed(self.by_step)) > last:
+            self.by_step.popitem()
+        if isinstance(line, StateHash):
+            self.by_step[line.step] = line
 
 
-def _parsed_hash(path: epath.Path, line: bytes) -> StateHash | ResumedAt | None:
-    try:
-        content = parse_object(line)
-        if "resumed" in content:
-            check(without_other_fields(content, _ResumedLine), _ResumedLine, path.name)
-            return ResumedAt(content["resumed"])
-        check(without_other_fields(content, _Line), _Line, path.name)
-    except Malformed:
-        return None
+def _parsed_hash(content: Mapping[str, Any]) -> StateHash | ResumedAt:
+    """Returns what a line says; raises `Malformed` if it is not valid."""
+    if "resumed" in content:
+        check(without_other_fields(content, _ResumedLine), _ResumedLine, HASHES_FILE)
+        return ResumedAt(content["resumed"])
+    check(without_other_fields(content, _Line), _Line, HASHES_FILE)
     return StateHash(content["step"], content["arrays"], content.get("loss"))

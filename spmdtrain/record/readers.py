@@ -1,177 +1,26 @@
-"""Readers of the growing files of a run: starts, metrics and media."""
+"""Collectors of the lines that a run appends to its files: starts, metrics and media."""
 
 import bisect
 import enum
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from etils import epath
+from numpy.typing import ArrayLike
 
 from spmdtrain.document.blocks import MediaType
-from spmdtrain.errors import StorageError, UserError, foreign
+from spmdtrain.errors import UserError, foreign
 from spmdtrain.record import no_follow
-from spmdtrain.record.run_files import FIELDS, NOT_METRICS, is_metrics
-from spmdtrain.record.storage import failures, file_system, is_url, one_line
-from spmdtrain.record.validation import (
-    LARGEST,
-    LARGEST_LOG,
-    Malformed,
-    OtherFields,
-    check_fields,
-    parse_object,
-    parse_objects,
-    read_bytes,
-)
-
-# -- Incremental reading of the growing files of a run ---------------------------------------------
-
-OnBytes = Callable[[int], None]
-PIECE = 2**24
-"""The most bytes that one reading returns; a longer line cannot be read."""
-_TAIL = 2**12  # bytes, several lines
-_TOGETHER = 2**10  # lines that are decoded at once
-
-
-@dataclass(frozen=True)
-class FileState:
-    """Identity, size in bytes and time of a file. At least one of them changes if the file does."""
-
-    inode: int
-    """For an object at a URL its generation, which each upload changes."""
-    size: int
-    time: int
-
-
-def file_state(path: epath.Path) -> FileState | None:
-    """Returns the state of a local file or an object at a URL; None if there is none.
-
-    Raises `StorageError` if it cannot be accessed.
-    """
-    try:
-        if is_url(path):
-            found = file_system(str(path)).info(str(path))
-            return FileState(int(found.get("generation") or 0), found["size"] or 0, 0)
-        local = os.stat(path)
-        return FileState(local.st_ino, local.st_size, local.st_mtime_ns)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-class GrowingFile:
-    """A file of lines that another process appends to. It need not exist.
-
-    A run that resumes replaces its `metrics.jsonl`: then all lines are read again. At a URL each
-    upload replaces the object. Since lines are only cut off at the end and appended, the new object
-    continues the old one if the last bytes that were read are unchanged.
-    """
-
-    def __init__(self, path: epath.Path) -> None:
-        self.path = path
-        self.fault = ""
-        """Why the file cannot be read; empty if it can."""
-        self._state: FileState | None = None
-        self._read = 0  # bytes of the complete lines that were returned
-        self._tail = b""  # the last of them, of an object at a URL
-
-    def unread(self) -> int:
-        """Returns the number of bytes that the next reading will process."""
-        state = file_state(self.path)
-        if state is None or state == self._state:
-            return 0
-        return state.size - (self._read if self._continues(state) else 0)
-
-    def _continues(self, state: FileState) -> bool:
-        old = self._state
-        if old is None or state.size < self._read:
-            return False
-        return is_url(self.path) or state.inode == old.inode
-
-    def read(self) -> tuple[bool, Sequence[bytes]] | None:
-        """Reads complete lines that are new, at most 16 MB, so call it until None.
-
-        Returns:
-          Whether the file was replaced, so that earlier lines no longer count, and the lines; None
-            if nothing is left to read.
-
-        Raises:
-          StorageError: If the file cannot be accessed.
-        """
-        state = file_state(self.path)
-        if state == self._state:
-            return None
-        replaced = not (state is not None and self._continues(state))
-        start, tail = (0, b"") if replaced else (self._read, self._tail)
-        content, fault = b"", ""
-        try:
-            if state is not None:
-                first, count = start - len(tail), len(tail) + PIECE
-                content = read_bytes(self.path, LARGEST_LOG, first, count)
-        except Malformed as error:
-            fault = str(error)
-        except FileNotFoundError:
-            state, replaced, start, tail = None, True, 0, b""
-        except failures(self.path) as error:
-            raise StorageError(f"{self.path} cannot be read: {one_line(error)}") from error
-        if not fault and not content.startswith(tail):
-            self._state = None
-            return self.read()
-        content = content[len(tail) :]
-        end = content.rfind(b"\n") + 1
-        if state is not None and start + len(content) < state.size and not fault:
-            if end:
-                state = replace(state, size=start + end)  # differs until the last piece is read
-            elif len(content) == PIECE:
-                fault = f"{self.path} has a line of more than {PIECE:,} bytes"
-        # Only now, so that after an error the next reading has the same lines.
-        self._state, self._read, self.fault = state, start + end, fault
-        if is_url(self.path):
-            self._tail = (tail + content[:end])[-_TAIL:]
-        return replaced, content[:end].split(b"\n")[:-1]
-
-
-def take_objects(
-    lines: Sequence[bytes], take: Callable[[Mapping[str, Any]], None], on_bytes: OnBytes
-) -> None:
-    """Passes the JSON object of each line to a function, and the progress to another one.
-
-    Args:
-      take: Receives each object; `{}` for a line that is not one.
-      on_bytes: Receives the number of bytes since its last call.
-    """
-    for first in range(0, len(lines), _TOGETHER):
-        some = lines[first : first + _TOGETHER]
-        for content in parse_objects(some):
-            take(content)
-        on_bytes(sum(map(len, some)) + len(some))
-
-
-def read_object(path: epath.Path) -> tuple[dict[str, Any] | None, str]:
-    """Reads a JSON object; returns it and what is wrong with it, if anything.
-
-    The object is None if the file is missing or not valid. Raises `StorageError` if it cannot be
-    accessed.
-    """
-    try:
-        content = parse_object(read_bytes(path, LARGEST))
-    except (FileNotFoundError, NotADirectoryError):
-        return None, ""
-    except UserError as error:
-        return None, f"{path.name}: {error}"
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-    try:
-        check_fields(content, FIELDS[path.name])
-    except OtherFields as error:
-        return content, f"{path.name}: {error}"
-    return content, ""
-
+from spmdtrain.record.changing_files import Collector
+from spmdtrain.record.lines import EVENT_KINDS, RunEvent, parse_event
+from spmdtrain.record.run_files import NOT_METRICS, TRAJECTORY, Split, is_metrics, metrics_of
+from spmdtrain.record.storage import failures, is_url
+from spmdtrain.record.validation import Malformed, is_number, read_bytes
 
 # -- The starts of a run and the uses of their time, from `events.jsonl` ---------------------------
 
@@ -261,38 +110,41 @@ class Span:
     step: int
 
 
-class EventLog:
-    """The events of a run."""
+class EventLog(Collector):
+    """The events of a run, and its starts."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.events: list[RunEvent] = []
+        """The valid events in the order of the file, of the kinds that this version knows."""
         self.starts: list[RunStart] = []
-        self.invalid = 0
 
     def add(self, content: Mapping[str, Any]) -> None:
-        """Adds the object of a line of `events.jsonl`; counts it as invalid if it is not one."""
-        time, event = content.get("time"), content.get("event")
-        if not is_number(time) or not isinstance(event, str):
+        kind = content.get("event")
+        if isinstance(kind, str) and kind not in EVENT_KINDS and is_number(content.get("time")):
+            return  # of another version
+        try:
+            event = parse_event(content)
+        except Malformed:
             self.invalid += 1
             return
-        step = content.get("step")
-        number = step if type(step) is int and step >= 0 else None
-        if event == "start":
-            at = number or 0
-            processes = _count(content, "processes")
-            self.starts.append(RunStart(time, at, processes, last_time=time, last_step=at))
+        self.events.append(event)
+        time, step = event["time"], event.get("step", 0)
+        if event["event"] == "start":
+            processes = event.get("processes") or None
+            self.starts.append(RunStart(time, step, processes, last_time=time, last_step=step))
             return
         if not self.starts:
-            self.invalid += 1
             return
         start = self.starts[-1]
         start.last_time = max(start.last_time, time)
-        start.last_step = max(start.last_step, number or 0)
-        if event == "phases":
-            seconds = {k: v for k, v in numbers_of(content, "seconds").items() if v >= 0}
-            start.readings.append(Reading(time, number or start.last_step, seconds))
-        elif event == "end":
-            start.status = foreign(content.get("status") or "ended", 40)
-            start.reason = foreign(content.get("reason") or "", _LONGEST_REASON)
+        start.last_step = max(start.last_step, step)
+        if event["event"] == "phases":
+            reading = Reading(time, step or start.last_step, event.get("seconds", {}))
+            start.readings.append(reading)
+        elif event["event"] == "end":
+            start.status = foreign(event.get("status") or "ended", 40)
+            start.reason = foreign(event.get("reason") or "", _LONGEST_REASON)
 
     def extend(self, lines: Iterable[tuple[float, int]]) -> None:
         """Extends starts whose end is not recorded up to the lines of another file.
@@ -305,11 +157,6 @@ class EventLog:
             if start and not start.status and time > start.last_time:
                 start.last_time = time
                 start.last_step = max(start.last_step, step)
-
-
-def _count(content: Mapping[str, Any], name: str) -> int | None:
-    value = content.get(name)
-    return value if type(value) is int and value > 0 else None
 
 
 def spans(starts: Sequence[RunStart], most_per_start: int | None = None) -> list[Span]:
@@ -399,9 +246,7 @@ def shares(found: Sequence[Span]) -> dict[Activity, float]:
 # -- The values of metrics by split and name, collected from the lines of a run --------------------
 
 K = TypeVar("K")
-Steps: TypeAlias = Sequence[int]
-Values: TypeAlias = Sequence["float | None"]
-_MOST_VALUES, _KEPT_VALUES = 2**15, 2**13  # of a column, before and after it is thinned
+_MOST_VALUES, _KEPT_VALUES = 2**15, 2**13  # of a bounded column, before and after it is thinned
 _MOST_MEANS, _VALUES_PER_MEAN = 2**13, 16
 MOST_COLUMNS = 10_000
 """The number of metrics of one file whose values are kept."""
@@ -409,18 +254,18 @@ _NOT_PERFORMANCE = {"step", "time"}
 
 
 class Column:
-    """The values of one metric. None is a value that was NaN or infinite.
+    """The values of one metric by step. NaN is a value that was NaN or infinite.
 
-    Of more than 32,768 values it keeps about 8,192: the extremes and gaps of each part of the
-    curve. The other values are replaced by the means of 16 or more.
+    Of more than 32,768 values a bounded column keeps about 8,192: the extremes and gaps of each
+    part of the curve. The other values are replaced by the means of 16 or more.
     """
 
-    def __init__(self) -> None:
-        self._steps: list[int] = []
-        self._values: list[float | None] = []
+    def __init__(self, *, bounded: bool = False) -> None:
+        self._bounded = bounded
+        self._steps, self._values = array("q"), array("d")
         self._is_ordered = True
-        self._dropped = 0  # values that are no longer in the lists
-        self._thinned = 0  # values at the beginning of the lists that an earlier thinning has kept
+        self._dropped = 0  # values that are no longer in the arrays
+        self._thinned = 0  # values at the beginning of the arrays that an earlier thinning has kept
         self._means = np.zeros((0, 3))  # step, value and number of the values before that thinning
 
     def add(self, step: int, value: float | None) -> None:
@@ -428,8 +273,8 @@ class Column:
         if steps and step <= steps[-1]:
             self._is_ordered = False
         steps.append(step)
-        self._values.append(None if value is None or not math.isfinite(value) else value)
-        if len(steps) > _MOST_VALUES:
+        self._values.append(math.nan if value is None or not math.isfinite(value) else value)
+        if self._bounded and len(steps) > _MOST_VALUES:
             self._thin()
 
     @property
@@ -437,22 +282,30 @@ class Column:
         """Number of values of the curve, including the values that are no longer kept."""
         return self._dropped + len(self._steps)
 
-    def by_step(self) -> tuple[Steps, Values]:
-        """Returns the values in the order of their steps, for equal steps the newest value."""
+    def by_step(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the steps in ascending order and their values, for equal steps the newest value.
+
+        The steps are int64, the values float64, both of shape (N,).
+        """
+        steps, values = np.array(self._steps, np.int64), np.array(self._values)
         if self._is_ordered:
-            return self._steps, self._values
-        newest = dict(zip(self._steps, self._values, strict=True))
-        steps = sorted(newest)
-        values = [newest[step] for step in steps]
+            return steps, values
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+        is_newest = np.append(steps[1:] != steps[:-1], True)
+        steps, values = steps[is_newest], values[is_newest]
         if not self._thinned:  # otherwise the new values would be among those that were kept
-            self._steps, self._values, self._is_ordered = steps, values, True
+            self._replace(steps, values)
         return steps, values
+
+    def _replace(self, steps: np.ndarray, values: np.ndarray) -> None:
+        self._steps, self._values = array("q", steps.tobytes()), array("d", values.tobytes())
+        self._is_ordered = True
 
     def means(self, parts: int) -> tuple[list[float], list[float]]:
         """Returns the means of `parts` parts of about equally many values, at their mean steps."""
-        steps, values = self.by_step()
         if not self._thinned:
-            return mean_curve(steps, values, parts)
+            return mean_curve(*self.by_step(), parts)
         return mean_curve_of_means(self._all_means(), parts)
 
     def _all_means(self) -> np.ndarray:
@@ -462,7 +315,7 @@ class Column:
     def _means_of_new(self, size: int) -> np.ndarray:
         """Returns the means of groups of `size` values that were added since the last thinning."""
         new = zip(self._steps[self._thinned :], self._values[self._thinned :], strict=True)
-        newest = {step: value for step, value in new if value is not None}
+        newest = {step: value for step, value in new if not math.isnan(value)}
         rows = np.array([(s, newest[s], 1.0) for s in sorted(newest)]).reshape(-1, 3)
         return merge_means(rows, size)
 
@@ -470,17 +323,18 @@ class Column:
         means = np.concatenate([self._means, self._means_of_new(_VALUES_PER_MEAN)])
         self._means = merge_means(means, 2) if len(means) > _MOST_MEANS else means
         steps, values = self.by_step()
-        last = next((n for n in reversed(range(len(values))) if values[n] is not None), 0)
-        kept = sorted(extremes(values, _KEPT_VALUES) | {last})
+        last = np.flatnonzero(~np.isnan(values))[-1:].tolist()
+        kept = sorted({*extremes(values, _KEPT_VALUES), *last})
         self._dropped += len(steps) - len(kept)
-        self._steps, self._values = [steps[n] for n in kept], [values[n] for n in kept]
-        self._is_ordered, self._thinned = True, len(kept)
+        self._replace(steps[kept], values[kept])
+        self._thinned = len(kept)
 
     @property
     def total(self) -> float:
         """The sum of the values."""
         if not self._thinned:
-            return sum(v for v in self.by_step()[1] if v is not None)
+            values = self.by_step()[1]
+            return float(sum(values[~np.isnan(values)].tolist()))
         means = self._all_means()
         return float(means[:, 1] @ means[:, 2])
 
@@ -493,30 +347,50 @@ class Column:
     def last(self) -> tuple[int, float] | None:
         """The last step with a value, and the value."""
         steps, values = self.by_step()
-        for step, value in zip(reversed(steps), reversed(values), strict=True):
-            if value is not None:
-                return step, value
-        return None
+        (known,) = np.nonzero(~np.isnan(values))
+        return (int(steps[known[-1]]), float(values[known[-1]])) if known.size else None
 
 
-class MetricColumns:
+class ColumnCollector(Collector):
+    """Collects the values of lines in columns.
+
+    Args:
+      bounded: Whether long columns are thinned, so that the memory does not grow with the file.
+    """
+
+    def __init__(self, *, bounded: bool = False) -> None:
+        super().__init__()
+        self._bounded, self._left_out = bounded, False
+
+    def column(self, columns: dict[K, Column], key: K) -> Column:
+        """Returns the column of a key, which is kept unless the file has very many already."""
+        if (column := columns.get(key)) is None:
+            column = Column(bounded=self._bounded)
+            self._left_out |= len(columns) >= MOST_COLUMNS
+            if not self._left_out:
+                columns[key] = column
+        return column
+
+    def faults(self) -> list[str]:
+        left_out = f"metrics after the first {MOST_COLUMNS:,} are left out"
+        return super().faults() + ([left_out] if self._left_out else [])
+
+
+class MetricColumns(ColumnCollector):
     """The metrics of `metrics.jsonl`, by split and name."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bounded: bool = False) -> None:
+        super().__init__(bounded=bounded)
         self.columns: dict[tuple[str, str], Column] = {}
-        self.invalid = 0
-        """Number of lines that are not lines of metrics."""
 
     def add(self, content: Mapping[str, Any]) -> None:
-        """Adds the object of a line; counts it as invalid if it is not a line of metrics."""
         if not is_metrics(content):
             self.invalid += 1
             return
-        columns, step, split = self.columns, content["step"], content["split"]
+        step, split = content["step"], content["split"]
         for name, value in content.items():
             if name not in NOT_METRICS and type(value) is not dict:
-                column = columns.get((split, name)) or new_column(columns, (split, name))
-                column.add(step, value)
+                self.column(self.columns, (split, name)).add(step, value)
 
     def names(self, split: str) -> list[str]:
         """Returns the names of the metrics of a split, in the order of their appearance."""
@@ -526,21 +400,48 @@ class MetricColumns:
         """Returns a metric; None if there is none."""
         return self.columns.get((split, name))
 
+    def by_step(self, split: str) -> dict[int, dict[str, float]]:
+        """Returns the metrics of a split by step and name, without those that a step lacks."""
+        found: dict[int, dict[str, float]] = {}
+        for name in self.names(split):
+            steps, values = self.columns[split, name].by_step()
+            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                found.setdefault(step, {})[name] = value
+        return {step: found[step] for step in sorted(found)}
+
+    def table(self, split: str) -> dict[str, np.ndarray]:
+        """Returns the metrics of a split as columns of one length (see `table_of`)."""
+        return table_of({name: self.columns[split, name] for name in self.names(split)})
+
     def last_step(self) -> int:
         """Returns the last step of all lines; 0 without lines."""
         return max((column.last_step for column in self.columns.values()), default=0)
 
 
-class PerformanceColumns:
-    """The values of `performance.jsonl` by name, and the time of each line."""
+class EvaluatorColumns(MetricColumns):
+    """The metrics of `metrics.evaluator.jsonl`, also by the trajectories of the states."""
 
-    def __init__(self) -> None:
-        self.columns: dict[str, Column] = {}
-        self.times = Column()
-        self.invalid = 0
+    def __init__(self, *, bounded: bool = False) -> None:
+        super().__init__(bounded=bounded)
+        self.evaluations: dict[tuple[int, str], dict[str, float]] = {}
+        """Step and trajectory of an evaluated state -> metrics."""
 
     def add(self, content: Mapping[str, Any]) -> None:
-        """Adds the object of a line; counts it as invalid if it is not a line of performance."""
+        super().add(content)
+        if is_metrics(content) and content["split"] == Split.EVAL:
+            key = content["step"], content.get(TRAJECTORY, "")
+            self.evaluations[key] = metrics_of(content)
+
+
+class PerformanceColumns(ColumnCollector):
+    """The values of `performance.jsonl` by name, and the time of each line."""
+
+    def __init__(self, *, bounded: bool = False) -> None:
+        super().__init__(bounded=bounded)
+        self.columns: dict[str, Column] = {}
+        self.times = Column(bounded=bounded)
+
+    def add(self, content: Mapping[str, Any]) -> None:
         step, time = content.get("step"), content.get("time")
         if type(step) is not int or step < 0 or not is_number(time):
             self.invalid += 1
@@ -548,29 +449,26 @@ class PerformanceColumns:
         self.times.add(step, float(time))
         for name, value in content.items():
             if name not in _NOT_PERFORMANCE and is_number(value):
-                column = self.columns.get(name) or new_column(self.columns, name)
-                column.add(step, value)
+                self.column(self.columns, name).add(step, value)
+
+    def table(self) -> dict[str, np.ndarray]:
+        """Returns the values as columns of one length (see `table_of`)."""
+        return table_of({"time": self.times} | self.columns)
 
 
-def new_column(columns: dict[K, Column], key: K) -> Column:
-    """Returns a new column, which is added unless the file has very many names already."""
-    column = Column()
-    if len(columns) < MOST_COLUMNS:
-        columns[key] = column
-    return column
+def table_of(columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
+    """Returns columns with one row for each step that any of them has, and these steps.
 
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a JSON value is a finite number, which excludes true and false."""
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def numbers_of(content: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Returns the finite numbers of the object `name` in a JSON object, without other values."""
-    found = content.get(name)
-    if not isinstance(found, dict):
-        return {}
-    return {str(key): float(value) for key, value in found.items() if is_number(value)}
+    `step` is int64, the others are float64 and NaN where a column has no value, all of shape (N,).
+    """
+    found = {name: column.by_step() for name, column in columns.items()}
+    none = np.zeros(0, np.int64)
+    steps = np.unique(np.concatenate([none, *(steps for steps, _ in found.values())]))
+    table = {"step": steps}
+    for name, (at, values) in found.items():
+        table[name] = np.full(len(steps), np.nan)
+        table[name][np.searchsorted(steps, at)] = values
+    return table
 
 
 # -- Reduction of a long curve to few points, among them its extremes ------------------------------
@@ -578,9 +476,7 @@ def numbers_of(content: Mapping[str, Any], name: str) -> dict[str, float]:
 _DIGITS = 6
 
 
-def reduce_curve(
-    x: Sequence[float], y: Sequence[float | None], most: int
-) -> tuple[list[float], list[float | None]]:
+def reduce_curve(x: ArrayLike, y: ArrayLike, most: int) -> tuple[list[float], list[float | None]]:
     """Returns at most `most` points of a curve, with the smallest and largest value of each part.
 
     The curve is divided into parts of equally many points. The smallest and the largest value of
@@ -588,31 +484,30 @@ def reduce_curve(
     Libraries that do the same (`tsdownsample`) have no gaps.
 
     Args:
-      x: Positions in ascending order.
-      y: Values; None is a gap.
+      x: Positions in ascending order, of shape (N,).
+      y: Values, of shape (N,); NaN is a gap. In the result None is one.
       most: At least 8. A curve that has no more points keeps all of them. Values are rounded to 6
         digits, except for the first and the last one.
     """
     assert most >= 8, most
-    count = len(x)
-    kept = set(range(count)) if count <= most else extremes(y, most)
+    positions, values = np.asarray(x), np.asarray(y, np.float64)
+    count = len(values)
+    chosen = list(range(count)) if count <= most else sorted(extremes(values, most))
     ends = (0, count - 1)
-    chosen = sorted(kept)
-    values = [y[n] for n in chosen]
-    return [x[n] for n in chosen], [
-        value if value is None or n in ends else _rounded(value)
-        for n, value in zip(chosen, values, strict=True)
+    return positions[chosen].tolist(), [
+        None if math.isnan(value) else value if n in ends else _rounded(value)
+        for n, value in zip(chosen, values[chosen].tolist(), strict=True)
     ]
 
 
-def extremes(y: Sequence[float | None], most: int) -> set[int]:
-    """Returns at most `most` indices of values of a long curve to keep; None in `y` is a gap."""
-    values = np.array([math.nan if value is None else value for value in y], dtype=np.float64)
-    kept = {0, len(y) - 1}
+def extremes(values: np.ndarray, most: int) -> set[int]:
+    """Returns at most `most` indices of values of a long curve to keep; NaN is a gap."""
+    count = len(values)
+    kept = {0, count - 1}
     parts = (most - 2) // (3 if np.isnan(values).any() else 2)
-    size, longer = divmod(len(y), parts)  # as np.array_split: the first parts have one more
+    size, longer = divmod(count, parts)  # as np.array_split: the first parts have one more
     middle = longer * (size + 1)
-    for first, end, width in ((0, middle, size + 1), (middle, len(y), size)):
+    for first, end, width in ((0, middle, size + 1), (middle, count, size)):
         rows = values[first:end].reshape(-1, width)
         begins = np.arange(first, end, width)
         missing = np.isnan(rows)
@@ -624,20 +519,18 @@ def extremes(y: Sequence[float | None], most: int) -> set[int]:
     return kept
 
 
-def mean_curve(
-    x: Sequence[float], y: Sequence[float | None], parts: int
-) -> tuple[list[float], list[float]]:
+def mean_curve(x: ArrayLike, y: ArrayLike, parts: int) -> tuple[list[float], list[float]]:
     """Returns the mean of each part of a curve, at the part's mean position.
 
     Args:
-      x: Positions in ascending order.
-      y: Values; None is left out of the means.
+      x: Positions in ascending order, of shape (N,).
+      y: Values, of shape (N,); NaN is left out of the means.
       parts: The number of parts, of equally many points.
     """
-    found = [(at, value) for at, value in zip(x, y, strict=True) if value is not None]
-    if not found:
+    points = np.stack([np.asarray(x, np.float64), np.asarray(y, np.float64)], axis=1)
+    points = points[~np.isnan(points[:, 1])]
+    if not len(points):
         return [], []
-    points = np.array(found, dtype=np.float64)
     means = [part.mean(axis=0) for part in np.array_split(points, min(parts, len(points)))]
     return [round(float(m[0]), 1) for m in means], [_rounded(float(m[1])) for m in means]
 
@@ -732,21 +625,16 @@ class MediaItem:
     row_count: int = 0
 
 
-@dataclass
-class MediaLog:
-    """The items of `media.jsonl` in the order of the file; of very many, the last steps only.
+class MediaLog(Collector):
+    """The items of `media.jsonl` in the order of the file; of very many, the last steps only."""
 
-    Attributes:
-      invalid: Number of lines that are not valid.
-      dropped: Number of older items that are left out.
-    """
-
-    items: list[MediaItem] = field(default_factory=list)
-    invalid: int = 0
-    dropped: int = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[MediaItem] = []
+        self.dropped = 0
+        """Number of older items that are left out."""
 
     def add(self, content: Mapping[str, Any]) -> None:
-        """Adds the object of a line; counts it as invalid if it is not an item."""
         try:
             self.items.append(_parse_item(content))
         except Malformed:

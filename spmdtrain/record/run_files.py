@@ -14,26 +14,21 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NotRequired, TypedDict
+from typing import IO, Any, Literal, NotRequired, TypedDict, cast
 
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError, foreign, version_of
 from spmdtrain.record import no_follow
-from spmdtrain.record.lines import (
-    LinesFile,
-    errors_of_writing,
-    finite_or_null,
-    read_if_exists,
-    read_lines,
-)
+from spmdtrain.record.changing_files import ObjectFile
+from spmdtrain.record.lines import LinesFile, errors_of_writing, finite_or_null
 from spmdtrain.record.storage import failures, folder_of, is_url, one_line, source_digest
 from spmdtrain.record.validation import (
+    LARGEST,
     LARGEST_LOG,
     Malformed,
     OtherFields,
     check,
-    check_fields,
     parse_object,
     read_bytes,
     write_npz,
@@ -72,6 +67,8 @@ class SentinelStatus(TypedDict):
 
 MEDIA_LINES = "media.jsonl"
 """File with a line for each logged image, text, histogram, table and figure."""
+PERFORMANCE_FILE = "performance.jsonl"
+"""File with speed, utilization and memory, a line for each logged step of training."""
 _LARGEST_STATUS = 2**20  # bytes; it has 100, and a message
 _VERSIONS = ("spmdtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -102,19 +99,97 @@ class Status(enum.StrEnum):
     PREEMPTED = "preempted"
 
 
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "config.json": (
-        *("config", "versions", "mesh", "devices", "device_kind", "skipped_records"),
-        *("experiment", "experiment_sha256"),
-    ),
-    "status.json": ("status", "step", "reason", "sentinel"),
-    "program.json": (
-        *("parameters", "flops_per_step", "flops_convention", "flops_unknown"),
-        *("peak_flops_per_device", "devices", "mesh", "sharding"),
-        *("collectives", "collectives_unknown", "decisions"),
-    ),
+class ConfigFile(TypedDict, total=False):
+    """The content of `config.json`; older versions wrote fewer fields.
+
+    Attributes:
+      config: The resolved options by name, as JSON values.
+      versions: The version of each library.
+      mesh: A description of the mesh.
+      devices: Number of devices.
+      device_kind: Such as `NVIDIA H200`.
+      skipped_records: Numbers of bad records that are left out of the data, by split.
+      experiment: The experiment's file.
+      experiment_sha256: The SHA-256 of that file at the last start, in hex.
+    """
+
+    config: dict[str, Any]
+    versions: dict[str, str]
+    mesh: str
+    devices: int
+    device_kind: str
+    skipped_records: dict[str, int]
+    experiment: str
+    experiment_sha256: str
+
+
+class StatusFile(TypedDict):
+    """The content of `status.json`.
+
+    Attributes:
+      step: The step of the newest checkpoint.
+      reason: The reason of a failure, in one line.
+      sentinel: The findings of the sentinel.
+    """
+
+    status: Literal["running", "finished", "failed", "preempted"]
+    step: int
+    reason: NotRequired[str]
+    sentinel: NotRequired[SentinelStatus]
+
+
+class ProgramFile(TypedDict, total=False):
+    """The content of `program.json` (docs/logging.md)."""
+
+    parameters: int
+    flops_per_step: float | None
+    flops_convention: str
+    flops_unknown: str
+    peak_flops_per_device: float | None
+    devices: int
+    mesh: dict[str, int]
+    sharding: list[dict[str, Any]]
+    collectives: list[dict[str, Any]]
+    collectives_unknown: str
+    decisions: list[str]
+
+
+OBJECT_FILES: Mapping[str, type[Any]] = {
+    "config.json": ConfigFile,
+    "status.json": StatusFile,
+    "program.json": ProgramFile,
 }
-"""The fields of a run's JSON files."""
+"""The JSON files of a run with one object, and the objects' fields."""
+
+
+def object_file(folder: epath.Path, name: str) -> ObjectFile:
+    """Returns one of `OBJECT_FILES` in the folder of a run, to be read."""
+    most = _LARGEST_STATUS if name == "status.json" else LARGEST
+    return ObjectFile(folder / name, OBJECT_FILES[name].__annotations__, most)
+
+
+def checked_status(file: ObjectFile) -> StatusFile | None:
+    """Reads the `status.json` of a run; None if there is no such file.
+
+    Raises:
+      StorageError: If the file cannot be read.
+      UserError: If it is not the status of a run.
+    """
+    file.refresh()
+    if file.text is None:
+        if file.error is not None:
+            raise file.error
+        return None
+    try:
+        if file.error is not None:
+            raise file.error
+        check(file.content, StatusFile, "status")
+    except OtherFields as error:
+        raise error.of_file(file.path) from error
+    except Malformed as error:
+        start = file.text[:60].decode(errors="replace")
+        raise UserError(f"{file.path}: not the status of a run: {start!r}") from error
+    return cast(StatusFile, file.content)
 
 
 class Writer(enum.StrEnum):
@@ -198,7 +273,8 @@ class RunFiles:
             self._closing = stack.pop_all()
         if writer is Writer.TRAINING:
             with contextlib.suppress(UserError):  # it is replaced
-                self.sentinel = (status_of(workdir) or {}).get("sentinel")
+                if status := checked_status(object_file(self.folder, "status.json")):
+                    self.sentinel = status.get("sentinel")
 
     def _copied_folder(self, stack: contextlib.ExitStack) -> Path:
         """Returns a temporary folder, which `stack` deletes, with the lines of media."""
@@ -334,7 +410,7 @@ class RunFiles:
 
     def recorded(self, step: int) -> dict[str, dict[str, float]]:
         """Returns the written metrics at a step by split."""
-        return {line["split"]: _metrics_of(line) for line in self.lines() if line["step"] == step}
+        return {line["split"]: metrics_of(line) for line in self.lines() if line["step"] == step}
 
     def history(self, split: Split) -> dict[int, dict[str, float]]:
         """Returns the written metrics of a split by step."""
@@ -367,66 +443,7 @@ class RunFiles:
             no_follow.write(self.folder, name, lambda file: file.write(content.encode()))
 
 
-# -- reading -------------------------------------------------------------------------------------
-
-
-def status_of(workdir: str) -> dict[str, Any] | None:
-    """Returns the `status.json` of a run; None if there is no such file.
-
-    It has `status`, `step`, and maybe `reason` and `sentinel`.
-
-    Raises:
-      StorageError: If the file cannot be read.
-      UserError: If it is not the status of a run.
-    """
-    path = folder_of(workdir) / "status.json"
-    if (text := read_if_exists(path, _LARGEST_STATUS)) is None:
-        return None
-    try:
-        content = parse_object(text)
-        check_fields(content, FIELDS["status.json"])
-        check(content, _StatusFile, "status")
-    except OtherFields as error:
-        raise error.of_file(path) from error
-    except Malformed as error:
-        start = text[:60].decode(errors="replace")
-        raise UserError(f"{path}: not the status of a run: {start!r}") from error
-    return content
-
-
-def evaluator_metrics(workdir: str) -> dict[tuple[int, str], dict[str, float]]:
-    """Returns the metrics that an evaluator task has written so far, by step and trajectory."""
-    lines = _lines_so_far(workdir, Writer.EVALUATOR)
-    return {
-        (line["step"], line.get(TRAJECTORY, "")): _metrics_of(line)
-        for line in lines
-        if line["split"] == Split.EVAL
-    }
-
-
-def written_metrics(workdir: str, writer: Writer, split: Split) -> dict[int, dict[str, float]]:
-    """Returns the metrics of a split that have been written so far in a workdir, by step.
-
-    A line that is not valid is skipped, because it may be incomplete. Raises `StorageError` if the
-    file cannot be read.
-    """
-    return _by_step(_lines_so_far(workdir, writer), split)
-
-
-def _lines_so_far(workdir: str, writer: Writer) -> list[dict[str, Any]]:
-    path = folder_of(workdir) / writer.file("metrics", ".jsonl")
-    lines = [parse_metrics_line(line) for line in read_lines(path)]
-    return [content for content in lines if content is not None]
-
-
-class _StatusFile(TypedDict):
-    """The content of `status.json`."""
-
-    status: Literal["running", "finished", "failed", "preempted"]
-    step: int
-    reason: NotRequired[str]
-    sentinel: NotRequired[SentinelStatus]
-
+# -- The lines of metrics --------------------------------------------------------------------------
 
 _SPLITS = tuple(Split)
 
@@ -462,10 +479,11 @@ def is_metrics(content: Mapping[str, Any]) -> bool:
 
 def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict[str, float]]:
     """Returns the metrics of a split by step; the later of two lines with the same step counts."""
-    return {line["step"]: _metrics_of(line) for line in lines if line["split"] == split}
+    return {line["step"]: metrics_of(line) for line in lines if line["split"] == split}
 
 
-def _metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
+def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics in a line; NaN for a value that was not finite."""
     return {
         name: math.nan if value is None else value
         for name, value in line.items()

@@ -5,12 +5,13 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import os
 import re
 import stat
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
-from typing import IO, Any, TypeVar, get_type_hints
+from typing import IO, Any, TypeGuard, TypeVar, get_type_hints
 
 import numpy as np
 from etils import epath
@@ -179,6 +180,11 @@ def _object_or_empty(line: bytes) -> dict[str, Any]:
         return parse_object(line)
     except Malformed:
         return {}
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Returns whether a JSON value is a finite number, which excludes true and false."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _integer(text: str) -> int:

@@ -15,18 +15,11 @@ from spmdtrain.checkpoints.read_arrays import (
     holds,
     read_host_array,
 )
-from spmdtrain.errors import StorageError, UserError
-from spmdtrain.record.lines import RunEvent, hash_of_sums, last_step, read_events, read_hashes
-from spmdtrain.record.run_files import FIELDS, Split, Writer, status_of, written_metrics
-from spmdtrain.record.storage import failures, folder_of, one_line, storage_errors
-from spmdtrain.record.validation import (
-    Malformed,
-    OtherFields,
-    check,
-    check_fields,
-    parse_object,
-    read_bytes,
-)
+from spmdtrain.errors import UserError
+from spmdtrain.record.lines import RunEvent, hash_of_sums, last_step
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import Split
+from spmdtrain.record.storage import storage_errors
 
 # -- The steps of a run as its workdir records them ------------------------------------------------
 
@@ -107,13 +100,9 @@ def read_run(workdir: str) -> RecordedRun:
       UserError: If it is not the workdir of a run.
       StorageError: If a file cannot be read.
     """
-    content = _read_config(workdir)
-    metrics = written_metrics(workdir, Writer.TRAINING, Split.TRAIN)
-    hashes, events, checkpoints = (
-        read_hashes(workdir),
-        read_events(workdir),
-        list_checkpoints(workdir),
-    )
+    run = Run(workdir)
+    content, metrics = run.config_file, run.metric_log.read_valid().by_step(Split.TRAIN)
+    hashes, events, checkpoints = run.hashes, run.events, list_checkpoints(workdir)
     if not (content or metrics or checkpoints.steps):
         raise UserError(
             f"{workdir} is not the workdir of a run: it has no config.json, metrics.jsonl and "
@@ -143,7 +132,7 @@ def read_run(workdir: str) -> RecordedRun:
         steps=steps,
         checkpoints=checkpoints,
         first_step=min(began, default=0) if config.get("fork_from") else 0,
-        last_step=max([_saved_step(workdir), last_step(events), *steps, *failed]),
+        last_step=max([_saved_step(run), last_step(events), *steps, *failed]),
         failed=failed,
     )
 
@@ -160,13 +149,13 @@ def _by_start(events: Sequence[RunEvent], name: Literal["devices", "processes"])
     return found
 
 
-def _saved_step(workdir: str) -> int:
+def _saved_step(run: Run) -> int:
     """Returns the step in `status.json`, the last one that was saved; 0 if unknown."""
     try:
-        status = status_of(workdir)
+        status = run.status
     except UserError:
         return 0
-    return int((status or {}).get("step", 0))
+    return 0 if status is None else status["step"]
 
 
 def manifest_at(source: Source, step: int) -> Manifest | None:
@@ -187,31 +176,6 @@ def _saved_sums(source: Source, step: int) -> Mapping[str, str]:
     if manifest is None or manifest.identity.lora.source:  # the base model is not part of it
         return {}
     return manifest.sums
-
-
-_CONFIG_FILE = {"config": dict[str, Any], "versions": dict[str, str]} | dict.fromkeys(
-    ("experiment", "experiment_sha256", "device_kind"), str
-)
-
-
-def _read_config(workdir: str) -> dict[str, Any]:
-    """Returns the content of `config.json`; {} if there is no such file."""
-    path = folder_of(workdir) / "config.json"
-    try:
-        content = parse_object(read_bytes(path))
-        check_fields(content, FIELDS[path.name])
-        for name, kind in _CONFIG_FILE.items():
-            if name in content:
-                check(content[name], kind, name)
-    except FileNotFoundError:
-        return {}
-    except OtherFields as error:
-        raise error.of_file(path) from error
-    except Malformed as error:
-        raise UserError(f"{path}: not the configuration of a run: {error}") from error
-    except failures(path) as error:
-        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-    return content
 
 
 # -- Comparison of the records of two runs for the same steps --------------------------------------

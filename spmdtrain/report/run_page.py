@@ -1,6 +1,7 @@
 """The page of one or several runs: its top, and the history of the runs."""
 
 import datetime
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -157,7 +158,8 @@ def best_value(run: RunData) -> tuple[str, int, float] | None:
     column: Column | None = run.metrics.get(Split.EVAL, name) or run.evaluator.get(Split.EVAL, name)
     if column is None:
         return None
-    values = [(v, step) for step, v in zip(*column.by_step(), strict=True) if v is not None]
+    steps, numbers = (array.tolist() for array in column.by_step())
+    values = [(v, step) for step, v in zip(steps, numbers, strict=True) if not math.isnan(v)]
     if not values:
         return None
     largest = run.config.get("best_direction") == "max"

@@ -29,38 +29,25 @@ from spmdtrain.document.blocks import (
 )
 from spmdtrain.document.terminal import byte_size, number
 from spmdtrain.errors import UserError, foreign
+from spmdtrain.record.changing_files import FileState, Log, file_state
 from spmdtrain.record.readers import (
-    MOST_COLUMNS,
     Column,
     EventLog,
-    FileState,
-    GrowingFile,
     MediaItem,
     MediaKind,
     MediaLog,
     MetricColumns,
     PerformanceColumns,
-    file_state,
-    is_number,
-    read_object,
     read_picture,
     reduce_curve,
-    take_objects,
 )
-from spmdtrain.record.run_files import FIELDS, Split, Writer
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import Split
 from spmdtrain.record.storage import folder_of
+from spmdtrain.record.validation import is_number
 from spmdtrain.step.metrics import OF_EPOCH
 
 # -- The content of a workdir, and its incremental reading -----------------------------------------
-
-# The logs: file name to attribute of `RunData`, and the class that collects its lines.
-_LOGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
-    "metrics.jsonl": ("metrics", MetricColumns),
-    Writer.EVALUATOR.file("metrics", ".jsonl"): ("evaluator", MetricColumns),
-    "performance.jsonl": ("performance", PerformanceColumns),
-    "events.jsonl": ("events", EventLog),
-    "media.jsonl": ("media", MediaLog),
-}
 
 
 @dataclass
@@ -123,20 +110,21 @@ class RunReader:
     """
 
     def __init__(self, workdir: str, name: str) -> None:
-        self.folder = folder_of(workdir)
+        self._run = run = Run.open(workdir, bounded=True)
         self.data = RunData(workdir, name)
-        self._logs = {name: GrowingFile(self.folder / name) for name in _LOGS}
+        # By the attribute of `RunData`.
+        self._logs: Mapping[str, Log[Any]] = {
+            "metrics": run.metric_log,
+            "evaluator": run.evaluator_log,
+            "performance": run.performance_log,
+            "events": run.event_log,
+            "media": run.media_log,
+        }
         self._state: tuple[object, ...] | None = None
-        names = (*FIELDS, "metrics.jsonl", "checkpoints")
-        if not any(file_state(self.folder / name) for name in names):
-            raise UserError(
-                f"{workdir} is not the workdir of a run: it has no {', no '.join(names[:2])} and "
-                f"no {names[3]}"
-            )
 
     def unread(self) -> int:
         """Returns the bytes of the logs that the next `refresh` reads."""
-        return sum(log.unread() for log in self._logs.values())
+        return sum(log.file.unread() for log in self._logs.values())
 
     def refresh(self, on_bytes: Callable[[int], None] = lambda done: None) -> bool:
         """Reads what has changed since the last call; returns whether anything has.
@@ -149,32 +137,19 @@ class RunReader:
             return False
         data, faults = self.data, list[str]()
         objects = []
-        for name in FIELDS:
-            content, fault = read_object(self.folder / name)
-            objects.append(content or {})
-            faults += [fault] if fault else []
+        for name, file in self._run.objects.items():
+            file.refresh()
+            objects.append(file.content or {})
+            faults += [f"{name}: {file.error}"] if file.error else []
         data.config_file, data.status, data.program = objects
-        for name, (attribute, new) in _LOGS.items():
-            log = self._logs[name]
-            while (found := log.read()) is not None:
-                replaced, lines = found
-                if replaced:
-                    setattr(data, attribute, new())
-                take_objects(lines, getattr(data, attribute).add, on_bytes)
-            if log.fault:
-                faults.append(log.fault)
-            if invalid := getattr(data, attribute).invalid:
-                lines_are = "line is" if invalid == 1 else "lines are"
-                faults.append(f"{name}: {invalid:,} {lines_are} not valid and left out")
-            if len(getattr(getattr(data, attribute), "columns", ())) == MOST_COLUMNS:
-                faults.append(f"{name}: metrics after the first {MOST_COLUMNS:,} are left out")
-        times = data.performance.times
-        data.events.extend(
-            (time, step) for step, time in zip(*times.by_step(), strict=True) if time is not None
-        )
+        for attribute, log in self._logs.items():
+            setattr(data, attribute, log.read(on_bytes))
+            faults += log.faults()
+        steps, times = data.performance.times.by_step()
+        data.events.extend(zip(times.tolist(), steps.tolist(), strict=True))
         try:
-            source = list_checkpoints(str(self.folder))
-            data.checkpoints = Listing.of(source.folder, source.steps)
+            source = list_checkpoints(str(self._run.folder))
+            data.checkpoints = Listing.of(source.folder, source.steps, self._run)
         except UserError as error:
             data.checkpoints = None
             faults.append(str(error))
@@ -183,8 +158,9 @@ class RunReader:
         return True
 
     def _states(self) -> tuple[FileState | None, ...]:
-        names = (*FIELDS, *_LOGS, "checkpoints")
-        return tuple(file_state(self.folder / name) for name in names)
+        paths = [file.path for file in self._run.objects.values()]
+        paths += [log.path for log in self._logs.values()]
+        return tuple(map(file_state, [*paths, self._run.folder / "checkpoints"]))
 
 
 # -- The curves of the page: metrics of all splits, optimizer, speed -------------------------------

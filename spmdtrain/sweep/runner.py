@@ -23,8 +23,14 @@ from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.launch.child import Child, Reaper, Signals, TaskExit, describe_exit
 from spmdtrain.launch.task_env import gpus_of
 from spmdtrain.record import no_follow
-from spmdtrain.record.run_files import Status, status_of
-from spmdtrain.sweep.trials import Trial, TrialFactory, TrialMetrics, TrialSource, TrialState
+from spmdtrain.sweep.trials import (
+    Trial,
+    TrialFactory,
+    TrialMetrics,
+    TrialSource,
+    TrialState,
+    has_finished,
+)
 
 # -- Devices of the trials that run at the same time -----------------------------------------------
 
@@ -155,12 +161,6 @@ class _Running:
     first: tuple[float, int] | None = None  # time and step of the first progress
 
 
-def _has_finished(trial: Trial) -> bool:
-    """Returns whether `status.json` of a trial says that the run has finished."""
-    found = status_of(str(trial.folder))
-    return found is not None and found["status"] == Status.FINISHED
-
-
 class SweepRunner:
     """Runs the trials of a sweep.
 
@@ -278,7 +278,7 @@ class SweepRunner:
         )
         if ended.code == ExitCode.DONE and running.metrics.fault:
             trial.state, trial.reason = TrialState.FAILED, running.metrics.fault
-        elif ended.code == ExitCode.DONE and not _has_finished(trial):
+        elif ended.code == ExitCode.DONE and not has_finished(trial):
             trial.state, trial.reason = TrialState.FAILED, "ended (code 0) before its run"
         elif ended.code == ExitCode.DONE:
             trial.state = TrialState.FINISHED

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_type_hints
 
@@ -19,10 +19,10 @@ from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import StorageError, UserError, did_you_mean, import_extra
 from spmdtrain.record import no_follow, validation
-from spmdtrain.record.readers import GrowingFile
-from spmdtrain.record.run_files import Split, Status, parse_metrics_line, status_of
+from spmdtrain.record.readers import MetricColumns
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import Split, Status
 from spmdtrain.record.storage import one_line
-from spmdtrain.record.validation import Malformed, parse_object, read_bytes
 
 # -- Trials of a sweep: their options, folders and metrics -----------------------------------------
 
@@ -161,8 +161,7 @@ class GridTrials:
     def __init__(self, trials: Sequence[Trial]) -> None:
         self._trials = trials
         for trial in trials:
-            status = status_of(str(trial.folder))
-            if status is not None and status["status"] == Status.FINISHED:
+            if has_finished(trial):
                 trial.state = TrialState.FINISHED
         self._left = iter([trial for trial in trials if trial.state is TrialState.WAITING])
 
@@ -184,29 +183,23 @@ class GridTrials:
         pass
 
 
-# -- the metrics of a trial ------------------------------------------------------------------------
+# -- the record of a trial -------------------------------------------------------------------------
 
 
-@dataclass
+def has_finished(trial: Trial) -> bool:
+    """Returns whether `status.json` of a trial says that the run has finished."""
+    status = Run(str(trial.folder)).status
+    return status is not None and Status(status["status"]) is Status.FINISHED
+
+
 class TrialMetrics:
-    """The metric of a trial by step, read from `metrics.jsonl` while it is written."""
+    """The metric of a trial by step, read from the record of its run while it is written."""
 
-    trial: Trial
-    metric: str
-    step: int = 0
-    """The step of the last line."""
-    test: float | None = None
-    """The metric of the test split."""
-    fault: str = ""
-    """The error of the last reading; empty without one."""
-    _evaluations: dict[int, float] = field(default_factory=dict)
-    _epochs: dict[int, float] = field(default_factory=dict)
-    _steps: int | None = None  # length of the run, of which one is set
-    _epochs_of_run: int | None = None
-    _epoch_end: tuple[int, int] | None = None  # the last epoch, and the step of its end
-
-    def __post_init__(self) -> None:
-        self._file = GrowingFile(epath.Path(self.trial.folder / "metrics.jsonl"))
+    def __init__(self, trial: Trial, metric: str) -> None:
+        self._run, self._metric = Run(str(trial.folder), bounded=True), metric
+        self._columns = MetricColumns()
+        self.fault = ""
+        """The error of the last reading; empty without one."""
 
     def update(self) -> None:
         """Reads the lines written since the last call, or all of a file that was replaced.
@@ -214,61 +207,47 @@ class TrialMetrics:
         A run that resumes replaces the file, without the lines after its checkpoint.
         """
         try:
-            while (found := self._file.read()) is not None and not self._file.fault:
-                replaced, lines = found
-                if replaced:
-                    self._evaluations, self._epochs, self.test, self.step = {}, {}, None, 0
-                for line in lines:
-                    if (content := parse_metrics_line(line)) is not None:
-                        self._add(content)
-        except StorageError as error:
-            self.fault = str(error)  # the next reading has the same lines
-            return
-        self.fault = self._file.fault
+            self._columns, self.fault = self._run.metric_log.read_valid(), ""
+        except (StorageError, UserError) as error:  # the next reading has the same lines
+            self.fault = str(error)
 
-    def _read_length(self) -> None:
-        """Reads the length of the run from `config.json`, which it writes at its start."""
-        path = epath.Path(self.trial.folder / "config.json")
-        with contextlib.suppress(FileNotFoundError, Malformed):
-            config = parse_object(read_bytes(path)).get("config")
-            if isinstance(config, dict):
-                length = [config.get(name) for name in ("steps", "epochs")]
-                self._steps, self._epochs_of_run = (n if type(n) is int else None for n in length)
+    def _values(self, split: Split) -> Mapping[int, float]:
+        """Returns the metric of a split by step."""
+        column = self._columns.get(split, self._metric)
+        if column is None:
+            return {}
+        return dict(zip(*(array.tolist() for array in column.by_step()), strict=True))
 
-    def _add(self, line: Mapping[str, object]) -> None:
-        step, split = line["step"], line["split"]
-        assert isinstance(step, int)
-        self.step = step
-        epoch = line.get("epoch")
-        if split == Split.EPOCH and isinstance(epoch, int) and epoch > 0:
-            self._epoch_end = epoch, step
-        if self.metric not in line:
-            return
-        value = line[self.metric]
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-        if split == Split.EVAL:
-            self._evaluations[step] = number
-        elif split == Split.EPOCH:
-            self._epochs[step] = number
-        elif split == Split.TEST:
-            self.test = number
+    @property
+    def step(self) -> int:
+        """The last step of the lines; 0 without one."""
+        return self._columns.last_step()
+
+    @property
+    def test(self) -> float | None:
+        """The metric of the test split."""
+        return next(reversed([*self._values(Split.TEST).values()]), None)
 
     @property
     def evaluations(self) -> Mapping[int, float]:
         """The metric by step, on the validation split; without evaluations, of the epochs."""
-        return self._evaluations or self._epochs
+        return self._values(Split.EVAL) or self._values(Split.EPOCH)
 
     @property
     def total_steps(self) -> int | None:
         """The length of the run in steps, if it is known yet."""
-        if self._steps is None and self._epochs_of_run is None:
-            self._read_length()
-        if self._steps is not None:
-            return self._steps
-        if self._epoch_end is None or self._epochs_of_run is None:
+        config: Mapping[str, Any] = {}
+        with contextlib.suppress(UserError):
+            config = self._run.config
+        steps, epochs = config.get("steps"), config.get("epochs")
+        if type(steps) is int:
+            return steps
+        column = self._columns.get(Split.EPOCH, "epoch")
+        last = None if column is None else column.last
+        if last is None or last[1] < 1 or type(epochs) is not int:
             return None
-        epoch, step = self._epoch_end
-        return -(-step * self._epochs_of_run // epoch)  # an estimate before the last epoch
+        step, epoch = last
+        return -(-step * epochs // int(epoch))  # an estimate before the last epoch
 
     def best(self, direction: Literal["min", "max"]) -> tuple[int, float] | None:
         """Returns step and value of the best evaluation; None without one that is a number.

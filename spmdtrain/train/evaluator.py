@@ -24,9 +24,10 @@ from spmdtrain.distributed import failures, progress
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
-from spmdtrain.record.run_files import RunFiles, Split, Status, Writer, status_of
-from spmdtrain.record.storage import failures as storage_failures
-from spmdtrain.record.storage import folder_of, one_line, size_and_time
+from spmdtrain.record.changing_files import file_state
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
+from spmdtrain.record.storage import folder_of
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.trackers.run_trackers import evaluator_trackers
 from spmdtrain.train.run_logger import Metrics, RunLogger
@@ -391,12 +392,11 @@ class _Training:
         self.status: Status | None = None  # None before the training has begun
         self.step = 0
         self.reason = ""
-        self._workdir, self._total_steps, self._clock = workdir, total_steps, clock
+        self._run, self._total_steps, self._clock = Run(workdir), total_steps, clock
         self._launched = bool(os.environ.get(progress.LAUNCH))
         self._read: Mapping[str, Any] | None = {}  # no status is empty, so the first read differs
         self._changes = -1
         self._changed_at = 0.0
-        self._metrics = folder_of(workdir) / Writer.TRAINING.file("metrics", ".jsonl")
         self._heard: object = None  # status, metrics file and checkpoints at the last read
         self._looked_at = clock()
         self._silence = 0.0  # seconds without a change of these
@@ -407,7 +407,7 @@ class _Training:
         `saved` has the steps of its checkpoints at the last listing.
         """
         outcome = progress.job_ended()  # first: a training writes its status before it ends
-        found = status_of(self._workdir)
+        found = self._run.status
         if found != self._read:
             self._read, self._changed_at = found, self._clock()
             self._changes += 1
@@ -436,12 +436,7 @@ class _Training:
 
     def _listen(self, status: object, saved: Sequence[int]) -> None:
         """Counts the seconds since the last change of the training's files."""
-        try:
-            metrics = size_and_time(self._metrics)
-        except FileNotFoundError:
-            metrics = None
-        except storage_failures(self._metrics) as error:
-            raise StorageError(f"{self._metrics} cannot be read: {one_line(error)}") from error
+        metrics = file_state(self._run.metric_log.path)
         heard, now = (status, metrics, tuple(saved)), self._clock()
         # The whole machine may have been stopped for hours between two reads.
         passed = min(now - self._looked_at, _GRACE)

@@ -26,10 +26,10 @@ from spmdtrain.record.lines import (
     RunTimes,
     StateHash,
     last_step,
-    read_events,
     run_times,
 )
-from spmdtrain.record.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import COUNTS_SUFFIX, PERFORMANCE_FILE, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.rules import describe_sharding
 from spmdtrain.step.compile import Program
@@ -421,7 +421,7 @@ def _table(leaves: dict[str, Any], places: PyTree) -> list[dict[str, Any]]:
 
 # -- The file `performance.jsonl`: speed, utilization, memory and goodput during a run -------------
 
-PERFORMANCE_FILE, PROGRAM_REPORT = "performance.jsonl", "program"
+PROGRAM_REPORT = "program"
 _TAGS = {"goodput": "time", "device_memory_bytes": "memory"}  # groups of curves; others are "speed"
 
 
@@ -557,9 +557,9 @@ class TimeAccount:
         self._step, self._written_at, self._ended = 0, 0.0, False
 
     @functools.cached_property
-    def earlier_events(self) -> list[RunEvent]:
+    def earlier_events(self) -> Sequence[RunEvent]:
         """The events of earlier starts, until `begin`; none in a process without files."""
-        return [] if self._files is None else read_events(str(self._files.folder))
+        return [] if self._files is None else Run(str(self._files.folder)).events
 
     def begin(self, step: int, devices: int) -> None:
         """Reads the events of earlier starts, and writes the start from `step`.

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,8 +48,9 @@ from spmdtrain.errors import (
     did_you_mean,
     option,
 )
-from spmdtrain.record.run_files import RunFiles, Split, Status, evaluator_metrics
-from spmdtrain.record.storage import folder_of, is_url
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import RunFiles, Split, Status
+from spmdtrain.record.storage import is_url
 from spmdtrain.sharding.placement import current_batch_shards
 from spmdtrain.sharding.rules import check_placed
 from spmdtrain.step.metrics import component_metric
@@ -81,10 +81,9 @@ def open_checkpoints(
         every_steps=config.keep_every_steps,
         every_hours=config.keep_every_hours,
     )
-    metrics = functools.partial(evaluator_metrics, workdir)
-    by_evaluator = config.evaluated_by == "evaluator"
-    folder = folder_of(workdir) / "checkpoints"
-    return Checkpoints(folder, retention, metrics if by_evaluator else None, check_lock)
+    run = Run(workdir)
+    evaluated = (lambda: run.evaluations) if config.evaluated_by == "evaluator" else None
+    return Checkpoints(run.folder / "checkpoints", retention, evaluated, check_lock)
 
 
 # -- The terminal of a run -------------------------------------------------------------------------

@@ -53,7 +53,8 @@ from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.launch.task_env import free_ports
 from spmdtrain.plan.instruction_work import bytes_moved, products
 from spmdtrain.plan.summary import read_summary, sealed
-from spmdtrain.record.run_files import RunFiles, Split, evaluator_metrics, status_of
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.record.user_folders import private_folder
 from spmdtrain.report.command import RunReport
 from spmdtrain.report.command import main as report
@@ -347,7 +348,7 @@ def array_metadata() -> Target:
 def run_status() -> Target:
     def read(content: bytes, folder: Path) -> object:
         (folder / "status.json").write_bytes(content)
-        return status_of(str(folder))
+        return Run(str(folder)).status
 
     whole = {"status": "failed", "step": 3, "reason": "ValueError"}
     return Target(json.dumps(whole).encode(), changed_text(whole), read)
@@ -380,7 +381,7 @@ def metrics_lines() -> Target:
     def read(content: bytes, folder: Path) -> object:
         for name in ("metrics.jsonl", "metrics.evaluator.jsonl"):
             (folder / name).write_bytes(content)
-        found = evaluator_metrics(str(folder))
+        found = Run(str(folder)).evaluations
         with closing(RunFiles(str(folder))) as files:
             return found, [files.history(split) for split in Split]
 

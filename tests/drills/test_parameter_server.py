@@ -20,7 +20,7 @@ from processes import launch, launching
 from server_jobs import BOUND, Lines, made, of_task, send, stale_updates, text_of, until
 
 from spmdtrain.launch.task_env import tf_configs, training_tasks
-from spmdtrain.record.lines import read_events
+from spmdtrain.record.run import Run
 
 pytestmark = [
     pytest.mark.drill,
@@ -528,7 +528,7 @@ def test_the_time_of_the_workers_counts_as_steps(tmp_path: Path) -> None:
     line = command(path, *ASYNCHRONOUS, "--workdir", tmp_path / "run")
     with launching(line, "--ps", 1, "--max-restarts", 0, processes=2) as (process, lines):
         assert process.wait(BOUND) == 0, text_of(lines)
-    found = [x["seconds"] for x in read_events(str(tmp_path / "run")) if x["event"] == "phases"][-1]
+    found = [x["seconds"] for x in Run(str(tmp_path / "run")).events if x["event"] == "phases"][-1]
     others = sum(found.get(name, 0.0) for name in ("host", "load"))
     assert found["step"] > 3 * others, found
     assert found["compile"] > 0, found  # by the workers

@@ -25,10 +25,10 @@ from helpers import (
     status,
 )
 
-from spmdtrain import Figure, RunInfo, Text, Tracker
+from spmdtrain import Figure, RunInfo, Text, Tracker, open_run
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.record import readers
-from spmdtrain.record.readers import GrowingFile
+from spmdtrain.record import changing_files
+from spmdtrain.record.changing_files import GrowingFile
 from spmdtrain.record.run_files import RunFiles, Split, Status
 from spmdtrain.record.storage import folder_of
 from spmdtrain.run import main
@@ -201,7 +201,7 @@ def test_lines_reach_a_bucket_from_time_to_time(storage: FakeGcs) -> None:
 def test_a_growing_log_in_a_bucket_is_read_by_pieces_and_from_where_it_ended(
     storage: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "PIECE", 10_000)
+    monkeypatch.setattr(changing_files, "PIECE", 10_000)
     log, sent = GrowingFile(epath.Path("gs://bucket/run/metrics.jsonl")), list[int]()
 
     def put(lines: Sequence[bytes]) -> None:
@@ -232,6 +232,25 @@ def test_a_growing_log_in_a_bucket_is_read_by_pieces_and_from_where_it_ended(
     assert read() == (False, []) and "a line of more than 10,000 bytes" in log.fault
     storage.objects.clear()
     assert read() == (True, []) and not log.fault
+    assert storage.unknown == []
+
+
+def test_the_record_of_a_run_in_a_bucket_is_read_while_it_grows(storage: FakeGcs) -> None:
+    with pytest.raises(UserError, match="gs://bucket/run is not the workdir of a run"):
+        open_run("gs://bucket/run")
+    files = RunFiles("gs://bucket/run")
+    for step in (1, 2, 3):
+        files.write_metrics(step, Split.EVAL, {"loss": step / 2})
+    files.write_status(Status.RUNNING, 2)
+    run = open_run("gs://bucket/run")
+    assert run.metrics("eval")["loss"].tolist() == [0.5, 1.0, 1.5]
+    assert run.status == {"status": "running", "step": 2}
+    files.rewind(2)
+    files.write_metrics(4, Split.EVAL, {"loss": 8.0})
+    files.write_status(Status.FINISHED, 4)
+    files.close()
+    assert run.metrics("eval")["step"].tolist() == [1, 2, 4]
+    assert run.status == {"status": "finished", "step": 4}
     assert storage.unknown == []
 
 

@@ -40,7 +40,8 @@ from spmdtrain.distributed.initialize import ClusterOptions, find_party
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MobileNetV2
 from spmdtrain.plan import topologies
-from spmdtrain.record.run_files import RunFiles, status_of
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import RunFiles
 
 X, Y = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
 
@@ -462,13 +463,13 @@ CASES = [
     ),
     Case(
         "malformed file",
-        lambda folder: status_of(str(written(folder / "status.json", "[]").parent)),
+        lambda folder: Run(str(written(folder / "status.json", "[]").parent)).status,
         UserError,
         "FOLDER/status.json: not the status of a run: '[]'",
     ),
     Case(
         "field of another version",
-        lambda folder: status_of(str(written(folder / "status.json", '{"stap": 1}').parent)),
+        lambda folder: Run(str(written(folder / "status.json", '{"stap": 1}').parent)).status,
         UserError,
         (
             "FOLDER/status.json: stap is unknown. Did you mean 'step'? Another version of "

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import spmdtrain as s
 from spmdtrain.cluster.spec import Role, from_environment
-from spmdtrain.record.run_files import status_of
+from spmdtrain.record.run import Run
 from spmdtrain.sweep.trials import SweepSpecification, store_specification
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
@@ -88,7 +88,7 @@ def sweep(folder: Path) -> None:
 
 def run_status(folder: Path) -> None:
     (folder / "status.json").write_text('{"status": "finished", "setp": 3}')
-    status_of(str(folder))
+    assert Run(str(folder)).status is None
 
 
 TOKEN, TRACEBACK = "SPMDTRAIN_JOB_TOKEN", "SPMDTRAIN_TRACEBACK"

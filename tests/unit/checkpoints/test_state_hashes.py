@@ -18,7 +18,8 @@ from spmdtrain.checkpoints.host_copy import StateSums
 from spmdtrain.checkpoints.listing import list_checkpoints
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.record.lines import hash_of_sums, read_hashes
+from spmdtrain.record.lines import hash_of_sums
+from spmdtrain.record.run import Run
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 
@@ -74,14 +75,14 @@ def test_a_run_logs_the_hashes_of_its_checkpoints_and_trains_to_the_same_bits(
     pairs = zip(*(jax.tree.leaves(each.state) for each in (plain, hashed)), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
     assert not (tmp_path / "plain" / "hashes.jsonl").exists()
-    found = read_hashes(str(tmp_path / "hashed"))
+    found = Run(str(tmp_path / "hashed")).hashes
     assert list(found) == [2, 4, 5]  # each second one, and the last
     source = list_checkpoints(str(tmp_path / "plain"))
     assert found[5].hash == hash_of_sums(Manifest.read(source.path(5)).sums)
     # Steps that one dispatch makes end where a hash is due.
     several = trainer(tmp_path / "several", log_hash_every=2, steps_per_dispatch=2)
     several.fit(data, steps=5)
-    again = read_hashes(str(tmp_path / "several"))
+    again = Run(str(tmp_path / "several")).hashes
     assert list(again) == [2, 4, 5]
     assert again[4].loss == pytest.approx(found[4].loss, rel=1e-5)
     with pytest.raises(UserError, match="log_hash_every is 0: it must be above 0"):
@@ -97,7 +98,7 @@ def test_the_last_step_has_a_hash_also_if_a_callback_makes_it_the_last(tmp_path:
 
     stopped = trainer(tmp_path, log_hash_every=2, callbacks={"step": stop})
     stopped.fit(data, steps=8)
-    found = read_hashes(str(tmp_path))
+    found = Run(str(tmp_path)).hashes
     assert list(found) == [2, 3]
     source = list_checkpoints(str(tmp_path))
     assert found[3].hash == hash_of_sums(Manifest.read(source.path(3)).sums)
@@ -114,9 +115,9 @@ def test_hashes_after_the_step_of_a_resume_are_void(tmp_path: Path) -> None:
     lines = (tmp_path / "hashes.jsonl").read_text().split("\n")[:-2]
     steps = [line.get("step", line.get("resumed")) for line in map(json.loads, lines)]
     assert steps == [1, 2, 3, 4, 2, 3]
-    found = read_hashes(str(tmp_path))
+    found = Run(str(tmp_path)).hashes
     assert list(found) == [1, 2, 3]
     newer = "".join(json.dumps(json.loads(line) | {"host": "a"}) + "\n" for line in lines)
     (tmp_path / "hashes.jsonl").write_text(newer)
-    assert read_hashes(str(tmp_path)) == found
-    assert read_hashes(str(tmp_path / "nothing")) == {}
+    assert Run(str(tmp_path)).hashes == found
+    assert Run(str(tmp_path / "nothing")).hashes == {}

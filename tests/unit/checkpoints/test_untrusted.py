@@ -26,7 +26,8 @@ from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.checkpoints.weights.source import OrbaxWeights
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.record import run_files
-from spmdtrain.record.run_files import RunFiles, Split, evaluator_metrics, status_of
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.record.validation import Malformed, check, parse_object
 from spmdtrain.run import main
 
@@ -56,7 +57,11 @@ def test_a_line_that_is_none_of_metrics_is_named(line: bytes, tmp_path: Path) ->
             files.lines()
         with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
             files.rewind(1)
-    assert evaluator_metrics(str(tmp_path)).keys() == {(1, "")}  # which reads what it can
+    assert Run(str(tmp_path)).evaluations.keys() == {(1, "")}  # which reads what it can
+
+
+def status_of(folder: Path) -> object:
+    return Run(str(folder)).status
 
 
 @pytest.mark.parametrize(
@@ -73,19 +78,19 @@ def test_a_line_that_is_none_of_metrics_is_named(line: bytes, tmp_path: Path) ->
 def test_a_status_that_is_none_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_bytes(content)
     with pytest.raises(UserError, match=r"status\.json"):
-        status_of(str(tmp_path))
+        status_of(tmp_path)
 
 
 def test_what_is_no_regular_file_or_too_large_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     os.mkfifo(path)
     with pytest.raises(UserError, match=r"status\.json .*regular"):
-        status_of(str(tmp_path))
+        status_of(tmp_path)
     path.unlink()
     path.touch()
     os.truncate(path, 2**40)
     with pytest.raises(UserError, match="1,099,511,627,776"):
-        status_of(str(tmp_path))
+        status_of(tmp_path)
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(UserError, match=r"metrics\.jsonl .*regular"):
         RunFiles(str(tmp_path))

@@ -37,7 +37,8 @@ from spmdtrain.data.sources import files
 from spmdtrain.distributed import progress
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.record.run_files import RunFiles, Status, status_of
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import RunFiles, Status
 from spmdtrain.run import main
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
@@ -729,7 +730,7 @@ def test_a_reason_with_a_name_that_is_no_text_reaches_the_launcher(
 def test_the_status_of_a_run_may_tell_a_name_that_is_no_text(tmp_path: Path) -> None:
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
         files.write_status(Status.FAILED, 3, "a\udcffé: broken")
-    found = status_of(str(tmp_path))
+    found = Run(str(tmp_path)).status
     assert found == {"status": "failed", "step": 3, "reason": "a\udcffé: broken"}
 
 

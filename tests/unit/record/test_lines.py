@@ -9,13 +9,8 @@ import pytest
 from etils import epath
 
 from spmdtrain.record import no_follow
-from spmdtrain.record.lines import (
-    EVENTS_FILE,
-    LinesFile,
-    last_step,
-    read_events,
-    run_times,
-)
+from spmdtrain.record.lines import EVENTS_FILE, LinesFile, last_step, run_times
+from spmdtrain.record.run import Run
 
 # Killed between steps 20 and 30, down for 50 s, resumed from step 10: 10 steps are repeated.
 KILLED: list[dict[str, Any]] = [
@@ -34,14 +29,14 @@ KILLED: list[dict[str, Any]] = [
 ]
 
 
-def written(workdir: Path, *lines: str | dict[str, object]) -> str:
+def written(workdir: Path, *lines: str | dict[str, object]) -> Run:
     text = "".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines)
     (workdir / EVENTS_FILE).write_text(text)
-    return str(workdir)
+    return Run(str(workdir))
 
 
 def test_the_goodput_of_a_killed_and_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
-    events = read_events(written(tmp_path, *KILLED))
+    events = written(tmp_path, *KILLED).events
     times = run_times(events)
     # Of the second start's 44 s for 20 steps, the first 10 were repeated.
     assert times.wall == 200 and times.productive == 40 + 22
@@ -54,7 +49,7 @@ def test_the_goodput_of_a_killed_and_resumed_run_counts_each_step_once(tmp_path:
 
 
 def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
-    assert read_events(written(tmp_path, *[line | {"host": "a"} for line in KILLED])) == KILLED
+    assert written(tmp_path, *[line | {"host": "a"} for line in KILLED]).events == KILLED
 
 
 def test_corrupted_and_forged_lines_are_left_out(tmp_path: Path) -> None:
@@ -69,10 +64,10 @@ def test_corrupted_and_forged_lines_are_left_out(tmp_path: Path) -> None:
         '"start"',
     ]
     whole: list[str | dict[str, object]] = [KILLED[0], *forged, *KILLED[1:]]
-    assert read_events(written(tmp_path, *whole)) == KILLED
+    assert written(tmp_path, *whole).events == KILLED
     assert run_times([]).goodput == 0
     overlapping = [KILLED[0], {**KILLED[1], "seconds": {"step": 1e9}}]
-    assert run_times(read_events(written(tmp_path, *overlapping))).goodput == 1
+    assert run_times(written(tmp_path, *overlapping).events).goodput == 1
 
 
 def free() -> None:

@@ -274,7 +274,7 @@ def test_what_a_failed_reading_has_missed_is_read_by_the_next_one(
                 raise OSError(errno.EIO, "Input/output error")
             return read_bytes(path, *rest)
 
-        broken.setattr("spmdtrain.record.readers.read_bytes", fail)
+        broken.setattr("spmdtrain.record.changing_files.read_bytes", fail)
         with pytest.raises(StorageError, match=r"metrics.jsonl cannot be read: .*Input/output"):
             report.read()
     trained = [line["loss"] for line in lines if line["split"] == "train"]

@@ -32,7 +32,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.record.lines import read_hashes
+from spmdtrain.record.run import Run
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.step.program import plan_step
 from spmdtrain.train.callbacks import CallbackRunner
@@ -232,7 +232,7 @@ def test_small_steps_have_the_same_bits_wherever_a_dispatch_ends(
         for name in ("noted", "saves")
     ]
     assert logged[0] == logged[1] and len(set(logged[0])) == 23
-    hashes = read_hashes(str(tmp_path / "saves"))
+    hashes = Run(str(tmp_path / "saves")).hashes
     assert {step: hashes[step].loss for step in (7, 14, 21)} == {
         step: logged[0][step - 1] for step in (7, 14, 21)
     }

@@ -26,7 +26,8 @@ from spmdtrain.checkpoints.listing import Listing
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.config.options import Which
 from spmdtrain.distributed import progress
-from spmdtrain.record.run_files import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
+from spmdtrain.record.run import Run
+from spmdtrain.record.run_files import RunFiles, Split, Status, Writer
 from spmdtrain.train.evaluator import best_and_last, watch
 
 X = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
@@ -237,8 +238,8 @@ def test_it_follows_a_training_that_begins_after_it(
     acts = [stage.nothing, stage.say(Status.RUNNING, 0), stage.save(1), stage.save(2, 3)]
     assert stage.play(*acts, stage.save(4), stage.finish, which=which) == 0
     assert logged_steps(stage.workdir) == steps
-    name = next(iter(evaluator_metrics(str(stage.workdir))))[1]
-    assert name and evaluator_metrics(str(stage.workdir)) == {
+    name = next(iter(Run(str(stage.workdir)).evaluations))[1]
+    assert name and Run(str(stage.workdir)).evaluations == {
         (step, name): {"loss": pytest.approx(losses(stage.whole)[step], rel=1e-6)} for step in steps
     }
 
@@ -431,7 +432,7 @@ def test_a_checkpoint_of_another_model_ends_it(stage: Stage) -> None:
     assert logged(stage.workdir) == []
 
 
-@pytest.mark.parametrize("where", ["list_checkpoints", "restore", "status_of"])
+@pytest.mark.parametrize("where", ["list_checkpoints", "restore", "status"])
 @pytest.mark.parametrize("seconds", [30, 1000])
 def test_storage_that_does_not_answer_is_asked_for_a_minute(
     where: str,
@@ -440,15 +441,16 @@ def test_storage_that_does_not_answer_is_asked_for_a_minute(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    owner: Any = Trainer if where == "restore" else sys.modules["spmdtrain.train.evaluator"]
-    original = getattr(owner, where)
+    owners = {"restore": Trainer, "status": Run}
+    owner: Any = owners.get(where, sys.modules["spmdtrain.train.evaluator"])
+    original = vars(Run)["status"].fget if where == "status" else getattr(owner, where)
 
     def answer(*arguments: Any) -> Any:
         if 0 <= stage.now < seconds:
             raise StorageError("no route to host")
         return original(*arguments)
 
-    monkeypatch.setattr(owner, where, answer)
+    monkeypatch.setattr(owner, where, property(answer) if where == "status" else answer)
     stage.save(1, 2, 3, 4)()
     stage.finish()
     if seconds == 30:
@@ -778,7 +780,7 @@ def test_best_is_by_the_metric_and_direction_of_the_configuration() -> None:
 
 
 def test_what_an_evaluator_found_can_be_read_at_any_time(tmp_path: Path) -> None:
-    assert evaluator_metrics(str(tmp_path / "absent")) == {}
+    assert Run(str(tmp_path / "absent")).evaluations == {}
     files = RunFiles(str(tmp_path), Writer.EVALUATOR)
     files.write_metrics(1, Split.EVAL, {"loss": 3.0})
     files.write_metrics(2, Split.EVAL, {"loss": math.inf, "accuracy": 0.5})
@@ -787,27 +789,31 @@ def test_what_an_evaluator_found_can_be_read_at_any_time(tmp_path: Path) -> None
     files.close()
     with (tmp_path / "metrics.evaluator.jsonl").open("ab") as file:
         file.write(b"\x00\xff\n" + b'{"step": 3, "split": "eval", "loss": 1.0')
-    found = evaluator_metrics(str(tmp_path))
+    found = Run(str(tmp_path)).evaluations
     assert found.keys() == {(1, ""), (2, ""), (1, "other")} and found[1, ""] == {"loss": 2.5}
     assert math.isnan(found[2, ""]["loss"]) and found[2, ""]["accuracy"] == 0.5
     RunFiles(str(tmp_path)).close()
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def status_of(folder: Path) -> object:
+    return Run(str(folder)).status
+
+
 def test_the_status_of_a_run_can_be_read_before_there_is_one(tmp_path: Path) -> None:
-    assert status_of(str(tmp_path)) is None
+    assert status_of(tmp_path) is None
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
         files.write_status(Status.FAILED, 3, "boom")
-    assert status_of(str(tmp_path)) == {"status": "failed", "step": 3, "reason": "boom"}
+    assert status_of(tmp_path) == {"status": "failed", "step": 3, "reason": "boom"}
     path = tmp_path / "status.json"
     for text in ("", "[]", '{"status": "odd", "step": 1}', '{"status": ["finished"], "step": 1}'):
         path.write_text(text)
         with pytest.raises(UserError, match="not the status"):
-            status_of(str(tmp_path))
+            status_of(tmp_path)
     path.unlink()
     path.mkdir()
     with pytest.raises(UserError, match=r"status\.json .*regular"):
-        status_of(str(tmp_path))
+        status_of(tmp_path)
 
 
 # -- for real --------------------------------------------------------------------------------------

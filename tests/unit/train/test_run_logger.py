@@ -38,7 +38,8 @@ from spmdtrain.config.overrides import with_trackers
 from spmdtrain.distributed.progress import CONTEXT, Phase
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
-from spmdtrain.record.lines import RunTimes, read_events, run_times
+from spmdtrain.record.lines import RunTimes, run_times
+from spmdtrain.record.run import Run
 from spmdtrain.train.run_logger import StepTimer, TimeAccount, goodput_line, peak_memory
 from spmdtrain.train.trainer import ProfiledSteps
 from spmdtrain.xla import chips
@@ -145,7 +146,7 @@ def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
             assert share == pytest.approx(program["flops_per_step"] * steps / peak)
     assert "model_flops_utilization" in of_speed[-1]
 
-    events = read_events(str(tmp_path))
+    events = Run(str(tmp_path)).events
     kinds = [event["event"] for event in events if event["event"] != "phases"]
     one = ["start", "checkpoint", "end"]
     assert kinds == one + one
@@ -164,7 +165,7 @@ def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     assert of_events <= cells
     assert {*of_speed[-1], *program} <= described | {"step", "time"}
     assert {"gradient_norm", "parameter_norm", "update_norm"} <= cells & {*metrics(tmp_path)[0]}
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    code, *_ = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     found: dict[str, Any] = {}
     exec(code, found)
     assert found["times"] == times

@@ -35,7 +35,7 @@ from spmdtrain import (
 from spmdtrain.checkpoints import checksums
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.models import MLP
-from spmdtrain.record.lines import read_events
+from spmdtrain.record.run import Run
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, make_placement, use_placement
 from spmdtrain.step.dispatch import Dispatch, Repeat
@@ -253,7 +253,7 @@ def test_a_run_stops_at_the_next_check_and_writes_what_was_found(tmp_path: Path)
         "hosts": [host],
         "parameter": "second",
     }
-    (event,) = [event for event in read_events(str(workdir)) if event["event"] == "fault"]
+    (event,) = [event for event in Run(str(workdir)).events if event["event"] == "fault"]
     assert event["step"] == 8 and "device 6" in event["reason"]
 
 

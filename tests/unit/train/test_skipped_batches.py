@@ -12,7 +12,7 @@ import pytest
 from spmdtrain import FunctionModel, Loop, MeshSpec, Stream, Trainer, UserError
 from spmdtrain.config.run_config import SkippedBatches
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.record.run_files import Split, Writer, written_metrics
+from spmdtrain.record.run import Run
 
 EXAMPLES = np.arange(40, dtype=np.float32)
 BATCH = 8
@@ -38,7 +38,7 @@ def trainer(workdir: Path | None, **options: Any) -> Trainer:
 
 
 def losses(workdir: Path) -> list[float]:
-    return [x["loss"] for x in written_metrics(str(workdir), Writer.TRAINING, Split.TRAIN).values()]
+    return Run(str(workdir)).metrics("train")["loss"].tolist()
 
 
 class CountingShard:
