@@ -396,6 +396,10 @@ class MetricColumns(ColumnCollector):
         """Returns the names of the metrics of a split, in the order of their appearance."""
         return [name for of, name in self.columns if of == split]
 
+    def of_split(self, split: str) -> dict[str, Column]:
+        """Returns the metrics of a split by name, in the order of their appearance."""
+        return {name: self.columns[split, name] for name in self.names(split)}
+
     def get(self, split: str, name: str) -> Column | None:
         """Returns a metric; None if there is none."""
         return self.columns.get((split, name))
@@ -403,15 +407,11 @@ class MetricColumns(ColumnCollector):
     def by_step(self, split: str) -> dict[int, dict[str, float]]:
         """Returns the metrics of a split by step and name, without those that a step lacks."""
         found: dict[int, dict[str, float]] = {}
-        for name in self.names(split):
-            steps, values = self.columns[split, name].by_step()
+        for name, column in self.of_split(split).items():
+            steps, values = column.by_step()
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
                 found.setdefault(step, {})[name] = value
         return {step: found[step] for step in sorted(found)}
-
-    def table(self, split: str) -> dict[str, np.ndarray]:
-        """Returns the metrics of a split as columns of one length (see `table_of`)."""
-        return table_of({name: self.columns[split, name] for name in self.names(split)})
 
     def last_step(self) -> int:
         """Returns the last step of all lines; 0 without lines."""
@@ -450,25 +450,6 @@ class PerformanceColumns(ColumnCollector):
         for name, value in content.items():
             if name not in _NOT_PERFORMANCE and is_number(value):
                 self.column(self.columns, name).add(step, value)
-
-    def table(self) -> dict[str, np.ndarray]:
-        """Returns the values as columns of one length (see `table_of`)."""
-        return table_of({"time": self.times} | self.columns)
-
-
-def table_of(columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
-    """Returns columns with one row for each step that any of them has, and these steps.
-
-    `step` is int64, the others are float64 and NaN where a column has no value, all of shape (N,).
-    """
-    found = {name: column.by_step() for name, column in columns.items()}
-    none = np.zeros(0, np.int64)
-    steps = np.unique(np.concatenate([none, *(steps for steps, _ in found.values())]))
-    table = {"step": steps}
-    for name, (at, values) in found.items():
-        table[name] = np.full(len(steps), np.nan)
-        table[name][np.searchsorted(steps, at)] = values
-    return table
 
 
 # -- Reduction of a long curve to few points, among them its extremes ------------------------------

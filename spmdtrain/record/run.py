@@ -11,6 +11,7 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.record.changing_files import Log, ObjectFile, state_to_read
 from spmdtrain.record.lines import EVENTS_FILE, HASHES_FILE, HashLog, RunEvent, StateHash
 from spmdtrain.record.readers import (
+    Column,
     EvaluatorColumns,
     EventLog,
     MediaLog,
@@ -35,6 +36,8 @@ from spmdtrain.record.validation import OtherFields, check
 if TYPE_CHECKING:
     import pandas
 
+LARGEST_TABLE = 2**30
+"""The most values of the table of a split: 8 GiB."""
 _EVALUATOR = str(Writer.EVALUATOR)
 
 
@@ -176,8 +179,8 @@ class Run:
                 f"{did_you_mean(str(split), splits)}"
             )
         if split == _EVALUATOR:
-            return self.evaluator_log.read_all().table(Split.EVAL)
-        return self.metric_log.read_all().table(split)
+            return _table(self.evaluator_log, self.evaluator_log.read_all().of_split(Split.EVAL))
+        return _table(self.metric_log, self.metric_log.read_all().of_split(split))
 
     def performance(self) -> dict[str, np.ndarray]:
         """Returns speed, utilization and memory as columns, with a row for each logged step.
@@ -191,7 +194,8 @@ class Run:
           UserError: If a line is not one of performance.
           StorageError: If the file cannot be accessed.
         """
-        return self.performance_log.read_all().table()
+        found = self.performance_log.read_all()
+        return _table(self.performance_log, {"time": found.times, **found.columns})
 
     def table(self, split: str) -> "pandas.DataFrame":
         """Returns the metrics of a split as a table of pandas.
@@ -228,3 +232,24 @@ class Run:
     def evaluations(self) -> Mapping[tuple[int, str], Mapping[str, float]]:
         """The metrics by an evaluator task, by step and trajectory of the evaluated state."""
         return self.evaluator_log.read_valid().evaluations
+
+
+def _table(log: Log[Any], columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
+    """Returns the columns of a file with one row for each step of any of them, and the steps.
+
+    Raises `UserError` if the table is too large: of a file of 2 GiB whose lines have different
+    names, it would have terabytes of NaN.
+    """
+    found = {name: column.by_step() for name, column in columns.items()}
+    none = np.zeros(0, np.int64)
+    steps = np.unique(np.concatenate([none, *(steps for steps, _ in found.values())]))
+    if len(steps) * len(columns) > LARGEST_TABLE:
+        raise UserError(
+            f"{log.path}: {len(columns):,} metrics of {len(steps):,} steps are more than "
+            f"{LARGEST_TABLE:,} values"
+        )
+    table = {"step": steps}
+    for name, (at, values) in found.items():
+        table[name] = np.full(len(steps), np.nan)
+        table[name][np.searchsorted(steps, at)] = values
+    return table

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 from helpers import REPOSITORY, saved_steps, status
+from report_files import write_run
 
 import spmdtrain
 from spmdtrain import RunConfig, load_params
@@ -108,6 +110,34 @@ def test_the_page_of_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     after = named_leaves(found["layerwise"].state.params)
     moved = {name: np.abs(np.asarray(after[name]) - before[name]).max() for name in before}
     assert moved["layers/2/kernel"] > 10 * moved["layers/1/kernel"] > 0
+
+
+def test_the_page_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plots(ModuleType):
+        """`matplotlib.pyplot` as far as the page needs it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given, **options: calls.append((name, given, options))
+
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    plots = Plots("matplotlib")
+    vars(plots)["pyplot"] = plots
+    monkeypatch.setitem(sys.modules, "matplotlib", plots)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", plots)
+    for name, seed, rate in (("mine", 0, 0.5), ("a", 1, 0.25), ("b", 2, 0.125)):
+        write_run(tmp_path / "runs" / name, seed=seed, learning_rate=rate)
+    found = run_in(tmp_path, monkeypatch, blocks("logging.md"))
+    assert found["times"].productive == pytest.approx(40 + 40 / 3)
+    curves = [(given, options["label"]) for name, given, options in calls if name == "plot"]
+    assert [label for _, label in curves] == ["runs/a: 0.25", "runs/b: 0.125"]
+    for run, ((steps, losses), _) in zip("ab", curves, strict=True):
+        lines = map(json.loads, Path(f"runs/{run}/metrics.jsonl").read_text().splitlines())
+        expected = [(x["step"], x["loss"]) for x in lines if x["split"] == "eval"]
+        assert len(expected) == 10 and [*zip(steps, losses, strict=True)] == expected
+    assert calls[-1] == ("savefig", ("losses.png",), {})
+    table = (DOCS / "logging.md").read_text().partition("| of the record |")[2]
+    names = re.findall(r"`(\w+)", " ".join(re.findall(r"^\|([^|]*)", table, re.M)))
+    assert len(names) == 9 and all(hasattr(spmdtrain.Run, name) for name in names)
 
 
 @pytest.mark.slow
