@@ -18,7 +18,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.launch.task_env import free_ports
 from spmdtrain.plan.instruction_work import bytes_moved, products
 from spmdtrain.plan.summary import read_summary, sealed
+from spmdtrain.record.lines import run_times
 from spmdtrain.record.run import Run
 from spmdtrain.record.run_files import RunFiles, Split
 from spmdtrain.record.user_folders import private_folder
@@ -494,12 +495,13 @@ def next_port() -> Target:
 
 
 def logs_of_a_run() -> Target:
-    """The lines from which the page of a run is made."""
+    """The files from which the page and the record of a run are read."""
     lines: dict[str, Any] = {
         "metrics.jsonl": {"step": 1, "split": "train", "loss": 0.5, "gradient_norm": 1.0},
         "metrics.evaluator.jsonl": {"step": 1, "split": "eval", "trajectory": "a1", "loss": 0.5},
         "performance.jsonl": {"time": 9.0, "step": 1, "steps_per_second": 2.0, "input_wait": 0.1},
         "events.jsonl": {"time": 1.0, "event": "phases", "step": 1, "seconds": {"step": 2.0}},
+        "hashes.jsonl": {"step": 2, "hash": "x", "loss": 1.0, "arrays": {"a": "01"}},
         "media.jsonl": {"step": 1, "split": "eval", "name": "a", "kind": "text", "text": "b"},
         "config.json": {"config": {"steps": 3, "mesh": {"data": 2}}, "mesh": "data=2"},
     }
@@ -515,6 +517,15 @@ def logs_of_a_run() -> Target:
             (folder / name).write_bytes(content)
         page = RunReport([str(folder)])
         page.refresh()
+        run = Run(str(folder))
+        reads: list[Callable[[], object]] = [
+            *(functools.partial(run.metrics, split) for split in (*Split, "evaluator")),
+            *(run.performance, lambda: run_times(run.events), lambda: run.hashes),
+            *(lambda: run.config_file, lambda: run.program),
+        ]
+        for each in reads:
+            with suppress(UserError):
+                each()
         return page.page()
 
     return Target([], st.sampled_from(list(lines)).flatmap(changed), read)
