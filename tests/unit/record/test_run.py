@@ -74,10 +74,12 @@ def test_of_several_lines_of_a_step_the_newest_counts_as_in_the_page(tmp_path: P
         {"step": 9, "split": "eval", "loss": 2.0, "accuracy": 0.25},
         {"step": 7, "split": "eval", "loss": 3.0},
         {"step": 9, "split": "eval", "loss": 4.0},
+        {"step": 2**63 - 1, "split": "eval", "loss": 0.5},
     )
     found = run.metrics("eval")
-    assert found["step"].tolist() == [5, 7, 9] and found["loss"].tolist() == [1.0, 3.0, 4.0]
-    np.testing.assert_array_equal(found["accuracy"], [NAN, NAN, 0.25])
+    assert found["step"].tolist() == [5, 7, 9, 2**63 - 1]
+    assert found["loss"].tolist() == [1.0, 3.0, 4.0, 0.5]
+    np.testing.assert_array_equal(found["accuracy"], [NAN, NAN, 0.25, NAN])
     page = RunReader(str(tmp_path), "run")
     page.refresh()
     column = page.data.metrics.get(Split.EVAL, "loss")
