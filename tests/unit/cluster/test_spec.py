@@ -228,6 +228,7 @@ def test_a_single_task_needs_no_name(job: str) -> None:
     spec = read(**{job: ["a:1"]})
     assert facts(spec) == ("local", 0, 1, True, "a:1")
     assert (spec.task_type, spec.task_index) == (None, None)
+    assert str(spec.own_task.address) == "a:1"
 
 
 # What others put into TF_CONFIG.

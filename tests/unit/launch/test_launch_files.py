@@ -315,6 +315,20 @@ def outside(folder: Path, codes: str = "0", **variables: object) -> dict[str, st
     return environment() | own | {name: str(value) for name, value in variables.items()}
 
 
+def bash(
+    *arguments: object, env: dict[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end."""
+    return subprocess.run(
+        ["bash", *map(str, arguments)],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 def said(folder: Path) -> list[str]:
     """What the stand-ins have been asked, in order."""
     path = folder / "log"
@@ -348,13 +362,8 @@ def in_container(
         if not (folder / "bin" / name).exists():
             stand_in(folder / "bin", name, NOTES)
     one = container(pod)
-    return subprocess.run(
-        [*one["command"], *one["args"]],
-        env=outside(folder, codes, **variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = shlex.join([*one["command"], *one["args"]])
+    return bash("-c", f"exec {words}", env=outside(folder, codes, **variables))
 
 
 def jobs() -> dict[str, dict[str, Any]]:
@@ -374,11 +383,12 @@ def test_a_jobset_s_pods_are_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert done.returncode == 0, done.stderr
         waited, arguments = said(tmp_path)[-2:]
         assert waited == f"getent hosts {first}"
-        options = understood(arguments, monkeypatch).options
+        command = understood(arguments, monkeypatch)
+        options = command.options
         assert options.coordinator == f"{first}:{port['containerPort']}"
         assert (options.processes, options.process_id) == (count, index)
         assert options.role is None
-    config = understood(arguments, monkeypatch).config
+    config = command.config
     evaluator = jobs()["evaluator"]
     assert in_container(evaluator["template"], tmp_path).returncode == 0
     beside = understood(said(tmp_path)[-1], monkeypatch)
@@ -396,7 +406,15 @@ def test_a_jobset_s_pods_are_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("job", ["workers", "evaluator"])
 @pytest.mark.parametrize(
     ("code", "action"),
-    [(2, "FailJob"), (3, "FailJob"), (75, "Ignore"), (1, None), (137, None), (143, None)],
+    [
+        (2, "FailJob"),
+        (3, "FailJob"),
+        (4, "FailJob"),
+        (75, "Ignore"),
+        (1, None),
+        (137, None),
+        (143, None),
+    ],
 )
 def test_a_jobset_s_rules_by_exit_code(
     tmp_path: Path, job: str, code: int, action: str | None
@@ -521,7 +539,14 @@ def test_a_tfjob_s_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", ["Chief", "Worker", "Evaluator"])
 @pytest.mark.parametrize(
     ("code", "reported", "pause"),
-    [(0, 0, False), (2, 2, False), (3, 3, False), (75, 200, False), (1, 200, True)],
+    [
+        (0, 0, False),
+        (2, 2, False),
+        (3, 3, False),
+        (4, 4, False),
+        (75, 200, False),
+        (1, 200, True),
+    ],
 )
 def test_a_tfjob_s_exit_codes(
     tmp_path: Path, kind: str, code: int, reported: int, pause: bool
@@ -619,13 +644,7 @@ def sbatch(folder: Path, codes: str, **variables: object) -> subprocess.Complete
     """Run the script as Slurm would, with a stand-in for Python that ends with these codes."""
     python = stand_in(folder / "bin", "python", PYTHON)
     stand_in(folder / "bin", "sleep", NOTES)
-    return subprocess.run(
-        ["bash", str(SBATCH)],
-        env=in_slurm(folder, codes, PYTHON=python, **variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return bash(SBATCH, env=in_slurm(folder, codes, PYTHON=python, **variables))
 
 
 def test_what_sbatch_asks_slurm_for() -> None:
@@ -646,6 +665,7 @@ def test_what_sbatch_asks_slurm_for() -> None:
         ("0", 0, False, 1),
         ("2", 2, False, 1),
         ("3", 3, False, 1),
+        ("4", 4, False, 1),
         ("75", 0, True, 1),
         ("1 137 0", 0, False, 3),
         ("1 2", 2, False, 2),
@@ -675,12 +695,8 @@ def test_sbatch_gives_all_tasks_one_token(tmp_path: Path) -> None:
     show = "#!/bin/bash\necho token $SPMDTRAIN_JOB_TOKEN >>$LOG\n"
     for given in ("", "given-token-of-the-user"):
         python = stand_in(tmp_path / "bin", "python", show)
-        done = subprocess.run(
-            ["bash", str(SBATCH)],
-            env=in_slurm(tmp_path, "0", PYTHON=python, TASKS=2, SPMDTRAIN_JOB_TOKEN=given),
-            timeout=60,
-        )
-        assert done.returncode == 0
+        variables = in_slurm(tmp_path, "0", PYTHON=python, TASKS=2, SPMDTRAIN_JOB_TOKEN=given)
+        assert bash(SBATCH, env=variables).returncode == 0
         one, other = [line for line in said(tmp_path) if line.startswith("token")][-2:]
         assert one == other
         assert one == f"token {given}" if given else re.fullmatch("token [0-9a-f]{64}", one)
@@ -777,36 +793,37 @@ true
 
 
 def tpu_pod(
-    folder: Path, *arguments: str, codes: str = "0", runs: str = "", **variables: str
+    folder: Path,
+    *arguments: str,
+    codes: str = "0",
+    runs: str = "",
+    gcloud: str = GCLOUD,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    stand_in(folder / "bin", "gcloud", GCLOUD)
+    stand_in(folder / "bin", "gcloud", gcloud)
     stand_in(folder / "bin", "sleep", NOTES)
-    return subprocess.run(
-        ["bash", str(TPU_POD), *arguments],
-        cwd=REPOSITORY,
-        env=outside(folder, codes, HOME=folder, RUNS=runs, **variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    variables |= {"HOME": str(folder), "RUNS": runs}
+    return bash(TPU_POD, *arguments, env=outside(folder, codes, **variables), cwd=REPOSITORY)
 
 
 BUCKET = {"WORKDIR": "gs://my-bucket/runs/a b", "TPU": "mine", "ZONE": "europe-west4-b"}
+CREATED = "--node-id=mine --accelerator-type=v5litepod-16"
 
 
 @pytest.mark.parametrize(
-    ("verb", "words"),
+    ("verb", "spot", "words"),
     [
-        ("create", "queued-resources create mine --node-id=mine --accelerator-type=v5litepod-16"),
-        ("install", "tpu-vm ssh mine --worker=all"),
-        ("train", "tpu-vm ssh mine --worker=all"),
-        ("logs", "tpu-vm ssh mine --worker=0"),
-        ("stop", "tpu-vm ssh mine --worker=all"),
-        ("delete", "queued-resources delete mine --force"),
+        ("create", "", f"queued-resources create mine {CREATED}"),
+        ("create", "1", f"queued-resources create mine {CREATED} --spot"),
+        ("install", "", "tpu-vm ssh mine --worker=all"),
+        ("train", "", "tpu-vm ssh mine --worker=all"),
+        ("logs", "", "tpu-vm ssh mine --worker=0"),
+        ("stop", "", "tpu-vm ssh mine --worker=all"),
+        ("delete", "", "queued-resources delete mine --force"),
     ],
 )
-def test_what_tpu_pod_asks_gcloud(tmp_path: Path, verb: str, words: str) -> None:
-    done = tpu_pod(tmp_path, verb, **BUCKET)
+def test_what_tpu_pod_asks_gcloud(tmp_path: Path, verb: str, spot: str, words: str) -> None:
+    done = tpu_pod(tmp_path, verb, SPOT=spot, **BUCKET)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "log").read_text().split("gcloud\n")[1:]
     assert len(calls) == (2 if verb == "install" else 1)
@@ -814,7 +831,7 @@ def test_what_tpu_pod_asks_gcloud(tmp_path: Path, verb: str, words: str) -> None
         assert call.startswith("  compute\n  tpus\n") and "  --zone=europe-west4-b\n" in call
     asked = [line.strip() for line in calls[-1].splitlines()]
     assert set(words.split()) <= set(asked), asked
-    assert "--spot" not in asked
+    assert ("--spot" in asked) == bool(spot)
     if verb == "install":
         assert "scp" in calls[0] and "mine:spmdtrain.tar.gz" in calls[0]
         assert "pip install --quiet '.[tpu,gcs,examples]'" in calls[1]
@@ -827,20 +844,10 @@ true
 """
 
 
-def test_tpu_pod_installs_a_token_for_all_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tpu_pod_installs_a_token_for_all_machines(tmp_path: Path) -> None:
     tokens = set()
     for _ in range(2):
-        tpu_pod(tmp_path, **BUCKET)  # makes the stand-ins
-        stand_in(tmp_path / "bin", "gcloud", SCP)
-        done = subprocess.run(
-            ["bash", str(TPU_POD), "install"],
-            cwd=REPOSITORY,
-            env=outside(tmp_path, HOME=tmp_path, **BUCKET),
-            timeout=60,
-        )
-        assert done.returncode == 0
+        assert tpu_pod(tmp_path, "install", gcloud=SCP, **BUCKET).returncode == 0
         archive = tmp_path / "spmdtrain.tar.gz"
         assert archive.stat().st_mode & 0o777 == 0o600
         with tarfile.open(archive) as content:
@@ -852,15 +859,17 @@ def test_tpu_pod_installs_a_token_for_all_machines(
     assert len(tokens) == 2 and all(re.fullmatch("[0-9a-f]{64}", token) for token in tokens)
 
 
-def test_tpu_pod_on_spot_capacity(tmp_path: Path) -> None:
-    assert tpu_pod(tmp_path, "create", SPOT="1", **BUCKET).returncode == 0
-    assert "  --spot" in said(tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "attempts", "restarts"),
-    [("0", 1, 0), ("2", 1, 0), ("3", 1, 0), ("75", 1, 0), ("1 134 75 0", 3, 2), ("1 1 1 1", 3, 3)],
+    [
+        ("0", 1, 0),
+        ("2", 1, 0),
+        ("3", 1, 0),
+        ("4", 1, 0),
+        ("75", 1, 0),
+        ("1 134 75 0", 3, 2),
+        ("1 1 1 1", 3, 3),
+    ],
 )
 def test_tpu_pod_trains(
     tmp_path: Path, codes: str, attempts: int, restarts: int, monkeypatch: pytest.MonkeyPatch
