@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import together
 from image_helpers import everything, folder_of, noise, numbered, plain, values
 from PIL import ImageFile
 
@@ -37,40 +39,38 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return seen
 
 
-CACHES: list[dict[str, Any]] = [
-    {"cache": "none"},
-    {"cache": "none", "threads": 1},
-    {"cache": "memory", "threads": 5},
-    {"cache": "disk", "threads": 3},
-    {"cache": "disk", "threads": 1},
-    {"cache": "memory", "broken": "skip"},
-]
+def cached(
+    folder: Path, cache: str, size: int | tuple[int, int] = 2, **options: Any
+) -> ImageFolder:
+    """The images of folder/data with a cache, of a new folder if it is on disk."""
+    place = {"cache_dir": folder / "new" / "c"} if cache == "disk" else {}
+    return ImageFolder(folder / "data", size, **{"cache": cache, **place, **options})
 
 
-def test_the_rows_are_the_same_however_they_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cache", "options"),
+    [
+        ("none", {}),
+        ("none", {"threads": 1}),
+        ("memory", {"threads": 5}),
+        ("disk", {"threads": 3}),
+        ("disk", {"threads": 1}),
+        ("memory", {"broken": "skip"}),
+    ],
+)
+def test_the_rows_are_the_same_however_they_are_read(
+    tmp_path: Path, cache: str, options: dict[str, Any]
+) -> None:
     pictures = {f"{n % 3}/{n}.png": noise(20 + n, 30 - n, seed=n) for n in range(20)}
     folder = folder_of(tmp_path / "data", pictures)
     expected = {file: decode_image((folder / file).read_bytes(), (9, 7)) for file in pictures}
+    dataset = cached(tmp_path, cache, (9, 7), **options)
     asked = [np.random.default_rng(n).integers(0, 20, 8) for n in range(12)]
-    for options in CACHES:
-        place: dict[str, Any] = (
-            {"cache_dir": tmp_path / "cache"} if options["cache"] == "disk" else {}
-        )
-        dataset = ImageFolder(folder, (9, 7), **place, **options)
-        found: list[Any] = [None] * len(asked)
-
-        def read(number: int, dataset: ImageFolder = dataset, found: list[Any] = found) -> None:
-            found[number] = dataset.rows(asked[number])
-
-        readers = [threading.Thread(target=read, args=(n,)) for n in range(len(asked))]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-        for indices, rows in zip(asked, found, strict=True):
-            for index, image, label in zip(indices, rows["image"], rows["label"], strict=True):
-                np.testing.assert_array_equal(image, expected[dataset.files[index]])
-                assert str(label) == dataset.files[index][0]
+    found = together(*(partial(dataset.rows, indices) for indices in asked))
+    for indices, rows in zip(asked, found, strict=True):
+        for index, image, label in zip(indices, rows["image"], rows["label"], strict=True):
+            np.testing.assert_array_equal(image, expected[dataset.files[index]])
+            assert str(label) == dataset.files[index][0]
 
 
 @pytest.mark.parametrize("threads", [3, None])
@@ -110,11 +110,7 @@ def test_memory_decodes_each_once_and_hands_out_copies(
     tmp_path: Path, decodes: list[bytes]
 ) -> None:
     dataset = ImageFolder(numbered(tmp_path, 9), 2, cache="memory", threads=2)
-    readers = [threading.Thread(target=everything, args=(dataset,)) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
+    together(*[partial(everything, dataset)] * 4)
     rows = everything(dataset)
     rows["image"][:] = 99
     rows["label"][:] = 99
@@ -127,10 +123,10 @@ def test_memory_decodes_each_once_and_hands_out_copies(
 
 @pytest.mark.parametrize("cache", ["none", "memory", "disk"])
 def test_worker_processes_receive_a_folder_with_an_empty_cache(
-    tmp_path: Path, decodes: list[bytes], cache: Any
+    tmp_path: Path, decodes: list[bytes], cache: str
 ) -> None:
-    place: dict[str, Any] = {"cache_dir": tmp_path / "cache"} if cache == "disk" else {}
-    dataset = ImageFolder(numbered(tmp_path / "data", 9), 2, cache=cache, **place)
+    numbered(tmp_path / "data", 9)
+    dataset = cached(tmp_path, cache)
     assert values(dataset) == list(range(9))
     content = pickle.dumps(dataset)
     assert values(pickle.loads(content)) == list(range(9))
@@ -148,11 +144,10 @@ def test_the_error_of_a_worker_process_is_that_of_a_broken_image(tmp_path: Path)
 
 @pytest.mark.parametrize("cache", ["memory", "disk"])
 def test_looking_for_broken_files_fills_the_cache(
-    tmp_path: Path, decodes: list[bytes], cache: Any
+    tmp_path: Path, decodes: list[bytes], cache: str
 ) -> None:
-    folder = numbered(tmp_path / "data", 30)
-    place: dict[str, Any] = {"cache_dir": tmp_path / "cache"} if cache == "disk" else {}
-    dataset = ImageFolder(folder, 2, broken="skip", cache=cache, **place)
+    numbered(tmp_path / "data", 30)
+    dataset = cached(tmp_path, cache, broken="skip")
     assert len(decodes) == 30
     assert values(dataset) == list(range(30))
     assert len(decodes) == 30
@@ -258,10 +253,8 @@ def test_a_process_that_ends_decodes_nothing_first(tmp_path: Path) -> None:
     assert 1 <= ended.stdout.count("decoding") <= 5
 
 
-def on_disk(folder: Path, size: int | tuple[int, int] = 2, **options: Any) -> ImageFolder:
-    return ImageFolder(
-        folder / "data", size, cache="disk", cache_dir=folder / "new" / "c", **options
-    )
+def on_disk(folder: Path, size: int | tuple[int, int] = 2) -> ImageFolder:
+    return cached(folder, "disk", size)
 
 
 def stored(folder: Path) -> list[Path]:
@@ -377,20 +370,18 @@ def test_two_that_fill_a_cache_at_once_do_not_meet(
 ) -> None:
     folder_of(tmp_path / "data", {"a/x.png": plain(5)})
     both = threading.Barrier(2, timeout=20)
-    whole = Path.write_bytes
+    whole, written = Path.write_bytes, set[Path]()
 
     def meet(path: Path, content: Any) -> int:
+        written.add(path)
         whole(path, content[:20])
         both.wait()  # each has written half
         return whole(path, content)
 
     monkeypatch.setattr(Path, "write_bytes", meet)
-    readers = [threading.Thread(target=lambda: everything(on_disk(tmp_path))) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
+    together(*[lambda: everything(on_disk(tmp_path))] * 2)
     assert not both.broken
+    assert len(written) == 2
     assert len(stored(tmp_path)) == 1
     monkeypatch.setattr(images, "decode", None)  # existing files are used
     assert values(on_disk(tmp_path)) == [5]
