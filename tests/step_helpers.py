@@ -1,7 +1,7 @@
 """What tests of the step's options share: one step's gradients, and what its program is made of."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -41,17 +41,26 @@ def trainer(**options: Any) -> Trainer:
 
 def one_step(of: Trainer, batch: Any, *, seed: int = 0) -> tuple[TrainState, StepOutput]:
     """The state after one step from the initial one, and the output of the step."""
-    steps = of.functions
     with use_placement(of.placement):
-        step = plan_step(steps, batch).program()
+        program = plan_step(of.functions, batch).program()
+    return run_program(program, of, batch, seed=seed)
+
+
+def run_program(
+    program: Callable[..., Any], of: Trainer, batch: Any, *, seed: int = 0
+) -> tuple[TrainState, StepOutput]:
+    """The same of a compiled step, which more than one batch or question may share."""
+    with use_placement(of.placement):
         placed = jax.device_put(batch, of.placement.batch)
-        result: tuple[TrainState, StepOutput] = step(steps.init(seed), placed)
+        result: tuple[TrainState, StepOutput] = program(of.functions.init(seed), placed)
     return result
 
 
-def gradients(of: Trainer, batch: Any) -> dict[str, np.ndarray]:
+def gradients(
+    of: Trainer, batch: Any, program: Callable[..., Any] | None = None
+) -> dict[str, np.ndarray]:
     """Gradients and metrics of a batch at the initial parameters, of `SHOWS_GRADIENTS`."""
-    after, output = one_step(of, batch)
+    after, output = one_step(of, batch) if program is None else run_program(program, of, batch)
     assert bool(output.finite.all())
     shown = named_leaves(after.opt_state.trace) | output.metrics
     return {name: np.asarray(x) for name, x in shown.items()}

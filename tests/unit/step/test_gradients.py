@@ -73,13 +73,14 @@ def params_after(of: Trainer, steps: int) -> dict[str, np.ndarray]:
 
 
 @cache
-def of_tokens(devices: int, microbatches: int) -> Trainer:
-    return trainer(
+def of_tokens(devices: int, microbatches: int) -> tuple[Trainer, CompiledStep]:
+    of = trainer(
         model=tokens_model(),
         objective=tokens_objective,
         mesh=on(devices),
         microbatches=microbatches,
     )
+    return of, compiled_step(of, tokens_batch(np.random.default_rng(0)))
 
 
 @pytest.mark.slow
@@ -94,11 +95,12 @@ def test_microbatches_add_up_to_the_big_batch_however_its_parts_weigh(
     batch = tokens_batch(np.random.default_rng(seed))
     for part in dead:
         batch["tokens"][part::8] = batch["examples"][part::8] = 0
-    params = of_tokens(1, 1).functions.init(0).params
+    params = of_tokens(1, 1)[0].functions.init(0).params
     expected = tokens_expected(params, batch)
     for devices in (1, 8):
         for microbatches in (1, 2, 4, 8):
-            found = gradients(of_tokens(devices, microbatches), batch)
+            of, step = of_tokens(devices, microbatches)
+            found = gradients(of, batch, step.compiled)
             check_equal(found, expected, f"on {devices} devices in {microbatches} microbatches")
 
 
