@@ -63,6 +63,12 @@ def mlp(**options: Any) -> Trainer:
     return trainer(**defaults | options)
 
 
+@cache
+def expected() -> dict[str, np.ndarray]:
+    """The gradients of the whole batch, in float32 and of all parameters."""
+    return gradients(mlp(), (X, Y))
+
+
 def params_after(of: Trainer, steps: int) -> dict[str, np.ndarray]:
     of.fit((X, Y), steps=steps)
     assert of.state is not None
@@ -364,10 +370,9 @@ def test_the_products_of_a_bfloat16_step_are_in_bfloat16() -> None:
 
 @pytest.mark.slow
 def test_bfloat16_gradients_are_near_those_of_float32_and_metrics_as_exact() -> None:
-    exact = gradients(mlp(), (X, Y))
     for microbatches in (1, 4):
         near = gradients(mlp(compute_dtype="bfloat16", microbatches=microbatches), (X, Y))
-        for name, value in exact.items():
+        for name, value in expected().items():
             assert near[name].dtype == np.float32
             difference = np.abs(near[name] - value).max() / np.abs(value).max()
             assert difference < 0.05, name
@@ -597,10 +602,10 @@ def test_frozen_parameters_keep_every_bit_and_have_no_optimizer_state(
 
 @pytest.mark.slow
 def test_the_others_are_trained_as_if_nothing_were_frozen() -> None:
-    expected = gradients(mlp(), (X, Y))
+    trained = {name: x for name, x in expected().items() if name not in FROZEN}
     for microbatches in (1, 4):
         found = gradients(mlp(freeze=FREEZING, microbatches=microbatches), (X, Y))
-        check_equal(found, {name: x for name, x in expected.items() if name not in FROZEN})
+        check_equal(found, trained)
 
 
 @pytest.mark.slow
@@ -679,9 +684,10 @@ def test_clipping_and_a_schedule_are_the_same_on_any_devices() -> None:
         {"strategy": "zero", "sharding": sharding},
         {"strategy": "fully_sharded", "sharding": sharding},
     ]
+    initial = named_leaves(jax.device_get(mlp().functions.init(0).params))
     expected: dict[str, np.ndarray] = {}
     for place in places:
-        seen = [named_leaves(jax.device_get(mlp().functions.init(0).params))]
+        seen = [initial]
 
         def note(event: CallbackContext, seen: list[Any] = seen) -> None:
             assert event.trainer.state is not None
