@@ -410,7 +410,7 @@ def test_a_single_host_that_does_not_divide_in_two_is_refused() -> None:
             *(MeshSpec(), [[0, 1, 4, 5], [2, 3, 6, 7]]),
         ),
         (TWO_HOSTS, {"slices": [0, 0, 1, 1, 2, 2, 3, 3]}, MeshSpec(), PAIRS),
-        (TWO_HOSTS, {"slices": [3] * 8}, MeshSpec(), HALVES),
+        ([0, 1] * 4, {"slices": [3] * 8}, MeshSpec(), [[0, 2, 4, 6], [1, 3, 5, 7]]),
     ],
 )
 def test_groups_are_slices_or_hosts_or_equal_parts_of_them(
