@@ -46,6 +46,7 @@ from spmdtrain.step.gradients import (
     all_reduce,
     flattened,
     in_dtype,
+    reduced_by,
 )
 from spmdtrain.step.objective import Declared, Forward
 from spmdtrain.step.optimizer import BaseModel, Update, extra_names
@@ -442,7 +443,7 @@ def requested_rule(
     if options.reduce_dtype is not None:
         if function is None and layout.splits_gradients:
             return Scattered(placement, layout, options.reduce_dtype, per_replica=per_replica)
-        function = in_dtype(function or all_reduce, options.reduce_dtype)
+        function = in_dtype(partial(reduced_by, function or all_reduce), options.reduce_dtype)
     return None if function is None else AllReduced(placement, function, per_replica=per_replica)
 
 

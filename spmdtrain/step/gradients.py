@@ -203,7 +203,7 @@ def reduced_by(reduction: Reduction, gradients: PyTree, axes: tuple[str, ...]) -
 
 
 def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
-    """Returns `reduction` with arrays cast to `dtype` for the transfer, and cast back.
+    """Returns `reduction`, also one that scatters, with arrays cast to `dtype` for the transfer.
 
     The range of float16 ends at 65504, and its precision falls below 6e-5. So arrays are scaled for
     float16 by the power of two that brings the largest value near the upper end.
@@ -214,7 +214,7 @@ def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
         sent = jax.tree.map(lambda x: (x * scale).astype(dtype), gradients)
         return jax.tree.map(
             lambda x, like: (x.astype(like.dtype) / scale).astype(like.dtype),
-            reduced_by(reduction, sent, axes),
+            reduction(sent, axes),
             gradients,
         )
 

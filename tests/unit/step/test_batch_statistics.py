@@ -292,7 +292,7 @@ def contrastive(model: Any, batch: Any) -> dict[str, jax.Array]:
         ({"objective": contrastive}, "batch_statistics=replica .* depend on other examples"),
         (
             {"collectives": CollectiveOptions(reduction="automatic")},
-            "collectives.reduction is automatic, which leaves them to XLA",
+            "collectives.reduction is automatic: the first reduces gradients",
         ),
         ({"batch_statistics": "local"}, "batch_statistics.*'local'"),
     ],

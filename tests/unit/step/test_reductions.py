@@ -748,11 +748,8 @@ SCATTERED_PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "place",
     [
-        "zero",
-        *(
-            pytest.param(x, marks=pytest.mark.nightly)
-            for x in ("half precision", "two axes", "groups", "unrolled")
-        ),
+        *("zero", "half precision"),
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in ("two axes", "groups", "unrolled")),
     ],
 )
 def test_other_placements_give_the_same_numbers(place: str) -> None:
