@@ -1,11 +1,12 @@
 """The shape of the code: imports point down, and importing starts no backend."""
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -64,17 +65,22 @@ def folder_of(module: str) -> str:
     return parts[0] if parts and (PACKAGE / parts[0]).is_dir() else "root"
 
 
-def imported_modules(code: str, package: str) -> Iterator[str]:
-    """Yields the modules that code imports, wherever in it, also relatively and by `importlib`."""
+@functools.cache
+def imported_modules(code: str, package: str) -> Sequence[str]:
+    """The modules that code imports, wherever in it, also relatively and by `importlib`."""
+    return list(found_imports(code, package))
+
+
+def found_imports(code: str, package: str) -> Iterator[str]:
+    by_name = re.compile(r"import_module\b|__import__")
+    has_names = by_name.search(code) is not None  # to unparse each call takes long
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             yield from (f"{source}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and re.search(
-            r"import_module\b|__import__", ast.unparse(node)
-        ):
+        elif has_names and isinstance(node, ast.Call) and by_name.search(ast.unparse(node)):
             strings = (x.value for x in ast.walk(node) if isinstance(x, ast.Constant))
             yield from (text for text in strings if isinstance(text, str))
 
