@@ -282,6 +282,7 @@ def test_an_extra_is_added_where_the_package_is_installed() -> None:
     assert "spmdtrain[keras] in" in found.stdout and "keras" in found.stdout
 
 
+@pytest.mark.slow
 def test_generation_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("python.md"))
     texts: list[list[int]] = [[], []]

@@ -402,6 +402,7 @@ def test_a_run_trains_saves_and_resumes_the_factors_alone(base: str, tmp_path: P
         made("whole", init_from=moved).fit((X, Y), steps=6)
 
 
+@pytest.mark.slow
 def test_without_its_base_a_run_renames_no_corrupted_checkpoint(base: str, tmp_path: Path) -> None:
     own = shutil.copy(base, tmp_path / "own.npz")
     options = {"workdir": str(tmp_path / "run"), "init_from": str(own)}
@@ -464,6 +465,7 @@ def build(config):
 """
 
 
+@pytest.mark.slow
 def test_the_command_evaluates_the_factors_also_if_it_names_the_base(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,7 @@ def test_the_modes_that_the_user_has_set_persist_in_training(case: str) -> None:
         np.testing.assert_allclose(array, statistics[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_one_that_starts_from_it_keep_the_modes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,7 @@ def test_each_bit_of_each_element_counts_also_on_devices(dtype: np.dtype) -> Non
     assert len(seen) == 1 + 5 * bits
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(dtypes, st.data())
 def test_exchanging_two_unequal_elements_changes_it(dtype: np.dtype, data: st.DataObject) -> None:

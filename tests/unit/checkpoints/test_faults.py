@@ -376,6 +376,7 @@ def test_other_folders_beside_the_checkpoints_are_left_alone(
 # -- a save and the steps beside it ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) -> None:
     """The state is donated to the next step at once; each checkpoint holds what it was then."""
     expected: dict[int, dict[str, bytes]] = {}

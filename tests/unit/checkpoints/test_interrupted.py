@@ -208,6 +208,7 @@ def test_what_was_logged_before_a_checkpoint_is_on_disk_when_it_is_published(
     assert found == {1: [1], 2: [1, 2]}
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_last_step_of_a_fit_stops_the_next_one(tmp_path: Path) -> None:
     def ask(event: Any) -> None:
         signal.raise_signal(signal.SIGTERM)

@@ -426,6 +426,7 @@ def test_a_start_from_a_run_with_an_average_takes_it_and_the_trained_ones_from_a
     assert matching.evaluate((X, Y)) == averaging.trainer.evaluate((X, Y))
 
 
+@pytest.mark.slow
 def test_the_command_evaluates_the_average_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -459,6 +460,7 @@ class Normed(nnx.Module):
         return self.linear(self.norm(x))
 
 
+@pytest.mark.slow
 def test_batch_statistics_come_with_the_parameters(tmp_path: Path) -> None:
     fitted = trainer(tmp_path, model=Normed, ema_decay=0.5)
     fitted.fit((X, Y), steps=3)
@@ -617,6 +619,7 @@ def test_a_target_below_a_file_is_refused_by_name(plain: Run, tmp_path: Path) ->
 
 
 # float8_e5m2 is of kind "f" like float16, and yet no dtype of NumPy's files.
+@pytest.mark.slow
 def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
     dtypes = ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32")
 
@@ -826,6 +829,7 @@ def test_only_a_restore_of_the_configured_runs_goes_by_the_field_checkpoint(
     assert fitted.restore(path) == 4
 
 
+@pytest.mark.slow
 def test_what_was_never_evaluated_has_no_best(tmp_path: Path) -> None:
     trainer(tmp_path).fit((X, Y), steps=2)
     with pytest.raises(UserError, match="'loss'"):
@@ -857,6 +861,7 @@ def test_show_lists_all_checkpoints_and_marks_the_best(
     assert found == {"4": ["0.6", ""], "3": ["0.7", ""], "2": ["0.9", "best score"]}
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_best_checkpoint_of_another(rising: Run, tmp_path: Path) -> None:
     options: Options = {"model": Listed, "init_from": str(rising.workdir)}
     started = trainer(tmp_path / "run", checkpoint="best", checkpoint_at_start=True, **options)
@@ -1034,6 +1039,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(
     name: str, refused: Path
@@ -1114,6 +1120,7 @@ NESTED = (
 
 
 # Once the message said `--data {'examples': 64, 'flat': False}`.
+@pytest.mark.slow
 def test_the_option_of_a_nested_field_is_one_that_the_command_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1133,6 +1140,7 @@ def test_the_option_of_a_nested_field_is_one_that_the_command_takes(
     assert main([*options, "--steps", "6", *hint[7:-12].split()]) == 0
 
 
+@pytest.mark.slow
 def test_parameters_of_another_run_may_start_this_one_but_not_another_model(
     plain: Run, tmp_path: Path
 ) -> None:

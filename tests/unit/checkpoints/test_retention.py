@@ -116,6 +116,7 @@ def test_after_every_save_the_newest_the_best_ever_and_the_lasting_ones_are_ther
         assert of.keep(there) == kept == of.keep(seen)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(saves(), retentions)
 def test_what_was_not_measured_is_never_best_and_ages_out(

@@ -412,6 +412,7 @@ def test_changed_functions_of_a_loop_are_printed_by_their_use(
     assert found == ["code of init", "code of step"]
 
 
+@pytest.mark.slow
 def test_numbers_in_64_bits_are_the_data_that_a_step_computes_with(tmp_path: Path) -> None:
     wide = (X.astype(np.float64), Y.astype(np.float64))
     trainer = linear_model.trainer(workdir=str(tmp_path))

@@ -106,6 +106,7 @@ def references(html: str) -> Iterator[str]:
     yield from re.findall(r"@import|url\([^)]*\)", style)
 
 
+@pytest.mark.slow
 def test_the_page_requests_nothing_and_runs_only_its_own_scripts() -> None:
     html = render_page(page_of("plain"))
     assert list(references(html)) == []

@@ -88,6 +88,7 @@ def value_and_gradients(
     return dict(zip(names, map(np.asarray, (mixed, *found)), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("segmented", [True, False])
@@ -157,6 +158,7 @@ def test_the_kernel_has_the_numbers_of_xla_in_several_blocks(window: int | None)
         )
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_computed_by_each_device() -> None:
     query, key, value, _ = some(128, 3, 3, rows=1)
     with use_placement(SHARDED):
@@ -240,6 +242,7 @@ def kernels_in(jaxpr: Any) -> list[str]:
 FORWARD, BACKWARD = "splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals"
 
 
+@pytest.mark.slow
 def test_with_attention_kept_the_kernel_runs_once_forward() -> None:
     of_policy = {}
     for policy in ("full", "attention", "dots", "dots_no_batch"):

@@ -96,6 +96,7 @@ def test_split_tokens_mix_what_whole_sequences_do(method: ContextMethod, case: A
         np.testing.assert_allclose(one, other, atol=2e-6 * np.abs(other).max())
 
 
+@pytest.mark.slow
 def test_a_ring_in_blocks_of_queries_has_the_numbers_of_whole_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -109,10 +109,12 @@ def check_equals_dense(
     return float(found.overflow)
 
 
+@pytest.mark.slow
 def test_split_experts_are_those_of_a_dense_layer_under_skew() -> None:
     assert check_equals_dense({"expert": 2}, skew=8, capacity_factor=1.25) == 1
 
 
+@pytest.mark.slow
 def test_experts_in_bfloat16_compile_on_cpus_that_split_their_dims() -> None:
     """XLA's CPU compiler aborts at 16-bit sums over a part of the axes: the worker would crash."""
     sizes = {"data": 2, "expert": 2, "tensor": 2}
@@ -150,6 +152,7 @@ def test_the_reference_for_analyses_is_the_same_layer() -> None:
     np.testing.assert_allclose(found[1].output, wanted[1].output, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_normalize_the_probabilities_of_all_experts_weight_the_output() -> None:
     x, logits, weights, _ = arrays(0)
     one, other = (
@@ -160,6 +163,7 @@ def test_without_normalize_the_probabilities_of_all_experts_weight_the_output() 
     np.testing.assert_allclose(one, other * total, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_over_the_axis_has_the_same_output() -> None:
     x, logits, weights, _ = arrays(0)
 
@@ -172,6 +176,7 @@ def test_a_batch_that_does_not_divide_over_the_axis_has_the_same_output() -> Non
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_token_that_is_nan_changes_no_other_token_after_an_overflow() -> None:
     """A device of 2 experts fills its rows with the tokens, if each chooses both of them."""
     x, logits, weights, _ = arrays(0)

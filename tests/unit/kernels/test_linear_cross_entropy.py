@@ -71,12 +71,14 @@ def assert_equal(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [None, 3])  # 3 do not divide 40 tokens
 def test_values_and_gradients_are_those_of_whole_logits(chunks: int | None) -> None:
     gradients = jax.grad(lambda arrays: (by_hand(arrays).loss * WEIGHTS).sum())(ARRAYS)
     assert_equal(computed(chunks=chunks), (by_hand(ARRAYS), gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_logits_of_16_bits_differ_by_their_rounding(chunks: int) -> None:
     def total(arrays: dict[str, jax.Array], dtype: str) -> jax.Array:
@@ -116,6 +118,7 @@ def test_equally_large_logits_are_correct_for_each_target() -> None:
         assert losses(ties, chunks=chunks).correct.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_targets_that_are_no_tokens_are_nan_and_without_gradient_at_weight_0(chunks: int) -> None:
     given: Any = np.array([0, -1, -100, VOCABULARY, HEAD])
@@ -305,6 +308,7 @@ def computed_from(arrays: dict[str, jax.Array], **options: Any) -> Any:
     return losses, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize(
     ("names", "options"),
@@ -345,6 +349,7 @@ def test_values_are_equal_and_gradients_round_to_16_bits(
     np.testing.assert_array_equal(found["hidden"][0].astype(jnp.float32), 0)
 
 
+@pytest.mark.slow
 def test_one_pass_over_logits_has_the_results_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (100 * RANDOM.normal(size=(7, 1000))).astype(np.float32)
     logits[0] = -1e9  # no row with a token, and equal ones

@@ -75,6 +75,7 @@ def products(params: Any, data: Any) -> jax.Array:
     return grouped_product(rows, params[0], jnp.array([160, 96, 0, 256])) * weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "dtype", "platform"),
     [

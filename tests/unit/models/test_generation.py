@@ -257,6 +257,7 @@ def test_lower_precision_is_a_choice() -> None:
     assert lists(texts) == whole_window(nnx.merge(graph, cast), PROMPTS[:1], 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

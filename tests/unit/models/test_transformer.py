@@ -135,6 +135,7 @@ def test_the_order_of_earlier_tokens_counts(positions: str) -> None:
         np.testing.assert_allclose(last[0], last[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_position_outside_of_the_context_is_nan() -> None:
     model, tokens = small(positions="learned", layers=1), some_tokens(rows=1, length=4)
     for last, is_nan in ((SMALL.context - 1, False), (SMALL.context, True), (-1, True)):

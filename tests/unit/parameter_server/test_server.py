@@ -157,6 +157,7 @@ def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
         split_optimizer(optax.lbfgs(), cuts(2))
 
 
+@pytest.mark.slow
 def test_the_average_of_a_schedule_free_optimizer_is_that_of_the_servers_parameters() -> None:
     update = Update(optax.contrib.schedule_free_sgd(0.1))
     of_params = cuts(2)

@@ -68,6 +68,7 @@ def test_on_cpu_it_is_what_the_compiled_step_and_the_live_arrays_say(strategy: s
     assert found["fits"] is None and found["time"] is None  # the speed of this CPU is unknown
 
 
+@pytest.mark.slow
 def test_a_mirrored_step_sends_each_gradient_once() -> None:
     found = planned(DIGITS)
     sent = sum(one["bytes"] * one["times"] for one in found["collectives"])

@@ -87,6 +87,7 @@ def compilations(fitted: Trainer, data: Any, caplog: pytest.LogCaptureFixture) -
     return sum(text.startswith("Finished XLA compilation of jit(train_step") for text in messages)
 
 
+@pytest.mark.slow
 def test_thread_local_settings_of_jax_apply(
     planned: list[threading.Thread], caplog: pytest.LogCaptureFixture
 ) -> None:

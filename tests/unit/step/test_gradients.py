@@ -295,6 +295,7 @@ def test_xla_adds_no_more_than_a_copy_and_on_cpu_reduces_each_microbatch() -> No
     assert within.kind == "all-reduce" and within.bytes >= WIDE
 
 
+@pytest.mark.slow
 def test_split_gradients_are_added_up_in_parts() -> None:
     for strategy in ("zero", "fully_sharded"):
         step = wide(64, microbatches=4, strategy=strategy, sharding=ShardingOptions(min_size=1))
@@ -428,6 +429,7 @@ def test_a_batch_keeps_its_type_whatever_is_computed_in(dtype: str) -> None:
     mlp(objective=objective, compute_dtype=dtype).fit(Pair(X, Y), steps=1)
 
 
+@pytest.mark.slow
 def test_a_loss_in_bfloat16_is_refused_with_what_to_do() -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         return {"loss": model(batch[0]) ** 2}

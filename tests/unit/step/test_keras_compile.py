@@ -194,6 +194,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_the_keras_optimizer(name: str) -> None:
     keras.utils.set_random_seed(0)

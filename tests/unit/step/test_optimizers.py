@@ -386,6 +386,7 @@ def test_the_rate_includes_the_scale_of_a_plateau_and_the_step_of_a_line_search(
     assert 0 < line["learning_rate"] < 0.6 * base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["inject_hyperparams", "monitor"])
 def test_a_state_that_changes_at_its_first_update_is_that_of_optax(kind: str) -> None:
     """Moments widen to the dtype of an injected rate; measurements appear with the first update."""

@@ -155,6 +155,7 @@ def test_a_name_stands_for_its_function() -> None:
         assert named.collectives == step(function, "hybrid").collectives
 
 
+@pytest.mark.slow
 def test_without_a_mesh_there_is_nothing_to_reduce() -> None:
     def never(gradients: Any, axes: Sequence[str]) -> Any:
         raise AssertionError("called without a mesh")
@@ -239,6 +240,7 @@ def test_all_reduce_crosses_once_however_many_microbatches(strategy: str) -> Non
         assert mesh is not None and in_loops(compiled.text, mesh) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["automatic", "hierarchical"])
 def test_gradients_are_sent_in_the_dtype_asked_for(reduction: Any) -> None:
     options = CollectiveOptions(reduce_dtype="float16", reduction=reduction)
@@ -428,6 +430,7 @@ def test_a_run_ends_with_the_refusal() -> None:
         of.fit(PAIRS, steps=1)
 
 
+@pytest.mark.slow
 def test_small_gradients_do_not_vanish_in_float16() -> None:
     def found(**options: Any) -> np.ndarray:
         of = trainer(

@@ -54,6 +54,7 @@ class Counting(StepTransform):
         return {"other": run, "third": partial(run, more=1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
 def test_the_programs_of_a_run_and_its_state_are_those_of_the_transform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps_per_dispatch: int

@@ -106,6 +106,7 @@ def test_what_is_drawn_for_an_example_does_not_depend_on_padding(
     check_equal(numbers(four, X), numbers(one, X))
 
 
+@pytest.mark.slow
 def test_an_objective_may_take_the_mask_of_a_padded_batch() -> None:
     def mixes(model: Any, batch: Any, mask: jax.Array) -> Any:
         values = squares(model, batch)["loss"]
@@ -180,6 +181,7 @@ def test_without_the_option_an_uneven_batch_is_refused_and_the_option_is_named()
     assert RunConfig().uneven_batch == "refuse"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_other_devices_and_counts_its_examples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,6 +187,7 @@ def test_the_command_takes_both(tmp_path: Path) -> None:
     np.testing.assert_allclose([x for _, x in found[1]], [x for _, x in found[0]], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_fixed_loops_and_single_steps_make_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +270,7 @@ def test_callbacks_of_steps_and_of_log_lines_are_not_delayed_by_default() -> Non
 # -- what is printed -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_after_each_dispatch_and_its_logged_steps(tmp_path: Path) -> None:
     heard: dict[str, list[int]] = {"step": [], "log": [], "evaluation": [], "checkpoint": []}
 
@@ -296,6 +298,7 @@ def test_a_stop_comes_after_the_dispatch_it_is_asked_in() -> None:
     assert fitted.fit((X, Y), steps=60).step == 6
 
 
+@pytest.mark.slow
 def test_the_step_that_went_wrong_is_named() -> None:
     x = X.copy()
     x[8 * 6 + 1] = np.nan
@@ -308,6 +311,7 @@ def test_the_step_that_went_wrong_is_named() -> None:
         assert fitted.state is None
 
 
+@pytest.mark.slow
 def test_a_nan_of_the_optimizer_alone_is_named_by_the_steps_of_its_dispatch() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         count = state["count"] + 1
@@ -381,6 +385,7 @@ def test_examples_that_are_generated_cannot_be_cached_on_the_devices() -> None:
         trainer(data_on_device=True, augment=lambda example, generator: example)
 
 
+@pytest.mark.slow
 def test_any_dataset_can_rest_on_the_devices_and_is_read_once() -> None:
     asked: list[int] = []
 

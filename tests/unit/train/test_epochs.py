@@ -86,6 +86,7 @@ def test_an_epochs_metrics_are_weighted_means_over_its_batches(
     assert result.history.evaluations[-1]["loss"] == result.validation["loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_the_same_epochs_and_its_history_has_those_before(
     tmp_path: Path,
 ) -> None:

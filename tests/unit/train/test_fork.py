@@ -62,6 +62,7 @@ def test_a_fork_continues_from_the_whole_state_and_prints_what_changed(
     ]
 
 
+@pytest.mark.slow
 def test_what_a_fork_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer(run).fit(X, steps=2)

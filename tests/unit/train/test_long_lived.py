@@ -28,6 +28,7 @@ def nothing_excluded() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_excluded")
 def test_what_survives_a_full_collection_after_the_first_step_is_excluded_until_the_end() -> None:
     with LongLivedObjects() as objects:

@@ -144,6 +144,7 @@ def test_a_run_of_another_head_is_a_start_if_that_is_asked_for(tmp_path: Path) -
     assert "head/bias, head/kernel" in refused(tmp_path, weight_map=body_alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "rules", "message"),
     [

@@ -452,6 +452,7 @@ def test_options_that_it_cannot_work_with_are_refused(
         RunConfig(**{"sentinel_every": 4} | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

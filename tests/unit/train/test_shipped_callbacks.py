@@ -125,6 +125,7 @@ def test_an_evaluation_that_is_repeated_is_counted_once(whole: Path, tmp_path: P
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_is_counted_after_the_restart(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_restarted_fit_begins_with_the_initial_states() -> None:
     assert (stopping.best, stopping.best_step, stopping.waited) == (5.0, 1, 0)
 
 
+@pytest.mark.slow
 def test_a_threshold_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     def steps(*callbacks: Any) -> int:
         given = [{"evaluation": with_score}, *callbacks]

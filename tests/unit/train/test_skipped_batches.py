@@ -119,6 +119,7 @@ def test_a_run_sees_exactly_the_other_batches_and_keeps_that_when_it_resumes(
     assert losses(run) == [every[n] for n in left]
 
 
+@pytest.mark.slow
 def test_batches_that_were_used_cannot_be_left_out_and_a_second_fit_keeps_the_range(
     tmp_path: Path,
 ) -> None:

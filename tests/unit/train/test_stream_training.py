@@ -71,6 +71,7 @@ def test_a_resumed_run_sees_the_same_examples(
     assert checksums(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_a_second_fit_continues_and_a_restart_begins_again(
     tmp_path: Path, whole: dict[int, tuple[float, float]]
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_dataset_has_no_file_of_positions(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints" / "2" / POSITIONS_FILE).exists()
 
 
+@pytest.mark.slow
 def test_a_loop_continues_at_the_step_that_it_has_recorded(
     tmp_path: Path, whole: dict[int, tuple[float, float]]
 ) -> None:

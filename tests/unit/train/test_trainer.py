@@ -60,6 +60,7 @@ def test_without_a_workdir_nothing_is_written(
     assert result.test == result.validation and result.test["loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"microbatches": 2}, {"exact": 8}], ids=str)
 def test_an_objective_may_take_entries_out_of_its_batch(options: dict[str, Any]) -> None:
     def objective(model: Any, batch: Any) -> Any:
@@ -298,6 +299,7 @@ def test_a_metric_that_a_callback_adds_selects_the_best_checkpoint(tmp_path: Pat
         other.fit((X, Y), validation=(X, Y), epochs=1)
 
 
+@pytest.mark.slow
 def test_evaluate_before_fit_does_not_hide_the_checkpoint_from_fit(tmp_path: Path) -> None:
     first = trainer(workdir=str(tmp_path))
     first.fit((X, Y), steps=5)

@@ -234,6 +234,7 @@ def own_cache() -> Any:
     reset_cache()
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_moved_is_of_use(tmp_path: Path, own_cache: None) -> None:
     def compile_one() -> None:
         jax.clear_caches()
