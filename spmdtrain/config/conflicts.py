@@ -103,10 +103,6 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _only_for(name: str, only: str, other: str, **refused: Any) -> Conflict:
-    return Conflict(option=name, other=other, kind=Kind.ONLY_FOR, because=only, **refused)
-
-
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(option="epochs", other="steps", kind=Kind.SAME),
     Conflict(option="global_batch_size", other="batch_size_per_device", kind=Kind.SAME),
@@ -217,11 +213,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         because="it is for the strategies that split gradients (zero, fully_sharded)",
         instead="use all_reduce",
     ),
-    _only_for(
-        "sharding.max_shards",
-        "fully_sharded",
-        "strategy",
+    Conflict(
+        option="sharding.max_shards",
+        other="strategy",
+        kind=Kind.ONLY_FOR,
         strategies=lambda of: not of.shards_params,
+        because="fully_sharded",
     ),
     Conflict(
         option="sharding.max_shards",
@@ -229,8 +226,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         others=lambda size: size not in (None, -1),
         instead="give one of the two",
     ),
-    _only_for(
-        "sharding.offload", "central_storage", "strategy", strategies=lambda of: not of.on_host
+    Conflict(
+        option="sharding.offload",
+        other="strategy",
+        kind=Kind.ONLY_FOR,
+        strategies=lambda of: not of.on_host,
+        because="central_storage",
     ),
     Conflict(
         option="batch_statistics",
@@ -241,15 +242,22 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     # -- parameter servers
     *(
-        _only_for(name, ASYNCHRONOUS, "strategy", strategies=lambda of: not of.is_asynchronous)
+        Conflict(
+            option=name,
+            other="strategy",
+            kind=Kind.ONLY_FOR,
+            strategies=lambda of: not of.is_asynchronous,
+            because=ASYNCHRONOUS,
+        )
         for name in option_rows(ParameterServerOptions, ParameterServerOptions.PREFIX)
     ),
     *(
-        _only_for(
-            f"servers.{name}",
-            partitioner,
-            "servers.partitioner",
+        Conflict(
+            option=f"servers.{name}",
+            other="servers.partitioner",
+            kind=Kind.ONLY_FOR,
             others=lambda chosen, only=partitioner: chosen != only,
+            because=partitioner,
         )
         for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size"))
     ),

@@ -352,7 +352,7 @@ def check_values(values: Any, fields: type, prefix: str = "") -> None:
         row, value = field.metadata.get(_OPTION, _PLAIN), getattr(values, field.name)
         if row.range is not None and value is not None and value not in row.range:
             raise UserError(f"{prefix}{field.name} is {value}: it must be {row.range.text}")
-        if row.check is not None and value != field.default:
+        if row.check is not None and value not in (field.default, {}):
             row.check(value)
 
 

@@ -489,7 +489,8 @@ class RunConfig:
             group.check()
         self.profile_range()
         refuse_conflicts(self, OPTIONS, Moment.CONSTRUCTED)
-        object.__setattr__(self, "skip_steps", self.skipped_batches.texts)
+        if self.skip_steps:
+            object.__setattr__(self, "skip_steps", self.skipped_batches.texts)
 
     @property
     def resolved_batch_size(self) -> int:

@@ -273,7 +273,9 @@ class RunFiles:
             self._closing = stack.pop_all()
         if writer is Writer.TRAINING:
             with contextlib.suppress(UserError):  # it is replaced
-                if status := checked_status(object_file(self.folder, "status.json")):
+                has_status = (self.folder / "status.json").exists()
+                file = object_file(self.folder, "status.json") if has_status else None
+                if file is not None and (status := checked_status(file)):
                     self.sentinel = status.get("sentinel")
 
     def _copied_folder(self, stack: contextlib.ExitStack) -> Path:

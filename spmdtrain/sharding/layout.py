@@ -112,8 +112,6 @@ class Layout:
           placement: The placement in a step, whose axes of `apart` split the copies of a field.
           fields: The rows of the transform (see `StepTransform.fields`).
         """
-        if not fields:
-            return self.shardings
         layout = copy.copy(self)
         layout._fields = {**self._fields, **fields}
 

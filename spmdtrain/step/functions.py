@@ -137,7 +137,8 @@ class RunFunctions:
         self.step_state = abstract
         states = layer_paths(adapter, abstract.model_state)
         self.update.check(abstract.params, abstract.opt_state, states.values())
-        self.base = BaseModel.of(adapter, is_saved=config.init_from is None)
+        is_saved = config.init_from is None
+        self.base = BaseModel.of(extends, is_saved=is_saved) if extends else None
         annotations = annotations_of(adapter)
         self.layout = Layout(
             *(abstract, placement, rules, config.sharding),
@@ -146,9 +147,10 @@ class RunFunctions:
             derived=extends.derived if extends else {},
         )
         self.context = ModelContext(placement, axis_rules, annotated=bool(annotations))
-        self.shardings: TrainState = self.layout.of_run(
-            self.abstract_state, self.transform.placement, self.transform.fields
-        )
+        self.shardings: TrainState = self.layout.shardings
+        if fields := self.transform.fields:
+            placement_in_step = self.transform.placement
+            self.shardings = self.layout.of_run(self.abstract_state, placement_in_step, fields)
         self.forward = Forward(
             adapter,
             objective,

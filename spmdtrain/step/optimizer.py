@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmdtrain.adapters.base import Adapter, ExtendsBase, Variables
+from spmdtrain.adapters.base import ExtendsBase, Variables
 from spmdtrain.errors import UserError
 from spmdtrain.step.state import TrainState, first_average
 from spmdtrain.tree import named_leaves, path_name, promoted, with_own_containers
@@ -553,10 +553,8 @@ class BaseModel:
     is_saved: bool
 
     @classmethod
-    def of(cls, adapter: Adapter, *, is_saved: bool) -> "BaseModel | None":
-        """Returns the base model of an adapter whose `init` was traced; None if it has none."""
-        if not isinstance(adapter, ExtendsBase):
-            return None
+    def of(cls, adapter: ExtendsBase, *, is_saved: bool) -> "BaseModel":
+        """Returns the base model of an adapter whose `init` was traced."""
         added = frozenset(name.partition("/")[2] for name in adapter.derived)
         return cls(tuple(adapter.frozen), adapter.alpha, added, is_saved)
 

@@ -559,7 +559,9 @@ class TimeAccount:
     @functools.cached_property
     def earlier_events(self) -> Sequence[RunEvent]:
         """The events of earlier starts, until `begin`; none in a process without files."""
-        return [] if self._files is None else Run(str(self._files.folder)).events
+        if self._files is None or not (self._files.folder / EVENTS_FILE).exists():
+            return []
+        return Run(str(self._files.folder)).events
 
     def begin(self, step: int, devices: int) -> None:
         """Reads the events of earlier starts, and writes the start from `step`.

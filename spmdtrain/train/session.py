@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -50,7 +52,7 @@ from spmdtrain.errors import (
 )
 from spmdtrain.record.run import Run
 from spmdtrain.record.run_files import RunFiles, Split, Status
-from spmdtrain.record.storage import is_url
+from spmdtrain.record.storage import folder_of, is_url
 from spmdtrain.sharding.placement import current_batch_shards
 from spmdtrain.sharding.rules import check_placed
 from spmdtrain.step.metrics import component_metric
@@ -81,9 +83,13 @@ def open_checkpoints(
         every_steps=config.keep_every_steps,
         every_hours=config.keep_every_hours,
     )
-    run = Run(workdir)
-    evaluated = (lambda: run.evaluations) if config.evaluated_by == "evaluator" else None
-    return Checkpoints(run.folder / "checkpoints", retention, evaluated, check_lock)
+    is_evaluated_elsewhere = config.evaluated_by == "evaluator"
+    evaluated = (
+        functools.partial(operator.attrgetter("evaluations"), Run(workdir))
+        if is_evaluated_elsewhere
+        else None
+    )
+    return Checkpoints(folder_of(workdir) / "checkpoints", retention, evaluated, check_lock)
 
 
 # -- The terminal of a run -------------------------------------------------------------------------
