@@ -1,6 +1,7 @@
 """Refused pairs of options: rows of one table, and questions to them."""
 
 import enum
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -256,7 +257,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             option=f"servers.{name}",
             other="servers.partitioner",
             kind=Kind.ONLY_FOR,
-            others=lambda chosen, only=partitioner: chosen != only,
+            others=functools.partial(operator.ne, partitioner),
             because=partitioner,
         )
         for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size"))
