@@ -51,8 +51,11 @@ def _other(row: Conflict) -> str:
         return f"without {_spelled(row.other)}"
     if row.kind is Kind.ONLY_FOR:
         return f"another {_spelled(row.other)}"
-    names = ", ".join(f"`{name}`" for name in strategies_of(row))
-    return f"{_spelled(row.other)} {names}".strip()
+    names = [*strategies_of(row), *map(str, row.refused)]
+    if row.allowed:
+        allowed = [str(value) for value in row.allowed if value is not None]
+        return f"{_spelled(row.other)} other than {', '.join(allowed)}"
+    return f"{_spelled(row.other)} {', '.join(f'`{name}`' for name in names)}".strip()
 
 
 def _spelled(name: str) -> str:

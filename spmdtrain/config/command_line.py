@@ -182,7 +182,7 @@ def parse_command_line(
 def _print_schema(default: RunConfig) -> Never:
     with exit_if_output_is_closed():
         schema = schema_of(type(default), config_as_json(default), OPTIONS)
-        print(json.dumps(schema, indent=2))
+        print(json.dumps(schema, indent=2, allow_nan=False))
     raise SystemExit(0)
 
 

@@ -1,7 +1,6 @@
 """Refused pairs of options: rows of one table, and questions to them."""
 
 import enum
-import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,18 +57,20 @@ class Conflict:
     Attributes:
       option: The option that is given (see `OptionRow.is_given`).
       other: The option that it excludes or needs.
-      values: Of `option`, to which the row is limited; all without.
-      others: Returns whether a value of `other` is refused; by default a given one.
-      strategies: The same for the strategy that the option `strategy` names.
-      because: The reason.
-      instead: What to do, where the template has it.
+      values: The values of `option` to which the row applies; empty for all.
+      refused: The values of `other` that are refused; empty for every given one.
+      allowed: The only values of `other` that are not refused, in place of `refused`.
+      strategies: Returns whether a strategy is refused, if `other` is the option `strategy`.
+      because: The reason. Kind.SAME has none.
+      instead: The remedy. Only Kind.EXCLUDES and Kind.NEEDS have one.
     """
 
     option: str
     other: str
     kind: Kind = Kind.EXCLUDES
     values: tuple[Any, ...] = ()
-    others: Callable[[Any], bool] | None = None
+    refused: tuple[Any, ...] = ()
+    allowed: tuple[Any, ...] = ()
     strategies: Callable[[Strategy], bool] | None = None
     because: str = ""
     instead: str = LEAVE_OUT
@@ -82,8 +83,8 @@ class Conflict:
             return False
         if self.strategies is not None:
             return self.strategies(strategy(other))
-        if self.others is not None:
-            return self.others(other)
+        if self.refused or self.allowed:
+            return other in self.refused if self.refused else other not in self.allowed
         return rows[self.other].is_given(other) != (self.kind is Kind.NEEDS)
 
     def text(self, config: Any) -> str:
@@ -152,7 +153,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         option="collectives.combine_threshold_bytes",
         other="jit",
-        because="it has an effect on compiled steps alone",
+        because="the threshold has an effect on compiled steps alone",
     ),
     Conflict(
         option="learning_rate_table",
@@ -176,13 +177,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         option="sentinel_action", other="sentinel_every", kind=Kind.NEEDS, instead="give both"
     ),
     Conflict(
-        option="sentinel_every", other="jit", because="it compares runs of one compiled program"
+        option="sentinel_every",
+        other="jit",
+        because="the sentinel compares runs of one compiled program",
     ),
     Conflict(
         option="sentinel_every",
         other="strategy",
         strategies=lambda of: of.is_asynchronous or of.needs_rules or of.devices == 1,
-        because="it needs devices that each compute whole examples of their own",
+        because="the sentinel needs devices that each compute whole examples of their own",
         instead="use mirrored, zero, fully_sharded, central_storage or hybrid",
     ),
     # -- placement
@@ -191,7 +194,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             option=name,
             other="strategy",
             strategies=lambda of: not of.has_mesh,
-            because="it has no mesh",
+            because="that strategy has no mesh",
             instead="leave the options of the mesh out, or choose the device with strategy "
             "one_device and mesh.devices",
         )
@@ -202,7 +205,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             option=f"collectives.{name}",
             other="strategy",
             strategies=lambda of: not of.has_mesh,
-            because="it has no mesh to reduce over",
+            because="that strategy has no mesh to reduce over",
         )
         for name in ("reduction", "reduce_dtype")
     ),
@@ -211,8 +214,9 @@ CONFLICTS: tuple[Conflict, ...] = (
         values=("reduce_scatter",),
         other="strategy",
         strategies=lambda of: of.has_mesh and not (of.shards_params or of.shards_optimizer),
-        because="it is for the strategies that split gradients (zero, fully_sharded)",
+        because="reduce_scatter is for the strategies that split gradients (zero, fully_sharded)",
         instead="use all_reduce",
+        moment=Moment.ASKED,  # when the functions are made: a class may have it as a default
     ),
     Conflict(
         option="sharding.max_shards",
@@ -224,7 +228,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         option="sharding.max_shards",
         other="mesh.fsdp",
-        others=lambda size: size not in (None, -1),
+        allowed=(None, -1),
         instead="give one of the two",
     ),
     Conflict(
@@ -237,7 +241,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         option="batch_statistics",
         other="collectives.reduction",
-        others=lambda reduction: reduction == "automatic",
+        refused=("automatic",),
         because="the first reduces gradients under shard_map, and the second leaves them to XLA",
         moment=Moment.ASKED,  # on several devices, without a reduction function
     ),
@@ -257,7 +261,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             option=f"servers.{name}",
             other="servers.partitioner",
             kind=Kind.ONLY_FOR,
-            others=functools.partial(operator.ne, partitioner),
+            allowed=(partitioner,),
             because=partitioner,
         )
         for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size"))
@@ -297,20 +301,24 @@ CONFLICTS: tuple[Conflict, ...] = (
                 f"the order of the workers' updates varies, {_SO_BITS}",
                 LEAVE_OUT,
             ),
-            (lambda of: not of.has_mesh, "it has no mesh", "use one_device for a single device"),
+            (
+                lambda of: not of.has_mesh,
+                "that strategy has no mesh",
+                "use one_device for one device",
+            ),
             (
                 lambda of: of.needs_rules,
-                "it splits matrix products, which adds up their parts in another order",
+                "that strategy splits matrix products, which adds up their parts in another order",
                 _REPLICATING,
             ),
-            (lambda of: of.on_host, "it keeps state in host memory", _REPLICATING),
+            (lambda of: of.on_host, "that strategy keeps state in host memory", _REPLICATING),
         )
     ),
     *(
         Conflict(option="exact", other=name, because=f"{because}, {_SO_BITS}")
         for name, because in (
-            ("collectives.reduction", "it adds up gradients in an order of its own"),
-            ("collectives.reduce_dtype", "it adds up gradients in an order of its own"),
+            ("collectives.reduction", "the reduction adds up gradients in an order of its own"),
+            ("collectives.reduce_dtype", "the reduction adds up gradients in an order of its own"),
             ("batch_statistics", "replicas are the devices"),
             ("uneven_batch", "padding depends on the devices"),
             ("jit", "operations that run one by one have other kernels"),
@@ -329,7 +337,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         other="init_from",
         kind=Kind.NEEDS,
         because="a run itself always resumes from its latest checkpoint",
-        instead="give both",
+        instead="give init_from, or leave checkpoint out",
         moment=Moment.FIT,
     ),
     *(
@@ -366,14 +374,17 @@ def refuse_conflicts(config: Any, rows: Mapping[str, OptionRow], moment: Moment)
 
 
 def conflict(option: str, other: str) -> Conflict:
-    """Returns the row of two options, for code that decides whether it applies."""
-    return next(row for row in CONFLICTS if (row.option, row.other) == (option, other))
+    """Returns the row of two options for code that asks (see `Moment.ASKED`)."""
+    asked = [row for row in CONFLICTS if row.moment is Moment.ASKED]
+    return next(row for row in asked if (row.option, row.other) == (option, other))
 
 
 def is_allowed(
     name: str, value: Any, given: Mapping[str, Any], rows: Mapping[str, OptionRow]
 ) -> bool:
     """Returns whether an option may have a value beside other options, given by name."""
+    if not isinstance(given.get("strategy", ""), str):
+        return False  # the configuration is refused
     defaults = {name: row.default for name, row in rows.items() if "." not in name}
     config = SimpleNamespace(**{**defaults, **given, name: value})
     asked = [row for row in CONFLICTS if name in (row.option, row.other)]

@@ -6,6 +6,7 @@ import enum
 import functools
 import inspect
 import io
+import json
 import math
 import textwrap
 import tokenize
@@ -47,7 +48,7 @@ class OnResume(enum.Enum):
     REFUSED = "refused"
     PRINTED = "printed"
     FREE = "free"
-    """It changes nothing of what is computed."""
+    """It is not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +88,8 @@ class Option:
     """The properties of an option besides its type and default.
 
     Attributes:
-      group: The heading of the help; None for the first one, and for a field of an option group,
-        which has that of the group.
+      group: The heading of the help; None for the first one. The fields of an option group have the
+        heading of the group.
       usual: Whether `--help` shows it, not only `--help-all`.
       range: The numbers that it may have; None without a limit.
       check: Raises `UserError` for a wrong value, after the checks of type and range.
@@ -146,6 +147,7 @@ class OptionRow:
 
     def is_given(self, value: Any) -> bool:
         """Returns whether a value means something else than the default."""
+        value = tuple(value) if isinstance(value, list) else value
         return value != self.default and value not in self.option.neutral
 
 
@@ -482,10 +484,20 @@ def _object(
         else:
             row = known.get(prefix + name)
             limits = _limits(row.option.range) if row is not None and row.option.range else {}
-            properties[name] = _type_schema(hint, limits) | {"default": defaults[name]}
+            properties[name] = _type_schema(hint, limits) | _default_schema(hint, defaults[name])
         if docs.get(name):
             properties[name]["description"] = docs[name]
     return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _default_schema(hint: Any, default: Any) -> dict[str, Any]:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"default": str(default).rpartition(".")[2]}
+    try:
+        json.dumps(default, allow_nan=False)
+    except ValueError:  # NaN and infinity are no JSON
+        return {}
+    return {"default": default}
 
 
 def _limits(of: Range) -> dict[str, Any]:
@@ -500,8 +512,10 @@ def _type_schema(hint: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
         return {"anyOf": [_type_schema(each, limits) for each in arguments]}
     if origin is Literal:
         return {"enum": list(arguments)}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
         return {"enum": [each.value for each in hint]}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"enum": [each.name for each in hint]}
     if hint is NoneType:
         return {"type": "null"}
     if hint in _JSON_TYPES:

@@ -40,7 +40,7 @@ from spmdtrain.strategies import strategy
 FREE = OnResume.FREE
 _DECAY = Range(text="0 or more, and below 1", at_least=0, below=1)
 _SHARDS = Range(
-    text="a power of two, at least twice the number of devices: the number of virtual shards",
+    text="a power of two, at least twice the number of devices",
     at_least=2,
     also=lambda shards: shards & (shards - 1) == 0,
 )
@@ -64,6 +64,12 @@ def _check_assignments(compiler_options: Sequence[str]) -> None:
         name, equals, _ = given.partition("=")
         if not (name and equals):
             raise UserError(f"compiler_options is {given!r}: it must be NAME=VALUE")
+
+
+def _check_names(trackers: Sequence[str]) -> None:
+    for name in trackers:
+        if not isinstance(name, str):
+            raise UserError(f"trackers has {name!r}: it must be the name of a tracker")
 
 
 def _check_patterns(freeze: Sequence[str]) -> None:
@@ -379,7 +385,7 @@ class RunConfig:
     """Use of the checkpoints in the workdir: auto restores the newest valid one, and starts from
     step 0 only if there are none; never refuses a workdir with checkpoints, must one without."""
     init_from: str | None = option_field(
-        None, Group.CHECKPOINTS, usual=True, on_resume=FREE, in_loops=YOURS
+        None, Group.CHECKPOINTS, usual=True, neutral=("",), on_resume=FREE, in_loops=YOURS
     )
     """Initial parameters, if the workdir has no checkpoint to resume from: the workdir of another
     run, or one of its checkpoints/STEP (the averaged ones if it has them); or weights of another
@@ -408,7 +414,7 @@ class RunConfig:
     """all: init_from must have every array of the model. matching: arrays that are missing there or
     have another shape (a new head) keep their initial values."""
     fork_from: str | None = option_field(
-        None, Group.CHECKPOINTS, on_resume=FREE, in_measurements=False
+        None, Group.CHECKPOINTS, neutral=("",), on_resume=FREE, in_measurements=False
     )
     """RUN or RUN@STEP: without checkpoints in the workdir, start from the full state of another
     run: parameters, optimizer, step, position in the data. STEP may be best; by default the
@@ -448,7 +454,12 @@ class RunConfig:
     log_every: int = option_field(10, Group.LOGGING, usual=True, range=ABOVE_ZERO)
     """Steps between two lines of training metrics."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"] | str, ...] = option_field(
-        ("tensorboard",), Group.LOGGING, usual=True, on_resume=FREE, in_measurements=False
+        ("tensorboard",),
+        Group.LOGGING,
+        usual=True,
+        check=_check_names,
+        on_resume=FREE,
+        in_measurements=False,
     )
     """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
     trackio, or a tracker of an installed package; nowhere else without a name. A tracker that fails

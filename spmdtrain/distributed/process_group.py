@@ -372,11 +372,13 @@ def agree(
     for process, (digest, text) in zip(names(), values, strict=True):
         if digest != usual:
             others.setdefault(text, []).append(process)
-    which = format_names([process for processes in others.values() for process in processes])
+    which = [process for processes in others.values() for process in processes]
     texts = [f"{text} in {format_names(processes)}" for text, processes in others.items()]
+    more = len(texts) - _MOST_LISTED
+    texts[_MOST_LISTED:] = [f"{more} more values"] * (more > 0)
     raise UserError(
-        f"{which} and {chief} {differ}: {foreign(entry)} is "
-        f"{' and '.join(texts[:_MOST_LISTED])} and {of_chief} in {chief}; {advice}"
+        f"{format_names([*which, chief])} {differ}: {foreign(entry)} is "
+        f"{' and '.join(texts)} and {of_chief} in {chief}; {advice}"
     )
 
 

@@ -303,7 +303,7 @@ class Terminal:
                 self._draw(_table_parts(block, self.console))
             elif isinstance(block, NoteBlock):
                 for line in block.text.splitlines():
-                    self.line(line)
+                    self.line(printable(line))
             else:
                 for text in [block.title] if block.title else []:
                     self.line(printable(text))
@@ -445,7 +445,7 @@ def _packed(cells: Sequence[str], width: int, indent: str) -> list[str]:
         if lines and cell_len(lines[-1]) + 2 + cell_len(cell) <= width:
             lines[-1] += f"  {cell}"
         else:
-            lines += [indent + line for line in short_lines([cell], width - len(indent))]
+            lines += [indent + line for line in short_lines([cell], max(1, width - len(indent)))]
     return lines
 
 

@@ -62,7 +62,7 @@ class Run:
 
     Each access returns what the run has written so far, and reads only what is new since the last
     access. An incomplete last line is left for the next one. Lines that a resumed run has removed
-    do not count, and of several lines of one step the newest counts.
+    do not count, and of several values of a metric at one step the newest counts.
 
     A file that is missing is empty. `UserError` is raised for a file with another content than a
     run writes, because another user may have written the folder, and `StorageError` if a file
@@ -175,8 +175,7 @@ class Run:
         splits = (*map(str, Split), _EVALUATOR)
         if split not in splits:
             raise UserError(
-                f"split is {split!r}: it must be one of {', '.join(splits)}."
-                f"{did_you_mean(str(split), splits)}"
+                f"split is {split!r}, which is no split of a run.{did_you_mean(str(split), splits)}"
             )
         if split == _EVALUATOR:
             return _table(self.evaluator_log, self.evaluator_log.read_all().of_split(Split.EVAL))

@@ -183,7 +183,7 @@ def _run(
 
 # Fields of the place of a run, which a replay sets itself, and those that are resolved already.
 _OWN = {
-    *("workdir", "cpu_devices", "resume"),
+    *("workdir", "cpu_devices", "resume", "trackers"),
     *("learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"),
 }
 

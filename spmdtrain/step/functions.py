@@ -435,6 +435,8 @@ def requested_rule(
                 "given: use only one of them"
             )
         if options.reduction == "reduce_scatter":
+            if not layout.splits_gradients:
+                raise UserError(conflict("collectives.reduction", "strategy").text(config))
             return Scattered(placement, layout, options.reduce_dtype, per_replica=per_replica)
         function = NAMED[options.reduction]
     if function is None and per_replica and placement.batch_shards > 1:

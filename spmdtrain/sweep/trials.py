@@ -237,7 +237,7 @@ class TrialMetrics:
     def total_steps(self) -> int | None:
         """The length of the run in steps, if it is known yet."""
         config: Mapping[str, Any] = {}
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(UserError, StorageError):  # the next reading may succeed
             config = self._run.config
         steps, epochs = config.get("steps"), config.get("epochs")
         if type(steps) is int:

@@ -227,7 +227,7 @@ def choose_trackers(
     check_trackers(own)
     replaced = {tracker.name for tracker in own}
     named = [make_tracker(name) for name in dict.fromkeys(names) if name not in replaced]
-    chosen = [*(tracker for tracker in named if has_workdir or not tracker.in_workdir), *own]
+    chosen = [each for each in (*named, *own) if has_workdir or not each.in_workdir]
     if MUST_IMPORT_FIRST:
         for module in {tracker.imports for tracker in chosen if tracker.imports}:
             # In the tracker's thread, the import raises its exception again: printed there.

@@ -4,6 +4,7 @@ import dataclasses
 import operator
 import typing
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,8 +14,15 @@ from helpers import DIGITS
 from linear_model import trainer
 
 from spmdtrain import RunConfig, UserError
-from spmdtrain.config.conflicts import CONFLICTS, Conflict, Kind, Moment, strategies_of
-from spmdtrain.config.options import OptionGroup, unchecked_groups
+from spmdtrain.config.conflicts import (
+    CONFLICTS,
+    Conflict,
+    Kind,
+    Moment,
+    conflict,
+    strategies_of,
+)
+from spmdtrain.config.options import CollectiveOptions, MeshSpec, OptionGroup, unchecked_groups
 from spmdtrain.config.run_config import OPTIONS
 from spmdtrain.run import main
 from spmdtrain.sharding.mesh import resolve
@@ -64,8 +72,10 @@ def given_by(row: Conflict) -> dict[str, Any]:
     if row.kind is Kind.NEEDS:
         return {row.option: value, **beside}
     others = strategies_of(row) or candidates(row.other)
-    refused = row.others or OPTIONS[row.other].is_given
-    other = next(x for x in others if row.strategies or refused(x))
+    known = OPTIONS[row.other]
+    other = next(
+        x for x in others if row.strategies or (known.is_given(x) and x not in row.allowed)
+    )
     return {row.option: value, row.other: other, **beside}
 
 
@@ -151,7 +161,25 @@ def test_a_training_is_refused_before_it_begins(row: Conflict) -> None:
 
 def test_rows_that_code_asks_for_are_known() -> None:
     asked = {(row.option, row.other) for row in CONFLICTS if row.moment is Moment.ASKED}
-    assert asked == {("batch_statistics", "collectives.reduction"), ("fork_from", "init_from")}
+    assert asked == {
+        ("batch_statistics", "collectives.reduction"),
+        ("collectives.reduction", "strategy"),
+        ("fork_from", "init_from"),
+    }
+    assert conflict("collectives.reduction", "strategy").values == ("reduce_scatter",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scattering(RunConfig):
+    """An experiment's configuration, whose default needs another strategy than the default."""
+
+    collectives: CollectiveOptions = CollectiveOptions(reduction="reduce_scatter")
+
+
+def test_a_default_that_needs_another_option_is_refused_only_without_it() -> None:
+    trainer(config=Scattering(), strategy="zero", mesh=MeshSpec(data=8))
+    with pytest.raises(UserError, match="and strategy is mirrored: reduce_scatter is for"):
+        trainer(config=Scattering())
 
 
 def test_every_row_names_options() -> None:

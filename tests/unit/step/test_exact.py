@@ -343,14 +343,14 @@ def with_own_gradients(model: Any, batch: Any) -> dict[str, Any]:
         ({"strategy": "parameter_server"}, "exact is 16 and strategy is parameter_server"),
         (
             {"strategy": "tensor_parallel", "rules": mlp_rules(3)},
-            "strategy is tensor_parallel: it splits matrix products",
+            "strategy is tensor_parallel: that strategy splits",
         ),
         (
             {"mesh": MeshSpec(tensor=2), "rules": mlp_rules(3)},
             "mesh.tensor is 2, over which sums are added up in another order",
         ),
-        ({"strategy": "default"}, "strategy is default: it has no mesh; use one_device"),
-        ({"strategy": "central_storage"}, "is central_storage: it keeps state in host memory"),
+        ({"strategy": "default"}, "strategy is default: that strategy has no mesh; use one_device"),
+        ({"strategy": "central_storage"}, "is central_storage: that strategy keeps state"),
         (
             {"mesh": MeshSpec(expert=2), "rules": (Rule("kernel$", PartitionSpec("expert")),)},
             "mesh.expert is 2, over which the gradients of an expert",

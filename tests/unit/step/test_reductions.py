@@ -782,7 +782,9 @@ class Annotated(nnx.Module):
 
 
 def test_what_cannot_be_scattered_is_refused() -> None:
-    with pytest.raises(UserError, match="it is for the strategies that split gradients"):
+    with pytest.raises(
+        UserError, match="reduce_scatter is for the strategies that split gradients"
+    ):
         transformer("mirrored")
 
     def init(key: jax.Array) -> dict[str, jax.Array]:

@@ -437,9 +437,15 @@ def test_2000_checks_of_devices_without_a_fault_find_none(strategy: str, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "tensor_parallel"}, "strategy is tensor_parallel: it needs devices"),
-        ({"strategy": "default"}, "strategy is default: it needs devices"),
-        ({"strategy": "parameter_server"}, "strategy is parameter_server: it needs devices"),
+        (
+            {"strategy": "tensor_parallel"},
+            "strategy is tensor_parallel: the sentinel needs devices",
+        ),
+        ({"strategy": "default"}, "strategy is default: the sentinel needs devices"),
+        (
+            {"strategy": "parameter_server"},
+            "strategy is parameter_server: the sentinel needs devices",
+        ),
         ({"jit": False}, "jit is False"),
         ({"sentinel_every": None, "sentinel_action": "warn"}, "give both"),
         ({"sentinel_every": 0}, "must be above 0"),
