@@ -115,7 +115,7 @@ def test_a_table_of_pandas_has_the_columns(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_unknown_split_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", steps=100))
-    with pytest.raises(UserError, match=r"'evel': which is no split of a run\. Did you mean 'eval"):
+    with pytest.raises(UserError, match=r"'evel', which is no split of a run\. Did you mean 'eval"):
         run.metrics("evel")
 
 
