@@ -268,7 +268,7 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         ),
         (
             "--strategy default --mesh.data 8",
-            "a mesh is given, but strategy default has none",
+            "mesh.data is 8 and strategy is default: that strategy has no mesh",
         ),
         (
             "--strategy one_device --mesh.devices 0 1",
