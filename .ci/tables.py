@@ -34,7 +34,7 @@ def _options() -> Iterator[str]:
             limit = of.range.text if of.range is not None else ""
             used = "refused" if of.in_loops else ""
             shown = f"`{default}`" if default else ""
-            spelling = helped[name].spelling.replace("|", "\\|")
+            spelling = helped[name].spelling.replace("|", " or ")
             yield f"| `{spelling}` | {shown} | {limit} | {of.on_resume.value} | {used} |"
 
 
