@@ -187,6 +187,12 @@ LINE = "step 4/4  loss 2.314  accuracy 0.1562  7575 examples/s  118.4 steps/s  i
             ' "seed": 0,\n "seconds": 0.25,\n "params/d/ab12": 18,\n "sum": "0f20"',
             ' "seed": 0,\n "seconds": 0.5,\n "params/d/0f20": 17,\n "sum": "0f21"',
         ),
+        (
+            "run/config.json",
+            '{"config": {"seed": 1, "steps": 2}}',
+            '{"config": {"steps": 2, "seed": 1}}',
+            '{"config": {"steps": 1, "seed": 2}}',
+        ),
     ],
 )
 def test_times_and_places_may_differ_and_nothing_else(
