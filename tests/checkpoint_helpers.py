@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: the whole state of one of them."""
+"""The whole state of a checkpoint, for tests of checkpoints."""
 
 from pathlib import Path
 

@@ -41,13 +41,13 @@ class Moment(enum.Enum):
     """The time at which a row is checked."""
 
     CONSTRUCTED = enum.auto()
-    """When a configuration is constructed."""
+    """The construction of a configuration."""
     RESOLVED = enum.auto()
-    """When the devices are known: before, options may still be replaced."""
+    """The resolution for the devices of a run. Until then, options may be replaced."""
     FIT = enum.auto()
-    """When a training begins."""
+    """The start of a training."""
     ASKED = enum.auto()
-    """Where code asks, because more than the two options decides."""
+    """A call of `conflict`: the two options alone do not decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,10 @@ class Conflict:
 
     def applies(self, config: Any, rows: Mapping[str, OptionRow]) -> bool:
         """Returns whether a configuration has the refused pair."""
-        value, other = (operator.attrgetter(name)(config) for name in (self.option, self.other))
+        value = operator.attrgetter(self.option)(config)
         if not rows[self.option].is_given(value) or (self.values and value not in self.values):
             return False
+        other = operator.attrgetter(self.other)(config)
         if self.strategies is not None:
             return self.strategies(strategy(other))
         if self.refused or self.allowed:

@@ -79,8 +79,8 @@ class Range:
 ABOVE_ZERO = Range(text="above 0", above=0)
 NOT_NEGATIVE = Range(text="0 or more", at_least=0)
 FINITE = Range(text="a finite number, 0 or more", at_least=0)
-YOURS = "the step is a function that you write"
-"""Why a `Loop` refuses an option of the Trainer's own step."""
+STEP_IS_YOURS = "the step is a function that you write"
+"""The reason why a `Loop` refuses an option of the Trainer's own step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Option:
       check: Raises `UserError` for a wrong value, after the checks of type and range.
       neutral: Values that mean the same as the default.
       on_resume: What a resume does if it has another value.
-      in_loops: Why a `Loop` refuses it; "" if it does not.
+      in_loops: The reason why a `Loop` refuses it; "" if it does not.
       in_measurements: Whether `plan --measure` uses it. If not, it has the default there.
     """
 
@@ -183,7 +183,7 @@ class MeshSpec(OptionGroup):
     """Sizes of the mesh axes, and the devices of the mesh."""
 
     PREFIX = "mesh."
-    replica: int | None = option_field(None, range=_SIZE, neutral=(1,))
+    replica: int | None = option_field(None, range=_SIZE)
     """Number of device groups along the slow outer axis, which splits the batch. -1 makes one group
     for each host or slice, or two groups if there is only one host. None means 1, or -1 with
     hybrid."""

@@ -17,7 +17,7 @@ from spmdtrain.config.options import (
     ABOVE_ZERO,
     FINITE,
     NOT_NEGATIVE,
-    YOURS,
+    STEP_IS_YOURS,
     CollectiveOptions,
     ContextOptions,
     ExpertOptions,
@@ -37,7 +37,6 @@ from spmdtrain.strategies import strategy
 
 # -- Values of single options ----------------------------------------------------------------------
 
-FREE = OnResume.FREE
 _DECAY = Range(text="0 or more, and below 1", at_least=0, below=1)
 _SHARDS = Range(
     text="a power of two, at least twice the number of devices",
@@ -241,11 +240,13 @@ class RunConfig:
     eval_batch_size: int | None = option_field(None, Group.LENGTH, range=ABOVE_ZERO)
     """Examples per batch of evaluation and prediction, over all devices. None means the global
     batch size."""
-    uneven_batch: Literal["refuse", "pad"] = option_field("refuse", Group.LENGTH, in_loops=YOURS)
+    uneven_batch: Literal["refuse", "pad"] = option_field(
+        "refuse", Group.LENGTH, in_loops=STEP_IS_YOURS
+    )
     """Treatment of a global batch that does not divide over the devices and microbatches: `refuse`,
     or `pad` with rows of weight 0, which is an error if padding could change the gradients."""
     steps_per_dispatch: int | None = option_field(
-        None, Group.LENGTH, range=ABOVE_ZERO, neutral=(1,), in_loops=YOURS
+        None, Group.LENGTH, range=ABOVE_ZERO, neutral=(1,), in_loops=STEP_IS_YOURS
     )
     """Steps that the devices compute without the host if nothing is due between them. Signals and
     callbacks are delayed until the last of them. None means 10 to 50 for small steps of examples
@@ -254,12 +255,12 @@ class RunConfig:
     learning_rate: float | None = option_field(None, Group.OPTIMIZATION, usual=True, range=FINITE)
     """Learning rate that the experiment passes to its optimizer."""
     microbatches: int = option_field(
-        1, Group.OPTIMIZATION, usual=True, range=ABOVE_ZERO, in_loops=YOURS
+        1, Group.OPTIMIZATION, usual=True, range=ABOVE_ZERO, in_loops=STEP_IS_YOURS
     )
     """Gradient accumulation: the batch of a step is computed in this many parts, one after the
     other, and their gradients are added."""
     ema_decay: float | None = option_field(
-        None, Group.OPTIMIZATION, usual=True, range=_DECAY, in_loops=YOURS
+        None, Group.OPTIMIZATION, usual=True, range=_DECAY, in_loops=STEP_IS_YOURS
     )
     """Decay of an exponential moving average of the parameters, at least 0 and below 1. In update k
     it is at most (1 + k) / (10 + k). Evaluation and prediction then use the averaged parameters."""
@@ -276,11 +277,11 @@ class RunConfig:
     """Learning rates by global batch size, instead of learning_rate: 32 1e-3 256 4e-3 is 1e-3 from
     batch size 32 and 4e-3 from 256."""
     freeze: tuple[str, ...] = option_field(
-        (), Group.OPTIMIZATION, check=_check_patterns, in_loops=YOURS
+        (), Group.OPTIMIZATION, check=_check_patterns, in_loops=STEP_IS_YOURS
     )
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""
-    data_dir: str | None = option_field(None, Group.DATA, usual=True, on_resume=FREE)
+    data_dir: str | None = option_field(None, Group.DATA, usual=True, on_resume=OnResume.FREE)
     """Folder that directly contains the data files."""
     shuffle: bool = option_field(True, Group.DATA, usual=True, on_resume=OnResume.REFUSED)
     """Shuffle the training examples, in another order every epoch."""
@@ -289,7 +290,7 @@ class RunConfig:
     data_workers: int = option_field(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
     """Processes that read training batches ahead, for each process of the job: for decoding and
     tokenizing that hold Python's lock. Each reads with data_threads threads."""
-    data_on_device: bool = option_field(False, Group.DATA, in_loops=YOURS)
+    data_on_device: bool = option_field(False, Group.DATA, in_loops=STEP_IS_YOURS)
     """Keep all training examples on each device; steps select theirs by index."""
     on_bad_record: Literal["fail", "skip"] = option_field("fail", Group.DATA)
     """Treatment of records that are corrupted or cannot be decoded: `fail` ends the run; `skip`
@@ -320,28 +321,28 @@ class RunConfig:
     seed: int = option_field(0, Group.NUMERICS, usual=True, on_resume=OnResume.REFUSED)
     """Seed of all randomness: initial parameters, order of the data, dropout."""
     compute_dtype: Literal["float32", "bfloat16"] = option_field(
-        "float32", Group.NUMERICS, usual=True, in_loops=YOURS
+        "float32", Group.NUMERICS, usual=True, in_loops=STEP_IS_YOURS
     )
     """Dtype of the model's computation. Parameters, optimizer state and sums keep theirs."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = option_field(
-        "none", Group.NUMERICS, usual=True, in_loops=YOURS
+        "none", Group.NUMERICS, usual=True, in_loops=STEP_IS_YOURS
     )
     """Intermediate results that the backward pass recomputes instead of storing: none, all (full),
     all but the output of attention (attention), all but that and the results of matrix products
     (dots), or all but that and those of matrix products without a batch dim (dots_no_batch)."""
-    exact: int | None = option_field(None, Group.NUMERICS, range=_SHARDS, in_loops=YOURS)
+    exact: int | None = option_field(None, Group.NUMERICS, range=_SHARDS, in_loops=STEP_IS_YOURS)
     """The same bits on any number of devices: number of virtual shards of the batch, a power of two
     and at least twice the devices. global_batch_size must be a multiple of it, times microbatches.
     None means the same numbers to rounding."""
     batch_statistics: Literal["global", "replica"] = option_field(
-        "global", Group.NUMERICS, in_loops=YOURS
+        "global", Group.NUMERICS, in_loops=STEP_IS_YOURS
     )
     """Batch normalization in training: with the statistics of the global batch, or of each
     replica's own examples, as in tf.distribute. With replica, the running averages are the means
     over the replicas."""
-    jit: bool = option_field(True, Group.NUMERICS, in_loops=YOURS)
+    jit: bool = option_field(True, Group.NUMERICS, in_loops=STEP_IS_YOURS)
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
-    compilation_cache: str | None = option_field(None, Group.NUMERICS, on_resume=FREE)
+    compilation_cache: str | None = option_field(None, Group.NUMERICS, on_resume=OnResume.FREE)
     """Folder that keeps compiled programs for later starts, up to 4 GiB, or 'off'. None means
     ~/.cache/spmdtrain, or the folder of JAX_COMPILATION_CACHE_DIR if that is set."""
     compiler_options: tuple[str, ...] = option_field((), Group.NUMERICS, check=_check_assignments)
@@ -359,11 +360,11 @@ class RunConfig:
     best_direction: Literal["min", "max"] = option_field("min", Group.EVALUATION, usual=True)
     """Whether a low (min) or a high (max) best_metric is better."""
     eval_at_checkpoints: bool = option_field(
-        False, Group.EVALUATION, in_loops=YOURS, in_measurements=False
+        False, Group.EVALUATION, in_loops=STEP_IS_YOURS, in_measurements=False
     )
     """Evaluate before each save of a checkpoint, instead of at the end of each epoch."""
     evaluated_by: Literal["training", "evaluator"] = option_field(
-        "training", Group.EVALUATION, in_loops=YOURS, in_measurements=False
+        "training", Group.EVALUATION, in_loops=STEP_IS_YOURS, in_measurements=False
     )
     """Task that evaluates the validation split, and so decides which checkpoint is best: the
     training itself, or a separate evaluator (--role evaluate, the launcher's --evaluator, or a task
@@ -373,26 +374,36 @@ class RunConfig:
         Group.CHECKPOINTS,
         usual=True,
         check=_check_workdir,
-        on_resume=FREE,
+        on_resume=OnResume.FREE,
         in_measurements=False,
     )
     """Folder or URL of the run's files; required with several processes. None means runs/NAME, with
     the name of the experiment (a sweep: runs/NAME-sweep). In Python, None means that no files are
     written."""
     resume: Literal["auto", "never", "must"] = option_field(
-        "auto", Group.CHECKPOINTS, usual=True, on_resume=FREE, in_measurements=False
+        "auto", Group.CHECKPOINTS, usual=True, on_resume=OnResume.FREE, in_measurements=False
     )
     """Use of the checkpoints in the workdir: auto restores the newest valid one, and starts from
     step 0 only if there are none; never refuses a workdir with checkpoints, must one without."""
     init_from: str | None = option_field(
-        None, Group.CHECKPOINTS, usual=True, neutral=("",), on_resume=FREE, in_loops=YOURS
+        None,
+        Group.CHECKPOINTS,
+        usual=True,
+        neutral=("",),
+        on_resume=OnResume.FREE,
+        in_loops=STEP_IS_YOURS,
     )
     """Initial parameters, if the workdir has no checkpoint to resume from: the workdir of another
     run, or one of its checkpoints/STEP (the averaged ones if it has them); or weights of another
     program: .safetensors (a file, or a folder with its index), .npz, .keras, or an Orbax
     checkpoint. With --mode evaluate or predict, the model to use instead of the workdir's."""
     checkpoint: str = option_field(
-        "latest", Group.CHECKPOINTS, usual=True, check=_check_which, on_resume=FREE, in_loops=YOURS
+        "latest",
+        Group.CHECKPOINTS,
+        usual=True,
+        check=_check_which,
+        on_resume=OnResume.FREE,
+        in_loops=STEP_IS_YOURS,
     )
     """Checkpoint to load from init_from, or from the workdir to evaluate and predict: latest (the
     newest valid one), best (by best_metric) or a step."""
@@ -405,16 +416,16 @@ class RunConfig:
     """Number of newest checkpoints to keep."""
     keep_best: int = option_field(1, Group.CHECKPOINTS, usual=True, range=NOT_NEGATIVE)
     """Number of best checkpoints to keep in addition."""
-    resume_anyway: bool = option_field(False, Group.CHECKPOINTS, on_resume=FREE)
+    resume_anyway: bool = option_field(False, Group.CHECKPOINTS, on_resume=OnResume.FREE)
     """Resume although the optimizer's update, or a setting of JAX that gives results another
     meaning, differs from that of the checkpoint. Each difference is printed."""
     init_from_strict: Literal["all", "matching"] = option_field(
-        "all", Group.CHECKPOINTS, on_resume=FREE, in_loops=YOURS
+        "all", Group.CHECKPOINTS, on_resume=OnResume.FREE, in_loops=STEP_IS_YOURS
     )
     """all: init_from must have every array of the model. matching: arrays that are missing there or
     have another shape (a new head) keep their initial values."""
     fork_from: str | None = option_field(
-        None, Group.CHECKPOINTS, neutral=("",), on_resume=FREE, in_measurements=False
+        None, Group.CHECKPOINTS, neutral=("",), on_resume=OnResume.FREE, in_measurements=False
     )
     """RUN or RUN@STEP: without checkpoints in the workdir, start from the full state of another
     run: parameters, optimizer, step, position in the data. STEP may be best; by default the
@@ -434,20 +445,20 @@ class RunConfig:
         None,
         Group.HARDWARE,
         range=ABOVE_ZERO,
-        on_resume=FREE,
-        in_loops=YOURS,
+        on_resume=OnResume.FREE,
+        in_loops=STEP_IS_YOURS,
         in_measurements=False,
     )
     """Steps between two checks that the devices compute correctly: the gradients of each device's
     part of the batch are computed again on another device, and must have the same bits."""
     sentinel_action: Literal["warn", "stop", "rollback"] = option_field(
-        "stop", Group.HARDWARE, on_resume=FREE, in_measurements=False
+        "stop", Group.HARDWARE, on_resume=OnResume.FREE, in_measurements=False
     )
     """Reaction to a device that computes other gradients: log it (warn), end the run with exit code
     4 (stop), or also rename the checkpoints since the last check that passed (rollback); the
     launcher then restarts the job without the process of that device."""
     compare_copies_every: int | None = option_field(
-        None, Group.HARDWARE, range=ABOVE_ZERO, on_resume=FREE
+        None, Group.HARDWARE, range=ABOVE_ZERO, on_resume=OnResume.FREE
     )
     """Steps between two comparisons of the copies of the state that several processes hold, besides
     those after the first step and before each save."""
@@ -458,20 +469,22 @@ class RunConfig:
         Group.LOGGING,
         usual=True,
         check=_check_names,
-        on_resume=FREE,
+        on_resume=OnResume.FREE,
         in_measurements=False,
     )
     """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
     trackio, or a tracker of an installed package; nowhere else without a name. A tracker that fails
     does not stop the run."""
-    quiet: bool = option_field(False, Group.LOGGING, usual=True, on_resume=FREE)
+    quiet: bool = option_field(False, Group.LOGGING, usual=True, on_resume=OnResume.FREE)
     """Print only errors, warnings and the result: the metrics of the last evaluation, or the
     predictions."""
-    log_hash_every: int | None = option_field(None, Group.LOGGING, range=ABOVE_ZERO, on_resume=FREE)
+    log_hash_every: int | None = option_field(
+        None, Group.LOGGING, range=ABOVE_ZERO, on_resume=OnResume.FREE
+    )
     """Steps between two hashes of the whole state in hashes.jsonl; the last step has one, too. None
     means no hashes."""
     profile_steps: str | None = option_field(
-        None, Group.LOGGING, in_loops=YOURS, in_measurements=False
+        None, Group.LOGGING, in_loops=STEP_IS_YOURS, in_measurements=False
     )
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 

@@ -82,7 +82,7 @@ class ObjectFile:
         self.content: dict[str, Any] | None = None
         """The object; None without a valid one."""
         self.error: UserError | None = None
-        """What is wrong with the file; of `OtherFields`, there is an object nevertheless."""
+        """The fault of the file; None without one. With `OtherFields`, there is an object, too."""
         self._state: FileState | None = None
 
     def refresh(self) -> None:
@@ -124,7 +124,7 @@ class GrowingFile:
     def __init__(self, path: epath.Path) -> None:
         self.path = path
         self.fault = ""
-        """Why the file cannot be read; empty if it can."""
+        """The reason why the file cannot be read; empty if it can be read."""
         self._state: FileState | None = None
         self._read = 0  # bytes of the complete lines that were returned
         self._tail = b""  # the last of them
@@ -233,7 +233,7 @@ class Log(Generic[C]):
     def __init__(self, path: epath.Path, new: Callable[[], C]) -> None:
         self.path, self.file, self._new = path, GrowingFile(path), new
         self.content = new()
-        """What the last reading has found."""
+        """The content as of the last reading."""
 
     def read(self, on_bytes: OnBytes = lambda count: None) -> C:
         """Reads what is new; the content of a file that cannot be read stays as it is.

@@ -22,7 +22,14 @@ from spmdtrain.errors import StorageError, UserError, foreign, version_of
 from spmdtrain.record import no_follow
 from spmdtrain.record.changing_files import ObjectFile
 from spmdtrain.record.lines import LinesFile, errors_of_writing, finite_or_null
-from spmdtrain.record.storage import failures, folder_of, is_url, one_line, source_digest
+from spmdtrain.record.storage import (
+    failures,
+    folder_of,
+    is_url,
+    one_line,
+    source_digest,
+    storage_errors,
+)
 from spmdtrain.record.validation import (
     LARGEST,
     LARGEST_LOG,
@@ -273,9 +280,10 @@ class RunFiles:
             self._closing = stack.pop_all()
         if writer is Writer.TRAINING:
             with contextlib.suppress(UserError):  # it is replaced
-                has_status = (self.folder / "status.json").exists()
-                file = object_file(self.folder, "status.json") if has_status else None
-                if file is not None and (status := checked_status(file)):
+                file = object_file(self.folder, "status.json")
+                with storage_errors(file.path):
+                    exists = file.path.exists()
+                if exists and (status := checked_status(file)):
                     self.sentinel = status.get("sentinel")
 
     def _copied_folder(self, stack: contextlib.ExitStack) -> Path:

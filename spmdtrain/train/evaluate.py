@@ -207,8 +207,7 @@ class Evaluation:
 def check_same_data(dataset: Dataset, batch_size: int) -> None:
     """Raises `UserError` if the processes of a job would not evaluate the same data or code."""
     if process_group.count() > 1:
-        process_group.agree("", source_digests())
-        process_group.agree("global_batch_size", batch_size)
+        process_group.agree("", source_digests() | {"global_batch_size": batch_size})
         process_group.agree("data", fingerprint(dataset), SAME_DATA)
 
 

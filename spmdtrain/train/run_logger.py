@@ -30,6 +30,7 @@ from spmdtrain.record.lines import (
 )
 from spmdtrain.record.run import Run
 from spmdtrain.record.run_files import COUNTS_SUFFIX, PERFORMANCE_FILE, RunFiles, Split, Status
+from spmdtrain.record.storage import storage_errors
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.rules import describe_sharding
 from spmdtrain.step.compile import Program
@@ -559,9 +560,11 @@ class TimeAccount:
     @functools.cached_property
     def earlier_events(self) -> Sequence[RunEvent]:
         """The events of earlier starts, until `begin`; none in a process without files."""
-        if self._files is None or not (self._files.folder / EVENTS_FILE).exists():
+        if self._files is None:
             return []
-        return Run(str(self._files.folder)).events
+        with storage_errors(self._files.folder):
+            exists = (self._files.folder / EVENTS_FILE).exists()
+        return Run(str(self._files.folder)).events if exists else []
 
     def begin(self, step: int, devices: int) -> None:
         """Reads the events of earlier starts, and writes the start from `step`.

@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -83,13 +81,11 @@ def open_checkpoints(
         every_steps=config.keep_every_steps,
         every_hours=config.keep_every_hours,
     )
-    is_evaluated_elsewhere = config.evaluated_by == "evaluator"
-    evaluated = (
-        functools.partial(operator.attrgetter("evaluations"), Run(workdir))
-        if is_evaluated_elsewhere
-        else None
-    )
-    return Checkpoints(folder_of(workdir) / "checkpoints", retention, evaluated, check_lock)
+    folder = folder_of(workdir) / "checkpoints"
+    if config.evaluated_by != "evaluator":
+        return Checkpoints(folder, retention, None, check_lock)
+    run = Run(workdir)
+    return Checkpoints(folder, retention, lambda: run.evaluations, check_lock)
 
 
 # -- The terminal of a run -------------------------------------------------------------------------
@@ -254,8 +250,7 @@ def check_same_inputs(
     by_split |= {} if train is None else {"train": data_fingerprint(train)}
     dataset = inputs.pop("dataset")
     process_group.agree("", inputs)  # first, because data may depend on options
-    process_group.agree("dataset", dataset, SAME_DATA)
-    process_group.agree("data", by_split, SAME_DATA)
+    process_group.agree("", {"dataset": dataset, "data": by_split}, SAME_DATA)
 
 
 # -- Garbage collections that do not visit the long-lived objects of a run again -------------------

@@ -1,4 +1,4 @@
-"""What the commands show: no wider than a terminal, nothing cut, no codes in files, no gaps."""
+"""Outputs of commands: no wider than the terminal, not cut, without codes in files."""
 
 import contextlib
 import dataclasses
@@ -63,7 +63,7 @@ def shown_by(command: Callable[[list[str]], int], *arguments: object) -> Shown:
 
 
 def of_runs(folder: Path) -> Iterator[tuple[str, Shown]]:
-    """What commands show of a run that starts from a file of weights, by their names."""
+    """Outputs of commands for a run that starts from a file of weights, by name of the output."""
     arrays: dict[str, Any] = {"kernel": np.ones((1, 1), np.float32), "a" * 70: np.ones(3)}
     np.savez(folder / "weights.npz", **arrays)
     rules = 'weight_map=[WeightRule("kernel", "kernel")], train=data,'
@@ -139,7 +139,7 @@ COMMANDS = (
 
 
 def in_terminal(show: Callable[[Terminal], None], width: int, **environment: str) -> str:
-    """What is written to a pseudo-terminal of some columns."""
+    """The text that a function writes to a pseudo-terminal of some columns."""
     reads, writes = pty.openpty()
     tty.setraw(writes)  # which would otherwise write \r before each \n
     written = bytearray()
