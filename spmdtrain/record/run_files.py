@@ -280,11 +280,10 @@ class RunFiles:
             self._closing = stack.pop_all()
         if writer is Writer.TRAINING:
             with contextlib.suppress(UserError):  # it is replaced
-                file = object_file(self.folder, "status.json")
-                with storage_errors(file.path):
-                    exists = file.path.exists()
-                if exists and (status := checked_status(file)):
-                    self.sentinel = status.get("sentinel")
+                with storage_errors(self.folder):
+                    exists = (self.folder / "status.json").exists()
+                status = checked_status(object_file(self.folder, "status.json")) if exists else None
+                self.sentinel = None if status is None else status.get("sentinel")
 
     def _copied_folder(self, stack: contextlib.ExitStack) -> Path:
         """Returns a temporary folder, which `stack` deletes, with the lines of media."""
