@@ -269,6 +269,7 @@ class LongLivedObjects:
     """
 
     _open: ClassVar[set["LongLivedObjects"]] = set()  # after their first steps
+    _excludes: ClassVar[bool] = False  # one of them has excluded objects
     _excluded_before: ClassVar[bool] = False  # by the run command or the user: these stay excluded
 
     def __init__(self) -> None:
@@ -281,8 +282,6 @@ class LongLivedObjects:
         it is called after the step has been traced, which leaves cycles, and directly after a
         collection.
         """
-        if not self._open:
-            LongLivedObjects._excluded_before = gc.get_freeze_count() > _OF_PYTHON
         self._open.add(self)
         self._waits = True
         gc.callbacks.append(self._collected)
@@ -291,13 +290,18 @@ class LongLivedObjects:
         """Receives the beginning and the end of each collection."""
         if self._waits and phase == "stop" and info["generation"] == 2:
             self._waits = False
+            if not self._excludes:  # here, because the count visits all excluded objects
+                LongLivedObjects._excluded_before = gc.get_freeze_count() > _OF_PYTHON
+                LongLivedObjects._excludes = True
             gc.freeze()
             if self not in self._open:  # it has ended while another thread collected
                 self._include_again()
 
     def _include_again(self) -> None:
-        if not (self._open or self._excluded_before):
-            gc.unfreeze()
+        if self._excludes and not self._open:
+            LongLivedObjects._excludes = False
+            if not self._excluded_before:
+                gc.unfreeze()
 
     def __enter__(self) -> "LongLivedObjects":
         return self
