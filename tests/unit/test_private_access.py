@@ -8,8 +8,6 @@ TESTS = Path(__file__).parents[1]
 # Where a test needs a private name, and why. Do not add to this list: test the behavior, or make
 # the function or constant public.
 ALLOWED = {
-    # Replaces evaluated metrics by given ones, which no objective returns.
-    ("test_restore.py", "_evaluate"): 2,
     # Signals that a second thread waits for a picture, which has no effect that can be observed.
     ("test_image_cache.py", "_decoded"): 2,
     # Simulates a sharding rule that initialization violates; the layout prevents it otherwise.

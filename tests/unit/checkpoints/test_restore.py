@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from safetensors.flax import load_file
 
 from spmdtrain import (
+    CallbackContext,
     FunctionModel,
     MeshSpec,
     RunConfig,
@@ -63,7 +66,6 @@ Options = dict[str, Any]
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
-LAYERS = ["layers.0.bias", "layers.0.kernel", "layers.1.bias", "layers.1.kernel"]
 
 
 def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
@@ -83,7 +85,8 @@ class Config(RunConfig):
 
 def trainer(workdir: Path, *, devices: int = 8, quiet: bool = True, **options: Any) -> Trainer:
     """A small MLP's trainer, as its options say."""
-    objects = {n: options.pop(n) for n in ("model", "objective", "optimizer") if n in options}
+    names = ("model", "objective", "optimizer", "callbacks")
+    objects = {name: options.pop(name) for name in names if name in options}
     config = Config(workdir=str(workdir), mesh=MeshSpec(devices=tuple(range(devices))), **options)
     dtype = jnp.bfloat16 if config.half else jnp.float32
     made: dict[str, Any] = {
@@ -99,6 +102,10 @@ def half_mlp(hidden: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> MLP:
     model = MLP(4, hidden, 1, rngs=rngs)
     model.layers[0] = nnx.Linear(4, hidden[0], param_dtype=dtype, rngs=rngs)
     return model
+
+
+WHOLE = partial(half_mlp, (8,), jnp.float32)
+HALF = partial(half_mlp, (8,), jnp.bfloat16)
 
 
 def arrays(tree: PyTree) -> dict[str, np.ndarray]:
@@ -134,10 +141,13 @@ def remove_arrays(workdir: Path) -> int:
 
 
 class Run(NamedTuple):
-    """A run that has ended: its trainer, and its workdir, which no test may change."""
+    """A run that has ended. No test may change its workdir."""
 
     trainer: Trainer
     workdir: Path
+    saved: dict[int, dict[str, PyTree]]
+    """The fields of the model, as they were when each checkpoint was saved."""
+    model: Callable[..., nnx.Module]
 
     @property
     def state(self) -> TrainState:
@@ -145,23 +155,93 @@ class Run(NamedTuple):
         return self.trainer.state
 
 
+def run_of(folder: Path, steps: int, model: Callable[..., nnx.Module], **options: Any) -> Run:
+    """Trains, evaluates and saves a model."""
+    saved: dict[int, dict[str, PyTree]] = {}
+
+    def note(event: CallbackContext) -> None:
+        state, fields = event.trainer.state, ("params", "averaged", "model_state")
+        saved[event.step] = {name: jax.tree.map(np.array, getattr(state, name)) for name in fields}
+
+    callbacks = {"checkpoint": note, **options.pop("callbacks", {})}
+    fitted = trainer(folder, model=model, callbacks=callbacks, **options)
+    fitted.fit((X, Y), validation=(X, Y), steps=steps)
+    return Run(fitted, folder, saved, model)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Six steps on eight devices, a checkpoint every two; part of the parameters is bfloat16."""
-    workdir = tmp_path_factory.mktemp("plain")
-    fitted = trainer(workdir, half=True, checkpoint_every_steps=2, eval_every_steps=2)
-    fitted.fit((X, Y), validation=(X, Y), steps=6)
-    return Run(fitted, workdir)
+    options: Options = {"half": True, "checkpoint_every_steps": 2, "eval_every_steps": 2}
+    return run_of(tmp_path_factory.mktemp("plain"), 6, HALF, **options)
 
 
 @pytest.fixture(scope="module")
 def averaging(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Eight steps with an average of the parameters, every one of them saved, and step 0."""
-    workdir = tmp_path_factory.mktemp("averaging")
     options: Options = {"checkpoint_every_steps": 1, "keep_latest": 99, "checkpoint_at_start": True}
-    fitted = trainer(workdir, ema_decay=0.3, eval_every_steps=4, **options)
-    fitted.fit((X, Y), validation=(X, Y), steps=8)
-    return Run(fitted, workdir)
+    options |= {"ema_decay": 0.3, "eval_every_steps": 4}
+    return run_of(tmp_path_factory.mktemp("averaging"), 8, WHOLE, **options)
+
+
+class Normed(nnx.Module):
+    """A model that carries batch statistics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.linear = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(self.norm(x))
+
+
+class Listed(nnx.Module):
+    """Layers in a list, one with batch statistics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([Normed(rngs), nnx.Linear(1, 1, rngs=rngs)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def rising(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four steps of a normalized model: step 2 has the best score, step 1 was removed."""
+
+    def score(event: CallbackContext) -> None:
+        event.metrics["score"] = [0.5, 0.9, 0.7, 0.6][event.step - 1]
+
+    options: Options = {"checkpoint_every_steps": 1, "eval_every_steps": 1}
+    options |= {"best_metric": "score", "best_direction": "max", "callbacks": {"evaluation": score}}
+    return run_of(tmp_path_factory.mktemp("rising"), 4, Listed, **options)
+
+
+@pytest.fixture(scope="module")
+def corrupted(rising: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same, and the manifest of the best checkpoint is cut off."""
+    workdir = Path(shutil.copytree(rising.workdir, tmp_path_factory.mktemp("corrupted") / "run"))
+    manifest = workdir / "checkpoints" / "2" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:20])
+    return rising._replace(workdir=workdir)
+
+
+@pytest.fixture(scope="module")
+def unevaluated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two checkpoints, their arrays gone, of a run without validation data."""
+    workdir = tmp_path_factory.mktemp("unevaluated")
+    fitted = trainer(workdir, checkpoint_every_steps=2)
+    fitted.fit((X, Y), steps=4)
+    assert remove_arrays(workdir) > 20
+    return Run(fitted, workdir, {}, WHOLE)
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A folder without a run."""
+    return Run(trainer(Path()), tmp_path_factory.mktemp("empty"), {}, WHOLE)
 
 
 @pytest.fixture
@@ -196,6 +276,7 @@ KERNELS = {
 }
 
 
+@functools.cache
 def steps_for(layout: str) -> RunFunctions:
     """The programs of an MLP whose kernels, and their moments, lie as the layout says."""
     mesh, kernel = KERNELS[layout]
@@ -248,17 +329,182 @@ def test_every_layout_of_the_state_is_restored_from_every_other(
     assert [shard.data.shape for shard in kernel.addressable_shards] == [(8, 24)] * 2
 
 
+# -- who loads x what is in the run x what is asked for --------------------------------------------
+
+
+class Load(NamedTuple):
+    """A run or one of its checkpoints, what is asked of it, and what comes.
+
+    `loaded` is the step and the field of the state with the parameters, or a refusal.
+    """
+
+    run: str
+    asked: Options
+    loaded: tuple[int, str] | str
+    checkpoint: int | None = None
+
+
+LOADS = {
+    "newest": Load("plain", {}, (6, "params")),
+    "a folder": Load("plain", {}, (6, "params"), checkpoint=6),
+    "an older folder": Load("plain", {}, (4, "params"), checkpoint=4),
+    "trained": Load("plain", {"averaged": False}, (6, "params")),
+    "no average": Load("plain", {"averaged": True}, "averaged parameters.*ema_decay"),
+    "average by default": Load("averaging", {}, (8, "averaged")),
+    "average": Load("averaging", {"averaged": True}, (8, "averaged")),
+    "trained beside it": Load("averaging", {"averaged": False}, (8, "params")),
+    "best": Load("rising", {"which": "best"}, (2, "params")),
+    "step 3": Load("rising", {"which": 3}, (3, "params")),
+    "latest": Load("rising", {"which": "latest"}, (4, "params")),
+    "latest by default": Load("rising", {}, (4, "params")),
+    "a folder of several": Load("rising", {}, (3, "params"), checkpoint=3),
+    "a removed step": Load("rising", {"which": 1}, r"step 1; .*2, 3, 4"),
+    "a misspelled word": Load("rising", {"which": "beste"}, "latest, best"),
+    "best of one": Load("rising", {"which": "best"}, "one checkpoint", checkpoint=3),
+    # A corrupted best checkpoint is never replaced by the second best.
+    "corrupted best": Load("corrupted", {"which": "best"}, r"checkpoints/2: manifest\.json"),
+    "step 3 beside it": Load("corrupted", {"which": 3}, (3, "params")),
+    "latest beside it": Load("corrupted", {}, (4, "params")),
+    "best without metrics": Load("unevaluated", {"which": "best"}, "'loss'"),
+    "nothing": Load("empty", {}, "no checkpoint"),
+    "no such folder": Load("empty", {}, "no checkpoint", checkpoint=6),
+}
+
+
+class Loaded(NamedTuple):
+    """Parameters and model state by name, and the step that they are said to be of."""
+
+    arrays: dict[str, np.ndarray] | None
+    step: int | None = None
+
+
+def of_module(model: nnx.Module) -> dict[str, np.ndarray]:
+    return arrays(nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat))))
+
+
+def by_load_model(run: Run, path: str, folder: Path, **asked: Any) -> Loaded:
+    model = load_model(run.model, path, **asked)
+    assert type(model) is type(run.trainer.model)
+    return Loaded(of_module(model))
+
+
+def by_npz(run: Run, path: str, folder: Path, **asked: Any) -> Loaded:
+    target = folder / "deep" / "x.npz"
+    exported = export_params(path, str(target), **asked)
+    assert [file.name for file in target.parent.iterdir()] == ["x.npz"]
+    with np.load(target) as file:
+        assert {x.dtype.name for x in file.values()} == {"float32"}
+        # What is float32 in the file is the very bfloat16 again.
+        found = {n.replace(".", "/"): x.astype(exported[n].dtype) for n, x in file.items()}
+    return Loaded(found)
+
+
+def by_safetensors(run: Run, path: str, folder: Path, **asked: Any) -> Loaded:
+    target = str(folder / "x.safetensors")
+    export_params(path, target, **asked)
+    with safetensors.safe_open(target, framework="flax") as file:
+        metadata = file.metadata()
+    asked.pop("averaged", None)
+    assert metadata.keys() == {"step", "saved_at"}
+    assert metadata["saved_at"] == read_manifest(path, **asked).saved_at
+    found = arrays({n.replace(".", "/"): x for n, x in load_file(target).items()})
+    return Loaded(found, int(metadata["step"]))
+
+
+def by_init_from(run: Run, path: str, folder: Path, which: Any = "latest") -> Loaded:
+    options: Options = {"init_from": path, "checkpoint": str(which)}
+    begun = trainer(folder / "run", model=run.model, devices=1, **options)
+    step = begun.restore()
+    return Loaded(of_module(begun.model), step)
+
+
+def by_restore(run: Run, path: str, folder: Path, **asked: Any) -> Loaded:
+    """As an evaluator task does: the field `checkpoint` does not choose among those of a path."""
+    options: Options = {"init_from": str(run.workdir), "checkpoint": "best"}
+    restored = trainer(folder / "run", model=run.model, devices=1, **options)
+    step = restored.restore(path, **asked)
+    return Loaded(of_module(restored.model), step)
+
+
+LOADERS: dict[str, Callable[..., Loaded]] = {  # (run, path, empty folder, **asked)
+    "load_params": lambda run, path, _, **asked: Loaded(arrays(load_params(path, **asked))),
+    "load_params to devices": lambda run, path, _, **asked: Loaded(
+        arrays(load_params(path, sharding=run.trainer.placement.replicated, **asked))
+    ),
+    "load_variables": lambda run, path, _, **asked: Loaded(
+        {n: x for tree in load_variables(path, **asked) for n, x in arrays(tree).items()}
+    ),
+    "load_model": by_load_model,
+    "export to .npz": by_npz,
+    "export to .safetensors": by_safetensors,
+    "read_manifest": lambda _, path, __, **asked: Loaded(None, read_manifest(path, **asked).step),
+    "init_from": by_init_from,
+    "restore": by_restore,
+}
+SLOW = {run: [pytest.mark.slow] for run in ("averaging", "rising", "corrupted", "unevaluated")}
+WITHOUT_CHOICE = ("read_manifest", "init_from", "restore")  # between average and trained parameters
+
+
+@pytest.mark.parametrize(
+    ("load", "loader"),
+    [
+        pytest.param(load, loader, id=f"{name}-{loader}", marks=SLOW.get(load.run, ()))
+        for name, load in LOADS.items()
+        for loader in LOADERS
+        if "averaged" not in load.asked or loader not in WITHOUT_CHOICE
+    ],
+)
+def test_all_who_load_get_the_same(
+    load: Load, loader: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run: Run = request.getfixturevalue(load.run)
+    path = run.workdir
+    if load.checkpoint is not None:
+        path = path / "checkpoints" / str(load.checkpoint)
+    load_it = partial(LOADERS[loader], run, str(path), tmp_path, **load.asked)
+    if isinstance(load.loaded, str):
+        with pytest.raises(UserError, match=load.loaded):
+            load_it()
+        assert list(tmp_path.iterdir()) == []
+        return
+    found, (step, field) = load_it(), load.loaded
+    assert found.step in (None, step)
+    if found.arrays is not None:
+        expected = arrays(run.saved[step][field])
+        if not loader.startswith("load_params"):
+            expected |= arrays(run.saved[step]["model_state"])
+        assert_same_bits(found.arrays, expected)
+
+
+@pytest.mark.slow
+def test_the_loads_differ(plain: Run, averaging: Run, rising: Run) -> None:
+    """Or the table above would show nothing."""
+    kernels = [
+        run.saved[step][field]["layers"]["1"]["kernel"].tobytes()
+        for run, step, field in [
+            *((plain, 4, "params"), (plain, 6, "params")),
+            *((averaging, 8, "params"), (averaging, 8, "averaged")),
+            *((rising, 2, "params"), (rising, 3, "params"), (rising, 4, "params")),
+        ]
+    ]
+    assert len(set(kernels)) == 7
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(plain.saved[6]["params"])}
+    assert dtypes == {"bfloat16", "float32"}
+    assert {type(x) for x in jax.tree.leaves(load_params(plain.workdir))} == {np.ndarray}
+
+
+@pytest.mark.slow
+def test_a_loaded_model_answers_as_the_trained_one(rising: Run) -> None:
+    path, x = str(rising.workdir), jnp.asarray(X)
+    newest = load_model(Listed, path)(x)
+    best = load_model(Listed(rngs=nnx.Rngs(7)), path, which="best")(x)  # a module, not a function
+    np.testing.assert_array_equal(newest, rising.trainer.model(x))
+    assert not np.array_equal(best, newest)
+    with pytest.raises(UserError, match=r"layers/0/bias: absent .*\(8,\)"):
+        load_model(partial(MLP, 4, (8,), 1), path)
+
+
 # -- the parameters alone --------------------------------------------------------------------------
-
-
-def test_parameters_come_as_they_are_without_devices(plain: Run) -> None:
-    for path in (plain.workdir, plain.workdir / "checkpoints" / "6"):
-        params = load_params(str(path))
-        assert {type(x) for x in jax.tree.leaves(params)} == {np.ndarray}
-        assert_same_bits(params, plain.state.params)
-    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16", "float32"}
-    older = load_params(str(plain.workdir / "checkpoints" / "4"))
-    assert older["layers"]["0"]["kernel"].tobytes() != params["layers"]["0"]["kernel"].tobytes()
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
@@ -315,41 +561,7 @@ def test_a_program_without_the_runs_code_loads_them_on_one_device(
     assert devices == f"1 {4 * 8 + 8 + 8 + 1}"
 
 
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
-    for load in (load_params, read_manifest):
-        with pytest.raises(UserError, match="no checkpoint"):
-            load(str(tmp_path))
-        with pytest.raises(UserError, match="no checkpoint"):
-            load(str(tmp_path / "checkpoints" / "6"))
-
-
 # -- averaged parameters ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_averaged_parameters_are_what_is_loaded_unless_the_trained_ones_are_asked_for(
-    averaging: Run,
-) -> None:
-    path = str(averaging.workdir)
-    assert_same_bits(load_params(path), averaging.state.averaged)
-    assert_same_bits(load_params(path, averaged=True), averaging.state.averaged)
-    assert_same_bits(load_params(path, averaged=False), averaging.state.params)
-    moved = averaging.trainer.placement.replicated
-    assert_same_bits(load_params(path, sharding=moved), averaging.state.averaged)
-    averaged, trained = both(averaging.state)
-    assert averaged["layers/0/kernel"].tobytes() != trained["layers/0/kernel"].tobytes()
-
-
-def both(state: TrainState) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    return arrays(state.averaged), arrays(state.params)
-
-
-def test_an_average_that_no_run_kept_is_not_given(plain: Run, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="ema_decay"):
-        load_params(str(plain.workdir), averaged=True)
-    with pytest.raises(UserError, match="averaged parameters"):
-        export_params(str(plain.workdir), str(tmp_path / "x.npz"), averaged=True)
-    assert_same_bits(load_params(str(plain.workdir), averaged=False), plain.state.params)
 
 
 def averages(workdir: Path, steps: int, decay: float) -> list[dict[str, np.ndarray]]:
@@ -365,11 +577,16 @@ def averages(workdir: Path, steps: int, decay: float) -> list[dict[str, np.ndarr
     return found
 
 
+def mlp(params: dict[str, np.ndarray]) -> np.ndarray:
+    """The answers of the MLP with these parameters, by NumPy."""
+    hidden = np.maximum(X @ params["layers/0/kernel"] + params["layers/0/bias"], 0)
+    answers: np.ndarray = hidden @ params["layers/1/kernel"] + params["layers/1/bias"]
+    return answers
+
+
 def mlp_loss(params: dict[str, np.ndarray]) -> float:
     """The mean squared error of the MLP with these parameters, by NumPy."""
-    hidden = np.maximum(X @ params["layers/0/kernel"] + params["layers/0/bias"], 0)
-    answer = hidden @ params["layers/1/kernel"] + params["layers/1/bias"]
-    return float(((answer - Y).astype(np.float64) ** 2).mean())
+    return float(((mlp(params) - Y).astype(np.float64) ** 2).mean())
 
 
 @pytest.mark.slow
@@ -394,36 +611,53 @@ def test_the_average_is_that_of_every_step_and_what_is_evaluated(averaging: Run)
 
 @pytest.mark.slow
 def test_evaluate_repeats_the_number_of_the_run(averaging: Run, tmp_path: Path) -> None:
-    lines = metrics(averaging.workdir, "eval")
-    assert averaging.trainer.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}
+    path = str(averaging.workdir)
+    at_4, at_8 = ({"loss": line["loss"]} for line in metrics(averaging.workdir, "eval"))
+    assert averaging.trainer.evaluate((X, Y)) == at_8
     again = trainer(averaging.workdir, ema_decay=0.3)
-    assert again.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}
-    assert again.restore(str(averaging.workdir / "checkpoints" / "4")) == 4
-    assert again.evaluate((X, Y)) == {"loss": lines[0]["loss"]}
+    assert again.evaluate((X, Y)) == at_8
+    assert again.restore(f"{path}/checkpoints/4") == 4
+    assert again.evaluate((X, Y)) == at_4
     # Even a trainer that keeps no average takes the one that the run was judged by.
-    without = trainer(tmp_path, init_from=str(averaging.workdir))
-    assert without.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}
+    for strict in ("all", "matching"):
+        without = trainer(tmp_path / strict, init_from=path, init_from_strict=strict)
+        assert without.evaluate((X, Y)) == at_8
+    answers = mlp(arrays(averaging.saved[8]["averaged"]))
+    np.testing.assert_allclose(without.predict((X, Y)), answers, rtol=1e-4, atol=1e-5)
+
+
+STARTS: dict[str, tuple[str, Options, tuple[int, str]]] = {
+    "average": ("averaging", {"ema_decay": 0.3}, (8, "averaged")),
+    "trained, by a file": ("averaging", {"ema_decay": 0.3}, (8, "params")),
+    "best": ("rising", {"checkpoint": "best"}, (2, "params")),
+}
 
 
 @pytest.mark.slow
-def test_a_start_from_a_run_with_an_average_takes_it_and_the_trained_ones_from_a_file(
-    averaging: Run, tmp_path: Path
+@pytest.mark.parametrize("name", STARTS)
+def test_a_run_starts_from_what_it_would_evaluate(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    averaged, trained = both(averaging.state)
-    file = tmp_path / "trained.npz"
-    export_params(str(averaging.workdir), str(file), averaged=False)
-    for source, expected in ((averaging.workdir, averaged), (file, trained)):
-        options: Options = {"ema_decay": 0.3, "checkpoint_at_start": True}
-        workdir = tmp_path / f"from-{source.name}"
-        started = trainer(workdir, init_from=str(source), **options)
-        started.fit((X, Y), steps=1)
-        first = str(workdir / "checkpoints" / "0")
-        for own in (True, False):
-            assert_same_bits(arrays(load_params(first, averaged=own)), expected)
-    matching = trainer(
-        tmp_path / "matching", init_from=str(averaging.workdir), init_from_strict="matching"
-    )
-    assert matching.evaluate((X, Y)) == averaging.trainer.evaluate((X, Y))
+    fixture, options, (step, field) = STARTS[name]
+    run: Run = request.getfixturevalue(fixture)
+    source = run.workdir
+    if name == "trained, by a file":
+        source = tmp_path / "trained.npz"
+        export_params(str(run.workdir), str(source), averaged=False)
+    options = {**options, "init_from": str(source), "checkpoint_at_start": True}
+    trainer(tmp_path / "run", model=run.model, **options).fit((X, Y), steps=1)
+    for averaged in (True, False) if "ema_decay" in options else (None,):
+        first = load_variables(str(tmp_path / "run"), which=0, averaged=averaged)
+        found = {"params": first.params, "model_state": first.model_state}
+        expected = {"params": run.saved[step][field], "model_state": run.saved[step]["model_state"]}
+        assert_same_bits(found, expected)
+
+
+def test_a_run_of_its_own_checkpoints_starts_from_the_newest(rising: Run) -> None:
+    again = trainer(rising.workdir, model=Listed, checkpoint="2")
+    assert again.restore() == 2 and again.restore(which="latest") == 4
+    with pytest.raises(UserError, match="init_from"):
+        again.fit((X, Y), steps=5)
 
 
 @pytest.mark.slow
@@ -447,17 +681,6 @@ def test_the_command_evaluates_the_average_too(
 
 
 # -- models of other shapes ------------------------------------------------------------------------
-
-
-class Normed(nnx.Module):
-    """A model that carries batch statistics."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.linear = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.linear(self.norm(x))
 
 
 @pytest.mark.slow
@@ -544,39 +767,6 @@ def test_parameters_of_any_structure_are_loaded_resumed_and_exported(
 # -- export ----------------------------------------------------------------------------------------
 
 
-def test_export_to_npz(plain: Run, tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "model.npz"
-    export_params(str(plain.workdir), str(target))
-    assert [path.name for path in target.parent.iterdir()] == ["model.npz"]
-    with np.load(target) as found:
-        assert sorted(found) == LAYERS
-        for name, x in arrays(plain.state.params).items():
-            y = found[name.replace("/", ".")]
-            assert y.dtype == np.float32 and y.shape == x.shape
-            # What is float32 in the file is the very bfloat16 again.
-            assert y.astype(x.dtype).tobytes() == x.tobytes()
-
-
-def test_export_to_safetensors(plain: Run, tmp_path: Path) -> None:
-    target = tmp_path / "model.safetensors"
-    export_params(str(plain.workdir / "checkpoints" / "4"), str(target))
-    found = load_file(str(target))
-    expected = load_params(str(plain.workdir / "checkpoints" / "4"))
-    assert_same_bits(found, {n.replace("/", "."): x for n, x in arrays(expected).items()})
-    assert {str(x.dtype) for x in found.values()} == {"bfloat16", "float32"}
-    with safetensors.safe_open(str(target), framework="flax") as file:
-        saved_at = read_manifest(str(plain.workdir / "checkpoints" / "4")).saved_at
-        assert file.metadata() == {"step": "4", "saved_at": saved_at}
-
-
-def test_export_writes_the_moving_average_by_default(averaging: Run, tmp_path: Path) -> None:
-    target = str(tmp_path / "x.npz")
-    for choice, expected in zip((None, False), both(averaging.state), strict=True):
-        export_params(str(averaging.workdir), target, averaged=choice)
-        with np.load(target) as found:
-            assert_same_bits(dict(found), {n.replace("/", "."): x for n, x in expected.items()})
-
-
 def test_what_export_cannot_do_is_refused_before_anything_is_written(
     plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -637,13 +827,8 @@ def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
     content = (tmp_path / "x.safetensors").read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
-    assert [header[name]["dtype"] for name in dtypes] == [
-        "F8_E5M2",
-        "F8_E4M3",
-        "BF16",
-        "F16",
-        "F32",
-    ]
+    codes = ["F8_E5M2", "F8_E4M3", "BF16", "F16", "F32"]
+    assert [header[name]["dtype"] for name in dtypes] == codes
     for name in dtypes:
         first, last = header[name]["data_offsets"]
         written = content[end + first : end + last]
@@ -740,119 +925,7 @@ def test_show_prints_the_arrays_and_the_facts(
     assert "\nstep: 4\n" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def rising(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four checkpoints of a normalized model; by its metric step 2 is the best."""
-    workdir = tmp_path_factory.mktemp("rising")
-    scores = iter([0.5, 0.9, 0.7, 0.6])
-
-    def scored(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
-        return squared_error(model, batch) | {"score": batch[1]}  # replaced below
-
-    fitted = trainer(
-        workdir,
-        model=Listed,
-        objective=scored,
-        checkpoint_every_steps=1,
-        eval_every_steps=1,
-        best_metric="score",
-        best_direction="max",
-    )
-    evaluate = fitted._evaluate
-
-    def with_score(*args: Any) -> Any:
-        return dict(evaluate(*args)) | {"score": next(scores)}
-
-    fitted._evaluate = with_score  # type: ignore[method-assign,assignment]
-    fitted.fit((X, Y), validation=(X, Y), steps=4)
-    return Run(fitted, workdir)
-
-
-class Listed(nnx.Module):
-    """Layers in a list, each with batch statistics."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([Normed(rngs), nnx.Linear(1, 1, rngs=rngs)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @pytest.mark.slow
-def test_the_best_checkpoint_is_loaded_by_that_word(rising: Run, tmp_path: Path) -> None:
-    path = str(rising.workdir)
-    steps: dict[int, str | int] = {
-        2: "best",
-        3: 3,
-        4: "latest",
-    }  # 1 is neither among the latest three nor the best
-    for step, which in steps.items():
-        assert read_manifest(path, which=which).step == step
-        found = load_variables(path, which=which)
-        saved = load_variables(f"{path}/checkpoints/{step}")
-        assert_same_bits(found, saved)
-        assert_same_bits(load_params(path, which=which), saved.params)
-        exported = export_params(path, str(tmp_path / "x.npz"), which=which)
-        np.testing.assert_array_equal(
-            exported["layers.0.norm.mean"], saved.model_state["layers"]["0"]["norm"]["mean"]
-        )
-    with pytest.raises(UserError, match=r"step 1; .*2, 3, 4"):
-        load_params(path, which=1)
-    with pytest.raises(UserError, match="latest, best"):
-        load_params(path, which="beste")
-    with pytest.raises(UserError, match="one checkpoint"):
-        load_params(f"{path}/checkpoints/3", which="best")
-
-
-def test_a_corrupted_best_checkpoint_is_never_replaced_by_the_second_best(
-    rising: Run, tmp_path: Path
-) -> None:
-    workdir = shutil.copytree(rising.workdir, tmp_path / "run")
-    manifest = workdir / "checkpoints" / "2" / "manifest.json"
-    manifest.write_text(manifest.read_text()[:20])
-    with pytest.raises(UserError, match=r"checkpoints/2: manifest\.json"):
-        load_params(str(workdir), which="best")
-    assert read_manifest(str(workdir)).step == 4
-    assert read_manifest(str(workdir), which=3).step == 3
-
-
-def test_only_a_restore_of_the_configured_runs_goes_by_the_field_checkpoint(
-    rising: Run, tmp_path: Path
-) -> None:
-    path = str(rising.workdir)
-    options: Options = {"model": Listed, "init_from": path, "checkpoint": "best"}
-    fitted = trainer(tmp_path, **options)
-    assert fitted.restore() == 2
-    assert fitted.restore(f"{path}/checkpoints/3") == 3  # as an evaluator task does
-    assert fitted.restore(path) == 4
-
-
-@pytest.mark.slow
-def test_what_was_never_evaluated_has_no_best(tmp_path: Path) -> None:
-    trainer(tmp_path).fit((X, Y), steps=2)
-    with pytest.raises(UserError, match="'loss'"):
-        load_params(str(tmp_path), which="best")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_into_a_module_in_one_line(rising: Run) -> None:
-    path = str(rising.workdir)
-    model = load_model(Listed(rngs=nnx.Rngs(7)), path, which="best")
-    assert isinstance(model, Listed)
-    best = load_variables(path, which="best")
-    layers: Any = model.layers
-    mean = best.model_state["layers"]["0"]["norm"]["mean"]
-    np.testing.assert_array_equal(layers[0].norm.mean[...], mean)
-    np.testing.assert_array_equal(layers[1].kernel[...], best.params["layers"]["1"]["kernel"])
-    newest, x = load_model(Listed, path), jnp.asarray(X)
-    np.testing.assert_array_equal(newest(x), rising.trainer.model(x))
-    assert not np.array_equal(model(x), newest(x))
-    with pytest.raises(UserError, match=r"layers/0/bias: absent .*\(8,\)"):
-        load_model(partial(MLP, 4, (8,), 1), path)
-
-
 def test_show_lists_all_checkpoints_and_marks_the_best(
     rising: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -862,20 +935,6 @@ def test_show_lists_all_checkpoints_and_marks_the_best(
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_the_best_checkpoint_of_another(rising: Run, tmp_path: Path) -> None:
-    options: Options = {"model": Listed, "init_from": str(rising.workdir)}
-    started = trainer(tmp_path / "run", checkpoint="best", checkpoint_at_start=True, **options)
-    started.fit((X, Y), steps=1)
-    assert_same_bits(
-        load_variables(str(tmp_path / "run"), which=0),
-        load_variables(str(rising.workdir), which="best"),
-    )
-    again = trainer(rising.workdir, model=Listed, checkpoint="2")
-    assert again.restore() == 2 and again.restore(which="latest") == 4
-    with pytest.raises(UserError, match="init_from"):
-        again.fit((X, Y), steps=5)
-
-
 def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     plain: Run, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -894,28 +953,30 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     (folder / "8.corrupted").mkdir()
     before = contents(copy)
     assert command.main(["verify", str(copy)]) == 1
-    found = rows(capsys.readouterr().out)
-    assert [[row[0], row[4]] for row in found] == [
-        [
-            "6",
-            "manifest.json is missing: the save was interrupted, or it is not a checkpoint",
-        ],
-        ["4", "params/_METADATA is missing"],
-        ["2", "valid"],
-        [
-            "7.orbax-checkpoint-tmp",
-            "unfinished: being saved now, or to be removed by the next start",
-        ],
-        ["8.corrupted", "quarantined"],
-    ]
+    unfinished = "unfinished: being saved now, or to be removed by the next start"
+    assert {row[0]: row[4] for row in rows(capsys.readouterr().out)} == {
+        "6": "manifest.json is missing: the save was interrupted, or it is not a checkpoint",
+        "4": "params/_METADATA is missing",
+        "2": "valid",
+        "7.orbax-checkpoint-tmp": unfinished,
+        "8.corrupted": "quarantined",
+    }
     assert contents(copy) == before  # to look changes nothing
     assert command.main(["verify", str(folder / "2")]) == 0
     assert [row[0] for row in rows(capsys.readouterr().out)] == ["2"]
     assert command.main(["verify", str(folder / "4")]) == 1
-    assert command.main(["verify", str(copy / "nowhere")]) == 2
-    assert "nowhere: holds no checkpoint" in capsys.readouterr().err
+    (folder / "2" / "manifest.json").write_text("{}")
+    capsys.readouterr()
+    assert command.main(["verify", str(copy)]) == 1
+    row = next(row for row in rows(capsys.readouterr().out) if row[0] == "2")
+    assert row[4] == "manifest.json does not match its digest"
+    for path in (copy / "nowhere", copy):
+        shutil.rmtree(path, ignore_errors=True)
+        assert command.main(["verify", str(path)]) == 2
+        assert f"{path.name}: holds no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_export_command_says_what_it_wrote_or_why_not(
     plain: Run, averaging: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -923,10 +984,11 @@ def test_the_export_command_says_what_it_wrote_or_why_not(
     assert command.main(["export", str(plain.workdir), str(target)]) == 0
     said = capsys.readouterr().out
     assert said == f"4 arrays, {4 * 8 * 2 + 8 * 2 + 8 * 4 + 4} B, in {target}\n"
-    for options, expected in zip(([], ["--trained"]), both(averaging.state), strict=True):
+    for options, field in (([], "averaged"), (["--trained"], "params")):
         assert command.main(["export", str(averaging.workdir), str(target), *options]) == 0
         with np.load(target) as found:
-            np.testing.assert_array_equal(found["layers.0.bias"], expected["layers/0/bias"])
+            expected = averaging.saved[8][field]["layers"]["0"]["bias"]
+            np.testing.assert_array_equal(found["layers.0.bias"], expected)
     assert command.main(["export", str(plain.workdir), str(tmp_path / "x.bin")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
     (tmp_path / "folder.npz").mkdir()
@@ -934,28 +996,10 @@ def test_the_export_command_says_what_it_wrote_or_why_not(
     assert capsys.readouterr().err.startswith("failed: ")
 
 
-def test_verify_names_the_corrupted_checkpoint_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workdir = tmp_path / "run"
-    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(workdir)]
-    assert main([*options, "--checkpoint-every-steps", "2"]) == 0
-    assert command.main(["verify", str(workdir)]) == 0
-    capsys.readouterr()
-    (workdir / "checkpoints" / "2" / "manifest.json").write_text("{}")
-    assert command.main(["verify", str(workdir)]) == 1
-    found = [[row[0], row[4]] for row in rows(capsys.readouterr().out)]
-    assert found == [["4", "valid"], ["2", "manifest.json does not match its digest"]]
-    assert command.main(["verify", str(workdir / "checkpoints" / "4")]) == 0
-    assert [row[0] for row in rows(capsys.readouterr().out)] == ["4"]
-    shutil.rmtree(workdir)
-    assert command.main(["verify", str(workdir)]) == 2
-    assert "holds no checkpoint" in capsys.readouterr().err
-
-
 # -- step 0 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_step_0_is_saved_on_request_and_a_run_begins_from_it(
     averaging: Run, plain: Run, tmp_path: Path
 ) -> None:
@@ -975,94 +1019,86 @@ def test_step_0_is_saved_on_request_and_a_run_begins_from_it(
 
 # -- refusals --------------------------------------------------------------------------------------
 
-REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "seed": ({"seed": 5}, (X, Y), "trained with seed=0, this run has 5: give seed=0"),
-    "batch": (
+
+class Refusal(NamedTuple):
+    """What is another than that of the checkpoint, and parts of the message."""
+
+    options: Options
+    message: str
+    data: Any = (X, Y)
+
+
+REFUSALS = {
+    "seed": Refusal({"seed": 5}, "trained with seed=0, this run has 5: give seed=0"),
+    "batch": Refusal(
         {"global_batch_size": 16},
-        (X, Y),
         "trained with global_batch_size=8, this run has 16: give global_batch_size=8",
     ),
-    "shuffle": (
-        {"shuffle": False},
-        (X, Y),
-        "trained with shuffle=True, this run has False: give shuffle=True",
+    "shuffle": Refusal(
+        {"shuffle": False}, "trained with shuffle=True, this run has False: give shuffle=True"
     ),
-    "examples": ({}, (X[:32], Y[:32]), "other data: examples was 40, and is 32 now; give the same"),
-    "values": ({"data_dir": "b"}, (X + 1, Y), "other data: crc32 was "),
-    "arrays": ({}, {"x": X, "y": Y}, "other data: arrays was {'0': 'float32[4]', "),
-    "model": (
+    "examples": Refusal(
+        {}, "other data: examples was 40, and is 32 now; give the same", (X[:32], Y[:32])
+    ),
+    "values": Refusal({}, "other data: crc32 was ", (X + 1, Y)),
+    # The folder may have led to it.
+    "folder": Refusal({"data_dir": "b"}, "other data: crc32 was  ... data_dir=None", (X + 1, Y)),
+    "arrays": Refusal({}, "other data: arrays was {'0': 'float32[4]', ", {"x": X, "y": Y}),
+    "model": Refusal(
         {"hidden": (16,)},
-        (X, Y),
         "another model: params/layers/0/bias is float32[8] there and float32[16] here; "
         "give hidden=(8,), or",
     ),
-    "deeper": (
+    "deeper": Refusal(
         {"hidden": (8, 8)},
-        (X, Y),
         "another model: params/layers/1/bias is float32[1] there and float32[8] here; "
         "give hidden=(8,), or",
     ),
-    "dtype": (
+    "dtype": Refusal(
         {"half": True},
-        (X, Y),
         "another model: params/layers/0/bias is float32[8] there and bfloat16[8] here; "
         "give half=False, or",
     ),
-    "optimizer": (
+    "optimizer": Refusal(
         {"method": "sgd"},
-        (X, Y),
         "another optimizer: opt_state/0/count is int32[] there and absent here; give "
         "method='adam', or another workdir, or take its parameters alone: init_from=",
     ),
-    "transformation": (
+    "transformation": Refusal(
         {"method": "adamw"},
-        (X, Y),
         "another optimizer: opt_state is tuple(ScaleByAdamState(_, _, _), EmptyState()) there and "
         "tuple(ScaleByAdamState(_, _, _), EmptyState(), EmptyState()) here; "
         "give method='adam', or",
     ),
-    "average": (
+    "average": Refusal(
         {"ema_decay": 0.9},
-        (X, Y),
         "another moving average: averaged/layers/0/bias is absent there and float32[8] here; "
         "give ema_decay=None, or another workdir, or take its parameters alone: init_from=",
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose newest checkpoint, its arrays gone, is followed by none that would fit."""
-    workdir = tmp_path_factory.mktemp("refused")
-    trainer(workdir, checkpoint_every_steps=2).fit((X, Y), steps=4)
-    assert remove_arrays(workdir) > 20
-    return workdir
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(
-    name: str, refused: Path
+    name: str, unevaluated: Run
 ) -> None:
-    options, data, message = REFUSALS[name]
-    before = contents(refused)
+    (options, message, data), workdir = REFUSALS[name], unevaluated.workdir
+    before = contents(workdir)
     with pytest.raises(UserError) as caught:
-        trainer(refused, **options).fit(data, steps=6)
-    assert f"{refused / 'checkpoints' / '4'} " in str(caught.value)
-    assert message in str(caught.value) and "another workdir" in str(caught.value)
-    found = contents(refused)
+        trainer(workdir, **options).fit(data, steps=6)
+    for text in (f"{workdir / 'checkpoints' / '4'} ", "another workdir", *message.split(" ... ")):
+        assert text in str(caught.value)
+    found = contents(workdir)
     for path in (".lock", "status.json"):  # the run's own, which it may write
         before.pop(path, None), found.pop(path, None)
     assert found == before
-    # The same run, by the way, does see that the arrays are gone.
-    if name == "seed":
-        with pytest.raises(UserError, match="none of the 2"):
-            trainer(refused).fit((X, Y), steps=6)
 
 
-def test_the_message_of_other_data_names_what_may_have_led_to_it(refused: Path) -> None:
-    with pytest.raises(UserError, match=r"crc32 .*data_dir=None"):
-        trainer(refused, data_dir="elsewhere").fit((X + 1, Y), steps=6)
+@pytest.mark.slow
+def test_the_same_run_sees_that_the_arrays_are_gone(unevaluated: Run) -> None:
+    with pytest.raises(UserError, match="none of the 2"):
+        trainer(unevaluated.workdir).fit((X, Y), steps=6)
 
 
 @pytest.mark.slow
@@ -1072,7 +1108,7 @@ def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
     mine, other = tmp_path / "mine", tmp_path / "other"
     trainer(mine).fit((X, Y), steps=2)
     for name in ("seed", "deeper", "optimizer"):  # what was there is here, the other way round
-        options, data, message = REFUSALS[name]
+        options, message, data = REFUSALS[name]
         trainer(other / name, devices=1, **options).fit(data, steps=3)
         shutil.copytree(other / name / "checkpoints" / "3", mine / "checkpoints" / "3")
         with pytest.raises(UserError) as caught:
@@ -1087,57 +1123,57 @@ def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
     assert trainer(mine).fit((X, Y), steps=3).step == 3
 
 
-def test_a_trainer_that_continues_from_its_own_state_is_checked_too(tmp_path: Path) -> None:
-    fitted = trainer(tmp_path)
-    fitted.fit((X, Y), steps=2)
-    with pytest.raises(UserError, match=r"step 2 .*examples"):
-        fitted.fit((X[:24], Y[:24]), steps=4)
-    assert fitted.fit((X, Y), steps=4).step == 4
-
-
-@pytest.mark.slow
-def test_the_command_refuses_with_the_option_that_would_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
-    assert main(options) == 0
-    assert main([*options, "--examples", "32", "--steps", "6"]) == 2
-    error = capsys.readouterr().err
-    assert "other data: examples was 64, and is 32 now; give --examples 64, or" in error
-    assert main([*options, "--ema-decay", "0.5", "--steps", "6"]) == 2
-    assert "give --ema-decay None, or" in capsys.readouterr().err
-    kept = ["--examples", "64", "--ema-decay", "None"]
-    assert main([*options, "--steps", "6", *kept]) == 0
-    assert saved_steps(tmp_path / "run")[-1] == 6
-
-
-# Fields whose option has more than one word.
+# The fields of a class in the configuration have options of more than one word.
 NESTED = (
-    "@dataclass(frozen=True, kw_only=True)\nclass Config",
-    "@dataclass(frozen=True, kw_only=True)\nclass Data:\n    examples: int = 64\n"
-    "    flat: bool = False\n\n\n@dataclass(frozen=True, kw_only=True)\nclass Config",
+    (
+        "@dataclass(frozen=True, kw_only=True)\nclass Config",
+        "@dataclass(frozen=True, kw_only=True)\nclass Data:\n    examples: int = 64\n"
+        "    flat: bool = False\n\n\n@dataclass(frozen=True, kw_only=True)\nclass Config",
+    ),
+    ('    examples: int = 64\n    """How many', '    data: Data = Data()\n    """How many'),
+    ("config.examples", "config.data.examples"),
 )
-
-
-# Once the message said `--data {'examples': 64, 'flat': False}`.
-@pytest.mark.slow
-def test_the_option_of_a_nested_field_is_one_that_the_command_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = small_experiment(
-        tmp_path,
+HINTS: dict[str, tuple[Any, dict[str, str], str]] = {
+    # Changes of the experiment, what the command answers to options, and options that would do.
+    "fields": (
+        (),
+        {
+            "--examples 32": "other data: examples was 64, and is 32 now; give --examples 64, or",
+            "--ema-decay 0.5": "give --ema-decay None, or",
+        },
+        "--examples 64 --ema-decay None",
+    ),
+    # Once the message said `--data {'examples': 64, 'flat': False}`.
+    "nested fields": (
         NESTED,
-        ('    examples: int = 64\n    """How many', '    data: Data = Data()\n    """How many'),
-        ("config.examples", "config.data.examples"),
-    )
-    options = ["--config", str(path), "--workdir", str(tmp_path / "run")]
+        {
+            "--data.examples 32": "; give --data.examples 64, or another",
+            "--data.examples 32 --data.flat": (
+                "; give --data.examples 64 --data.no-flat, or another"
+            ),
+        },
+        "--data.examples 64 --data.no-flat",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "answers", "kept"), HINTS.values(), ids=HINTS)
+def test_the_command_refuses_with_the_option_that_would_do(
+    changes: Any,
+    answers: dict[str, str],
+    kept: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    experiment = str(small_experiment(tmp_path, *changes))
+    options = ["--config", experiment, "--workdir", str(tmp_path / "run")]
     assert main(options) == 0
-    assert main([*options, "--data.examples", "32", "--steps", "6"]) == 2
-    assert "; give --data.examples 64, or another" in capsys.readouterr().err
-    assert main([*options, "--data.examples", "32", "--data.flat", "--steps", "6"]) == 2
-    hint = "; give --data.examples 64 --data.no-flat, or another"
-    assert hint in capsys.readouterr().err
-    assert main([*options, "--steps", "6", *hint[7:-12].split()]) == 0
+    for refused, hint in answers.items():
+        assert main([*options, "--steps", "6", *refused.split()]) == 2
+        assert hint in capsys.readouterr().err
+    assert main([*options, "--steps", "6", *kept.split()]) == 0
+    assert saved_steps(tmp_path / "run")[-1] == 6
 
 
 @pytest.mark.slow

@@ -412,13 +412,15 @@ def test_after_a_non_finite_step_the_next_fit_resumes_from_the_last_save(
         fitted.fit((x, Y), steps=5)
 
 
-def test_a_second_fit_may_not_change_what_is_computed() -> None:
-    fitted = trainer()
+@pytest.mark.parametrize("has_workdir", [True, False])
+def test_a_second_fit_may_not_change_what_is_computed(tmp_path: Path, has_workdir: bool) -> None:
+    fitted = trainer(workdir=str(tmp_path) if has_workdir else None)
     fitted.fit((X, Y), steps=3)
     with pytest.raises(UserError, match=r"global_batch_size=8.* 16"):
         fitted.fit((X, Y), steps=4, global_batch_size=16)
-    with pytest.raises(UserError, match="examples was 40"):
+    with pytest.raises(UserError, match=r"step 3 .*examples was 40"):
         fitted.fit((X[:30], Y[:30]), steps=4)
+    assert fitted.fit((X, Y), steps=4).step == 4
 
 
 def test_a_non_finite_evaluation_stops_the_run() -> None:
