@@ -9,8 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -97,13 +98,16 @@ class Stage:
     Each act is played in a pause of its own. When none is left, pauses continue until `until`.
     """
 
-    def __init__(self, whole: Path, workdir: Path, until: float = 100.0) -> None:
-        self.whole, self.workdir, self.until = whole, workdir, until
+    def __init__(self, whole: Path, folder: Path, until: float = 100.0) -> None:
+        self.whole, self.folder, self.workdir, self.until = whole, folder, folder / "run", until
         self.now = 0.0
         self.acts: Iterator[Act] = iter(())
 
-    def play(self, *acts: Act, which: Which = Which.EACH, using: Trainer | None = None) -> int:
-        self.acts = iter(acts)
+    def play(
+        self, *script: str | Act, which: Which = Which.EACH, using: Trainer | None = None
+    ) -> int:
+        """Starts an evaluator; acts of a script are separated by |."""
+        self.acts = chain.from_iterable(map(self.read, script))
         using = using or one_device(self.workdir)
         return watch(
             using, DATA, which=which, total_steps=4, clock=lambda: self.now, sleep=self.sleep
@@ -115,39 +119,49 @@ class Stage:
         assert self.now < self.until, "it waits for ever"
         next(self.acts, lambda: None)()
 
-    def nothing(self) -> None:
-        """A pause in which nothing happens."""
+    def read(self, script: str | Act) -> Iterator[Act]:
+        """Yields the acts of a script, one for each pause."""
+        if not isinstance(script, str):
+            yield script
+            return
+        for act in filter(None, map(str.strip, script.split("|"))):
+            verb, _, rest = act.partition(" ")
+            if verb == "pause":
+                yield from [lambda: None] * int(rest)
+            else:
+                yield partial(self.perform, act)
 
-    def save(self, *steps: int, of: Path | None = None) -> Act:
-        def act() -> None:
-            for step in steps:
-                unfinished = self.workdir / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
-                shutil.copytree((of or self.whole) / "checkpoints" / str(step), unfinished)
-                unfinished.rename(unfinished.with_name(str(step)))
+    def perform(self, acts: str) -> None:
+        """Plays acts at once, separated by +."""
+        for act in filter(None, map(str.strip, acts.split("+"))):
+            verb, _, rest = act.partition(" ")
+            if verb == "save":  # the checkpoints of these steps
+                self.save(*map(int, rest.split()))
+            elif verb == "remove":
+                for step in rest.split():
+                    shutil.rmtree(self.workdir / "checkpoints" / step)
+            elif verb == "log":  # a metric of this step
+                with contextlib.closing(RunFiles(str(self.workdir))) as files:
+                    files.write_metrics(int(rest), Split.TRAIN, {"loss": 1.0})
+            elif verb == "suspend":  # the job, for so many seconds
+                self.now += float(rest)
+            elif verb == "launcher":  # it says how the training ended
+                progress.write_ended(self.folder, rest)
+            else:  # a status, its step, and perhaps a reason
+                step, _, reason = rest.partition(" ")
+                with contextlib.closing(RunFiles(str(self.workdir))) as files:
+                    files.write_status(Status(verb), int(step), reason or None)
 
-        return act
-
-    def remove(self, *steps: int) -> Act:
-        def act() -> None:
-            for step in steps:
-                shutil.rmtree(self.workdir / "checkpoints" / str(step))
-
-        return act
-
-    def say(self, status: Status, step: int, reason: str | None = None) -> Act:
-        def act() -> None:
-            with contextlib.closing(RunFiles(str(self.workdir))) as files:
-                files.write_status(status, step, reason)
-
-        return act
-
-    def finish(self) -> None:
-        self.say(Status.FINISHED, 4)()
+    def save(self, *steps: int, of: Path | None = None) -> None:
+        for step in steps:
+            unfinished = self.workdir / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
+            shutil.copytree((of or self.whole) / "checkpoints" / str(step), unfinished)
+            unfinished.rename(unfinished.with_name(str(step)))
 
 
 @pytest.fixture
 def stage(whole: Path, tmp_path: Path) -> Stage:
-    return Stage(whole, tmp_path / "run")
+    return Stage(whole, tmp_path)
 
 
 @pytest.fixture
@@ -228,51 +242,24 @@ def curve(workdir: Path) -> dict[int, float]:
     return points
 
 
-@pytest.mark.parametrize(
-    ("which", "steps"), [(Which.EACH, [1, 2, 3, 4]), (Which.NEWEST, [1, 3, 4])]
-)
-def test_it_follows_a_training_that_begins_after_it(
-    which: Which, steps: list[int], stage: Stage
-) -> None:
-    assert not stage.workdir.exists()
-    acts = [stage.nothing, stage.say(Status.RUNNING, 0), stage.save(1), stage.save(2, 3)]
-    assert stage.play(*acts, stage.save(4), stage.finish, which=which) == 0
-    assert logged_steps(stage.workdir) == steps
-    name = next(iter(Run(str(stage.workdir)).evaluations))[1]
-    assert name and Run(str(stage.workdir)).evaluations == {
-        (step, name): {"loss": pytest.approx(losses(stage.whole)[step], rel=1e-6)} for step in steps
-    }
-
-
-@pytest.mark.parametrize(("which", "steps"), [("each", [1, 2, 3, 4]), ("newest", [4])])
-def test_what_is_left_at_the_end_is_evaluated(which: Which, steps: list[int], stage: Stage) -> None:
-    def end() -> None:
-        stage.save(1, 2, 3, 4)()
-        stage.finish()
-
-    assert stage.play(stage.say(Status.RUNNING, 0), end, which=which) == 0
-    assert logged_steps(stage.workdir) == steps
-
-
 @pytest.mark.parametrize(("which", "left"), [(Which.EACH, [1, 2, 4]), (Which.NEWEST, [4])], ids=str)
 def test_started_again_it_does_not_evaluate_twice(
     which: Which, left: list[int], stage: Stage, read: list[int]
 ) -> None:
-    stage.save(1, 2, 3)()
+    stage.save(1, 2, 3)
     metrics_file = stage.workdir / "metrics.evaluator.jsonl"
 
     def kill() -> None:
         raise ConnectionError("killed")
 
     # It dies after it has logged 3; 1 and 2 are not logged.
-    newest_first = Stage(stage.whole, stage.workdir)
+    newest_first = Stage(stage.whole, stage.folder)
     with pytest.raises(ConnectionError):
         newest_first.play(kill, which=Which.NEWEST)
     assert logged_steps(stage.workdir) == read == [3]
     with metrics_file.open("a") as file:
         file.write('{"step": 1, "spl')  # as a kill leaves it
-    stage.save(4)()
-    stage.finish()
+    stage.perform("save 4 + finished 4")
     assert stage.play(which=which) == 0
     assert read == [3, *left]
     assert logged_steps(stage.workdir) == [3, *left]
@@ -294,12 +281,11 @@ def test_a_checkpoint_removed_while_it_is_read_is_skipped(
 
     def removed_meanwhile(*arguments: Any) -> Any:
         if read and read[-1] == 2 and 2 in saved_steps(stage.workdir):
-            stage.remove(2)()
+            stage.perform("remove 2")
         return original(*arguments)
 
     monkeypatch.setattr(Manifest, moment, removed_meanwhile)
-    stage.save(1, 2, 3, 4)()
-    stage.finish()
+    stage.perform("save 1 2 3 4 + finished 4")
     assert stage.play() == 0
     assert read == [1, 2, 3, 4] and logged_steps(stage.workdir) == [1, 3, 4]
     assert (
@@ -324,19 +310,20 @@ def test_a_corrupted_checkpoint_is_skipped_once_and_hides_no_other(
     read: list[int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stage.save(1, 2, 3, 4)()
+    stage.save(1, 2, 3, 4)
     corrupted = stage.workdir / "checkpoints" / "4"
     if part:
         flip(corrupted / part)
     else:
         (corrupted / "manifest.json").write_text("{}")
-    assert stage.play(*[stage.nothing] * 5, stage.finish, which=which) == 0
+    assert stage.play("pause 5 | finished 4", which=which) == 0
     assert sorted(read) == [*steps, 4] and logged_steps(stage.workdir) == steps
     output = capsys.readouterr().out
     assert output.count("skipped") == 1
     assert f"checkpoint {corrupted} is corrupted: " in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "steps"), [(1, [3, 4, 5, 6]), (5, [5, 6])])
 def test_evaluations_of_states_that_the_training_has_left_count_for_nothing(
     every: int, steps: list[int], tmp_path: Path
@@ -367,6 +354,7 @@ def test_evaluations_of_states_that_the_training_has_left_count_for_nothing(
     assert listed.best == 2 and listed.metrics[5]["loss"] == after[5]["loss"]
 
 
+@pytest.mark.slow
 def test_a_running_evaluator_forgets_states_that_the_training_has_left(
     stage: Stage, tmp_path: Path
 ) -> None:
@@ -379,7 +367,7 @@ def test_a_running_evaluator_forgets_states_that_the_training_has_left(
             options = {"steps": steps, "checkpoint_every_steps": every, **often}
             trainer(workdir, **options).fit(DATA, validation=DATA)
             if steps < 4:
-                stage.say(Status.RUNNING, steps)()
+                stage.perform(f"running {steps}")
 
         return act
 
@@ -388,21 +376,20 @@ def test_a_running_evaluator_forgets_states_that_the_training_has_left(
         flip(workdir / "checkpoints" / "3" / "params")
         train(4, 9)()
 
-    assert stage.play(train(3, 1), *[stage.nothing] * 5, corrupt) == 0
+    assert stage.play(train(3, 1), "pause 5", corrupt) == 0
     assert logged_steps(workdir) == [1, 2, 4]
 
 
-def test_a_checkpoint_saved_again_is_evaluated_again(stage: Stage, other: Path) -> None:
+def back(stage: Stage, other: Path) -> None:
     """The training goes back to step 1, and on with another learning rate."""
+    stage.perform("remove 2 3")
+    stage.save(2, of=other)
 
-    def back() -> None:
-        stage.remove(2, 3)()
-        stage.save(2, of=other)()
 
-    stage.save(1, 2, 3)()
-    assert (
-        stage.play(stage.nothing, back, stage.nothing, stage.save(3, of=other), stage.finish) == 0
-    )
+def test_a_checkpoint_saved_again_is_evaluated_again(stage: Stage, other: Path) -> None:
+    stage.save(1, 2, 3)
+    acts = partial(back, stage, other), "pause 1", partial(stage.save, 3, of=other)
+    assert stage.play("pause 1", *acts, "finished 4") == 0
     expected = {1: losses(stage.whole)[1], 2: losses(other)[2], 3: losses(other)[3]}
     assert expected[2] != pytest.approx(losses(stage.whole)[2], rel=1e-2)
     assert {line["step"]: line["loss"] for line in logged(stage.workdir)} == pytest.approx(
@@ -414,18 +401,13 @@ def test_a_checkpoint_saved_again_is_evaluated_again(stage: Stage, other: Path) 
 
 def test_going_back_takes_back_what_comes_after(stage: Stage, other: Path) -> None:
     """Nothing is logged of steps that the restarted training has not reached again."""
-
-    def back() -> None:
-        stage.remove(2, 3)()
-        stage.save(2, of=other)()
-
-    stage.save(1, 2, 3)()
-    assert stage.play(back, stage.say(Status.FAILED, 2, "boom"), which=Which.NEWEST) == 0
+    stage.save(1, 2, 3)
+    assert stage.play(partial(back, stage, other), "failed 2 boom", which=Which.NEWEST) == 0
     assert logged_steps(stage.workdir) == [2] == list(curve(stage.workdir))
 
 
 def test_a_checkpoint_of_another_model_ends_it(stage: Stage) -> None:
-    stage.save(1)()
+    stage.save(1)
     wider = one_device(stage.workdir, model=partial(nnx.Linear, 1, 2))
     with pytest.raises(UserError, match=r"params/.*float32"):
         stage.play(using=wider)
@@ -451,8 +433,7 @@ def test_storage_that_does_not_answer_is_asked_for_a_minute(
         return original(*arguments)
 
     monkeypatch.setattr(owner, where, property(answer) if where == "status" else answer)
-    stage.save(1, 2, 3, 4)()
-    stage.finish()
+    stage.perform("save 1 2 3 4 + finished 4")
     if seconds == 30:
         assert stage.play() == 0
         assert stage.now == 30.0 and logged_steps(stage.workdir) == [1, 2, 3, 4]
@@ -466,208 +447,162 @@ def test_storage_that_does_not_answer_is_asked_for_a_minute(
 # -- when it ends ----------------------------------------------------------------------------------
 
 
-ENDS = [
-    (Status.FAILED, "ValueError: boom", 0, "the training has failed at step 2: ValueError: boom"),
-    (Status.PREEMPTED, "SIGTERM", 75, "the training was preempted at step 2: SIGTERM"),
-    (Status.FINISHED, None, 0, "the training has finished at step 2"),  # a callback stopped it
-]
+class Play(NamedTuple):
+    """What a training does beside an evaluator, and what the evaluator makes of it.
+
+    `acts` are as `Stage` reads them, `before` what had happened when the evaluator started, and
+    `now` the seconds until it ends. `silence` is how long a training may be silent, in place of an
+    hour, and `launched` whether a launcher started the job.
+    """
+
+    acts: str
+    now: float
+    steps: list[int]
+    code: int = 0
+    says: str = ""
+    before: str = ""
+    which: Which = Which.EACH
+    silence: float = 3600.0
+    launched: bool = False
 
 
-@pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
-def test_it_ends_when_the_training_ends_before_its_time(
-    status: Status,
-    reason: str | None,
-    code: int,
-    line: str,
-    stage: Stage,
-    capsys: pytest.CaptureFixture[str],
+ENDS = {  # with the exit code of the evaluator and what it says
+    "failed 2 ValueError: boom": (0, "the training has failed at step 2: ValueError: boom"),
+    "preempted 2 SIGTERM": (75, "the training was preempted at step 2: SIGTERM"),
+    "finished 2": (0, "the training has finished at step 2"),  # a callback stopped it
+}
+SILENT = "the training has failed at step {}: nothing has been heard of it for {} minutes"
+FOLLOWED = "running 0 | save 1 | save 2 3 | save 4 | finished 4"
+ALL = [1, 2, 3, 4]
+PLAYS = {
+    "begins later": Play(f"pause 1 | {FOLLOWED}", 6, ALL),
+    "begins later, newest": Play(f"pause 1 | {FOLLOWED}", 6, [1, 3, 4], which=Which.NEWEST),
+    "what is left at the end": Play("running 0 | save 1 2 3 4 + finished 4", 2, ALL),
+    "what is left at the end, newest": Play(
+        "running 0 | save 1 2 3 4 + finished 4", 2, [4], which=Which.NEWEST
+    ),
+    # At once where that was meant; else schedulers may start it again, within a minute.
+    **{
+        f"ends before its time, {end}": Play(
+            f"running 0 | save 1 2 + {end}", 2 if "finished" in end else 62, [1, 2], code, says
+        )
+        for end, (code, says) in ENDS.items()
+    },
+    **{
+        f"{end} twice, and a scheduler starts it again": Play(
+            f"running 0 | save 1 | {end} 1 boom | pause 55 | running 0 | {end} 1 boom | pause 55 | "
+            "running 1 | pause 70 | save 2 3 4 | finished 4",
+            now=188,
+            steps=ALL,
+        )
+        for end in ("failed", "preempted")
+    },
+    # How an earlier training ended does not end it.
+    **{
+        f"{end}, and another follows": Play(
+            "pause 50 | running 2 | pause 80 | save 3 | save 4 | finished 4",
+            now=134,
+            steps=ALL,
+            before=f"save 1 2 + {end}",
+        )
+        for end in ENDS
+    },
+    **{
+        f"{end}, and none follows": Play("", 60, [1, 2], *codes, before=f"save 1 2 + {end}")
+        for end, codes in ENDS.items()
+    },
+    "over before": Play("", 0, [4], before="save 4 + finished 4"),
+    # A training that was killed has failed when it is silent.
+    "killed": Play(
+        "save 1 | running 1 | pause 98 | save 2", 221, [1, 2], 0, SILENT.format(1, 2), silence=120
+    ),
+    "killed at the start": Play(
+        "save 1 | pause 99 | save 2", 221, [1, 2], 0, SILENT.format(0, 2), silence=120
+    ),
+    "never begins": Play("", 3600, [], 0, SILENT.format(0, 60)),
+    **{
+        f"{sign} breaks the silence": Play(
+            f"pause 49 | {sign}", now, steps, before="running 2 + save 1 2", silence=60
+        )
+        for sign, now, steps in (
+            ("running 3", 110, [1, 2]),
+            ("log 1", 110, [1, 2]),
+            ("save 3", 110, [1, 2, 3]),
+            ("remove 1", 111, [1, 2]),
+        )
+    },
+    "breaks the silence at its end": Play(
+        "pause 59 | save 1 | pause 50 | save 4 | finished 4",
+        now=112,
+        steps=[1, 4],
+        before="running 0",
+        silence=60,
+    ),
+    # A scheduler that suspends a job does so with the training and the evaluator.
+    "suspended": Play("running 0 | suspend 10000 | pause 60 | save 4 | finished 4", 10_064, [4]),
+    # A launcher knows the end of a training that was killed.
+    **{
+        f"launcher says {how}": Play(
+            f"running 1 | save 1 | pause 20 | launcher {how}", 23, [1], code, says, launched=True
+        )
+        for how, code, says in (
+            ("finished", 0, "the training has finished at step 1"),
+            ("preempted", 75, "the training was preempted at step 1"),
+            ("failed: lost", 0, "the training has failed at step 1: lost"),
+        )
+    },
+    "failed, and a launcher starts it again": Play(
+        "save 1 | failed 1 boom | pause 100 | running 1 | save 2 3 4 | finished 4",
+        now=105,
+        steps=ALL,
+        launched=True,
+    ),
+    "failed, and its launcher is gone": Play("running 0 | failed 0 boom", 602, [], launched=True),
+}
+
+
+def is_slow(play: Play) -> bool:
+    """Whether the evaluator looks at checkpoints over a hundred times."""
+    return bool(play.steps) and 100 < play.now < 1000
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        pytest.param(play, id=name, marks=[pytest.mark.slow] * is_slow(play))
+        for name, play in PLAYS.items()
+    ],
+)
+def test_it_follows_a_training_to_its_end(
+    play: Play, stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once where that was meant; else schedulers may start it again, within a minute."""
-
-    def end() -> None:
-        stage.save(1, 2)()
-        stage.say(status, 2, reason)()
-
-    assert stage.play(stage.say(Status.RUNNING, 0), end) == code
-    assert stage.now == (2.0 if status is Status.FINISHED else 62.0)
-    assert logged_steps(stage.workdir) == [1, 2]
-    assert f"evaluator: {line}\n" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("status", [Status.FAILED, Status.PREEMPTED])
-def test_a_training_that_a_scheduler_starts_again_is_followed(status: Status, stage: Stage) -> None:
-    begins = [stage.say(Status.RUNNING, 0), stage.save(1)]
-    ends = [stage.say(status, 1, "boom"), *[stage.nothing] * 55]
-    again = [stage.say(Status.RUNNING, 1), *[stage.nothing] * 100, stage.save(2, 3, 4)]
-    stage.until = 400.0
-    assert stage.play(*begins, *ends, *begins[:1], *ends, *again, stage.finish) == 0
-    assert logged_steps(stage.workdir) == [1, 2, 3, 4]
-
-
-@pytest.fixture
-def two_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of the hour that a training may be silent."""
-    monkeypatch.setattr("spmdtrain.train.evaluator.MAX_SILENCE", 120.0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_minutes")
-@pytest.mark.parametrize("status", [Status.RUNNING, None], ids=str)
-def test_a_training_that_was_killed_is_taken_as_failed_when_it_is_silent(
-    status: Status | None, stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    begins = [stage.save(1), stage.say(status, 1) if status else stage.nothing]
-    stage.until = 400.0
-    assert stage.play(*begins, *[stage.nothing] * 98, stage.save(2)) == 0
-    assert stage.now == pytest.approx(221.0, abs=2) and logged_steps(stage.workdir) == [1, 2]
-    expected = (
-        f"has failed at step {1 if status else 0}: nothing has been heard of it for 2 minutes"
-    )
-    assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
-
-
-def test_the_evaluator_waits_for_at_most_an_hour(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage.until = 4000.0
-    assert stage.play() == 0
-    assert stage.now == 3600.0 and logged(stage.workdir) == []
-    expected = "has failed at step 0: nothing has been heard of it for 60 minutes"
-    assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_minutes")
-@pytest.mark.parametrize("sign", ["status", "metrics", "checkpoint", "removed"])
-def test_any_sign_of_life_breaks_the_silence(sign: str, stage: Stage) -> None:
-    def write() -> None:
-        with contextlib.closing(RunFiles(str(stage.workdir))) as files:
-            files.write_metrics(1, Split.TRAIN, {"loss": 1.0})
-
-    signs = {"metrics": write, "checkpoint": stage.save(3), "removed": stage.remove(1)}
-    signs["status"] = stage.say(Status.RUNNING, 3)
-    stage.say(Status.RUNNING, 2)()
-    stage.save(1, 2)()
-    stage.until = 400.0
-    acts = [*[stage.nothing] * 99, signs[sign]]
-    assert stage.play(*acts) == 0
-    assert stage.now == pytest.approx(220.0, abs=2)
-
-
-@pytest.mark.usefixtures("two_minutes")
-def test_what_comes_at_the_end_of_the_silence_is_evaluated_and_breaks_it(stage: Stage) -> None:
-    stage.say(Status.RUNNING, 0)()
-    stage.until = 400.0
-    again = [stage.save(1), *[stage.nothing] * 100, stage.save(4), stage.finish]
-    assert stage.play(*[stage.nothing] * 119, *again) == 0
-    assert stage.now == 222.0 and logged_steps(stage.workdir) == [1, 4]
-
-
-def test_while_it_is_stopped_itself_it_does_not_listen(stage: Stage) -> None:
-    """A scheduler that suspends a job does so with the training and the evaluator."""
-
-    def suspended() -> None:
-        stage.now += 10_000
-
-    stage.until = 20_000.0
-    acts = [stage.say(Status.RUNNING, 0), suspended, *[stage.nothing] * 60, stage.save(4)]
-    assert stage.play(*acts, stage.finish) == 0
-    assert stage.now == 10_064.0 and logged_steps(stage.workdir) == [4]
+    monkeypatch.setattr("spmdtrain.train.evaluator.MAX_SILENCE", play.silence)
+    if play.launched:
+        monkeypatch.setenv(progress.LAUNCH, str(stage.folder))
+    stage.perform(play.before)
+    assert stage.workdir.exists() == bool(play.before)
+    stage.until = play.now + 100
+    assert stage.play(play.acts, which=play.which) == play.code
+    assert (stage.now, logged_steps(stage.workdir)) == (play.now, play.steps)
+    evaluations = Run(str(stage.workdir)).evaluations
+    trajectories = {name for _, name in evaluations}
+    assert "" not in trajectories and len(trajectories) <= 1
+    assert {step: found for (step, _), found in evaluations.items()} == {
+        step: {"loss": pytest.approx(losses(stage.whole)[step], rel=1e-6)} for step in play.steps
+    }
+    if play.says:
+        assert f"evaluator: {play.says}\n" in capsys.readouterr().out
 
 
 def test_metrics_that_cannot_be_got_at_are_asked_for_again(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage.save(4)()
-    stage.finish()
+    stage.perform("save 4 + finished 4")
     path = stage.workdir / "metrics.jsonl"
     path.symlink_to(path)
-    assert stage.play(*[stage.nothing] * 4, path.unlink) == 0
+    assert stage.play("pause 4", path.unlink) == 0
     assert stage.now == 5.0 and logged_steps(stage.workdir) == [4]
     assert f"{path} cannot be read: " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
-def test_how_an_earlier_training_ended_does_not_end_it(
-    status: Status, reason: str | None, code: int, line: str, stage: Stage
-) -> None:
-    stage.save(1, 2)()
-    stage.say(status, 2, reason)()
-    begins = [*[stage.nothing] * 50, stage.say(Status.RUNNING, 2)]
-    continues = [*[stage.nothing] * 200, stage.save(3), stage.save(4), stage.finish]
-    stage.until = 300.0
-    assert stage.play(*begins, *continues) == 0
-    assert stage.now == 254.0 and logged_steps(stage.workdir) == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
-def test_where_no_training_follows_an_earlier_one_it_ends_after_a_minute(
-    status: Status,
-    reason: str | None,
-    code: int,
-    line: str,
-    stage: Stage,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stage.save(1, 2)()
-    stage.say(status, 2, reason)()
-    assert stage.play() == code
-    assert stage.now == 60.0 and logged_steps(stage.workdir) == [1, 2]
-    assert f"evaluator: {line}\n" in capsys.readouterr().out
-
-
-def test_a_training_that_was_over_before_needs_no_minute(stage: Stage) -> None:
-    stage.save(4)()
-    stage.finish()
-    assert stage.play() == 0
-    assert stage.now == 0.0 and logged_steps(stage.workdir) == [4]
-
-
-LAUNCHER_SAYS = [
-    ("finished", 0, "has finished at step 1"),
-    ("preempted", 75, "was preempted at step 1"),
-    ("failed: worker 1 was killed", 0, "has failed at step 1: worker 1 was killed"),
-]
-
-
-@pytest.mark.parametrize(("how", "code", "line"), LAUNCHER_SAYS)
-def test_a_launcher_knows_the_end_of_a_training_that_was_killed(
-    how: str,
-    code: int,
-    line: str,
-    stage: Stage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
-    acts = [stage.say(Status.RUNNING, 1), stage.save(1), *[stage.nothing] * 20]
-    assert stage.play(*acts, lambda: progress.write_ended(tmp_path, how)) == code
-    assert stage.now == 23.0 and logged_steps(stage.workdir) == [1]
-    assert f"evaluator: the training {line}\n" in capsys.readouterr().out
-
-
-def test_a_failed_training_that_a_launcher_starts_again_is_followed(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
-    failed = [stage.save(1), stage.say(Status.FAILED, 1, "boom"), *[stage.nothing] * 200]
-    again = [stage.say(Status.RUNNING, 1), stage.save(2, 3, 4), stage.finish]
-    stage.until = 250.0
-    assert stage.play(*failed, *again) == 0
-    assert logged_steps(stage.workdir) == [1, 2, 3, 4]
-
-
-def test_without_a_launcher_a_failed_training_ends_it_too(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
-    stage.until = 1000.0
-    assert stage.play(stage.say(Status.RUNNING, 0), stage.say(Status.FAILED, 0, "boom")) == 0
-    assert stage.now == 602.0
 
 
 @pytest.mark.slow
@@ -675,8 +610,7 @@ def test_silence_is_broken_every_five_minutes(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.until = 1000.0
-    acts = [stage.say(Status.RUNNING, 1), stage.save(1), *[stage.nothing] * 700, stage.finish]
-    assert stage.play(*acts) == 0
+    assert stage.play("running 1 | save 1 | pause 700 | finished 4") == 0
     lines = [x for x in capsys.readouterr().out.splitlines() if "nothing new" in x]
     assert lines == 2 * [
         "evaluator: nothing new; the training is running at step 1; "
@@ -687,12 +621,11 @@ def test_silence_is_broken_every_five_minutes(
 def test_a_signal_ends_it_and_it_continues_when_started_again(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage.save(1, 2)()
+    stage.save(1, 2)
     assert stage.play(partial(signal.raise_signal, signal.SIGTERM)) == 75
     assert "evaluator: SIGTERM; run the command again to resume\n" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    stage.save(3, 4)()
-    stage.finish()
+    stage.perform("save 3 4 + finished 4")
     assert stage.play() == 0
     assert logged_steps(stage.workdir) == [1, 2, 3, 4]
 
@@ -711,7 +644,7 @@ def test_a_signal_ends_the_waiting_for_storage(
 def test_a_signal_during_an_evaluation_loses_nothing(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.save(1, 2)()
+    stage.save(1, 2)
     using = one_device(stage.workdir, eval_batch_size=8)
     batches: list[int] = []
 
@@ -725,7 +658,7 @@ def test_a_signal_during_an_evaluation_loses_nothing(
         assert stage.play(using=using) == 75
     assert batches == [*range(1, 9), 1, 2, 3] and logged_steps(stage.workdir) == [1]
     using.evaluate(DATA)  # by itself it knows nothing of that signal
-    stage.say(Status.FINISHED, 4)()
+    stage.perform("finished 4")
     assert stage.play(using=using) == 0
     assert logged_steps(stage.workdir) == [1, 2]
 
@@ -733,7 +666,7 @@ def test_a_signal_during_an_evaluation_loses_nothing(
 def test_an_evaluator_whose_lock_was_removed_writes_nothing_more(stage: Stage) -> None:
     def take() -> None:
         (stage.workdir / ".lock.evaluator").unlink()
-        stage.save(1)()
+        stage.save(1)
 
     with pytest.raises(StorageError, match=r"\.lock\.evaluator"):
         stage.play(take)
@@ -749,8 +682,7 @@ def test_a_second_evaluator_is_refused_and_a_training_is_not(stage: Stage) -> No
             watch(one_device(stage.workdir), DATA, total_steps=4)
         RunFiles(str(stage.workdir)).close()
 
-    acts = [second, stage.save(4), stage.finish]
-    assert stage.play(*acts) == 0
+    assert stage.play(second, "save 4 | finished 4") == 0
     assert logged_steps(stage.workdir) == [4]
 
 
