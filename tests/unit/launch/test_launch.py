@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from helpers import environment
@@ -127,11 +128,22 @@ def started(
         process.wait()
 
 
-def wait_for(folder: Path, *names: str) -> None:
+def wait_until(is_so: Callable[[], bool], folder: Path) -> None:
     until = time.monotonic() + BOUND
-    while not all((folder / name).exists() for name in names):
+    while not is_so():
         assert time.monotonic() < until, (folder / "err").read_text()
         time.sleep(0.01)
+
+
+def wait_for(folder: Path, *names: str) -> None:
+    wait_until(lambda: all((folder / name).exists() for name in names), folder)
+
+
+def guardian_of(process: subprocess.Popen[str], folder: Path) -> int:
+    """The child of a launcher that is no task."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (guardian,) = set(map(int, children)) - set(processes_in(folder))
+    return guardian
 
 
 def attempts(folder: Path, task: str) -> int:
@@ -204,16 +216,23 @@ def test_gpus_are_shared_out_in_order() -> None:
 # Bad usage.
 
 
+TWO = ["--processes", "2", "--", "true"]
+IN_CLUSTER = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "tf_config", "message"),
     [
-        (["--processes", "2"], "no command to start, because there is no --"),
-        (["--processes", "2", "--"], "no command to start, because nothing follows the --"),
-        (["--processes", "0", "--", "true"], "--processes is 0: it must be at least 1"),
-        (["--processes", "2", "--grace", "-1", "--", "true"], "--grace is -1.0: it must be at"),
-        (["--processes", "2", "--hang-timeout", "nan", "--", "true"], "--hang-timeout is nan"),
-        (["--processes", "2", "--", "no-such"], "'no-such' cannot be run"),
-        (["--processes", "2", "--", "./script.py"], "'./script.py' cannot be run"),
+        (["--processes", "2"], None, "no command to start, because there is no --"),
+        (["--processes", "2", "--"], None, "no command to start, because nothing follows the --"),
+        (["--processes", "0", "--", "true"], None, "--processes is 0: it must be at least 1"),
+        (["--grace", "-1", *TWO], None, "--grace is -1.0: it must be at"),
+        (["--hang-timeout", "nan", *TWO], None, "--hang-timeout is nan"),
+        (["--processes", "2", "--", "no-such"], None, "'no-such' cannot be run"),
+        (["--processes", "2", "--", "./script.py"], None, "'./script.py' cannot be run"),
+        (TWO, IN_CLUSTER, "TF_CONFIG makes this process worker 1 of a cluster"),
+        (TWO, '{"cluster": ', "TF_CONFIG: not JSON"),
+        (TWO, '["a:1"]', "TF_CONFIG"),
     ],
 )
 def test_bad_usage_is_one_line(
@@ -221,33 +240,14 @@ def test_bad_usage_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
+    tf_config: str | None,
     message: str,
 ) -> None:
     (tmp_path / "script.py").write_text("")
     monkeypatch.chdir(tmp_path)
+    if tf_config is not None:
+        monkeypatch.setenv("TF_CONFIG", tf_config)
     assert main(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("tf_config", "message"),
-    [
-        (
-            '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}',
-            "TF_CONFIG makes this process worker 1 of a cluster",
-        ),
-        ('{"cluster": ', "TF_CONFIG: not JSON"),
-        ('["a:1"]', "TF_CONFIG"),
-    ],
-)
-def test_a_cluster_of_the_user_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tf_config: str,
-    message: str,
-) -> None:
-    monkeypatch.setenv("TF_CONFIG", tf_config)
-    assert main(["--processes", "2", "--", "true"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert len(error.splitlines()) == 1
@@ -412,41 +412,295 @@ def test_who_reads_no_more_does_not_end_the_training(tmp_path: Path) -> None:
 # Ends, and who is named.
 
 
-def test_all_end_well(tmp_path: Path) -> None:
-    ended = launch(tmp_path, "time.sleep(0.3 * (task == 'chief'))", "--processes", 3)
-    assert ended.returncode == 0
-    assert said(ended) == ["finished"]
+class Job(NamedTuple):
+    """A script of all tasks, options of the launcher, and how the job ends.
+
+    `said` are the lines of the launcher: * is any text in a line, and ... any lines. `attempts` are
+    the starts of tasks, `left` files that they leave, `errors` further texts of standard error.
+    """
+
+    script: str
+    options: str
+    code: int
+    said: list[str]
+    attempts: dict[str, int] | None = None
+    left: str = ""
+    out: str = ""
+    errors: tuple[str, ...] = ()
+
+
+HANG = """
+mark(task + " here")
+wait_for("chief here", "worker 0 here")  # or one that starts late is taken for the one that holds
+progress.begin()
+if attempt: sys.exit(0)
+for step in range(5):
+    with phase(Phase.LOAD, step): pass
+def read_a_row():
+    with phase(Phase.LOAD, 6): time.sleep(60)
+"""
+# Of parameter servers: who ends with the chief, and after how long.
+SERVED = "--processes 2 --ps 1 --max-restarts 1"
+ENDED_WITH = 'progress.write_exit_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
+JOBS = {
+    "all end well": Job("time.sleep(0.3 * (task == 'chief'))", "--processes 3", 0, ["finished"]),
+    # Failures that a restart does not fix.
+    "code 2": Job(
+        """
+if task == 'worker 0': print('error: no such file: x', file=sys.stderr); sys.exit(2)
+time.sleep(60)
+""",
+        "--processes 3",
+        2,
+        ["killed *", "...", "worker 0 ended (code 2): no such file: x"],
+        {"chief": 1},
+    ),
+    "code 3": Job(
+        """
+progress.begin()
+with phase(Phase.STEP, 9): pass
+if task == 'chief': progress.write_exit_reason(3, 'the loss is nan'); sys.exit(3)
+time.sleep(60)
+""",
+        "--processes 3",
+        3,
+        ["killed *", "...", "chief ended (code 3) at step 9: the loss is nan"],
+        {"chief": 1},
+    ),
+    "the cause tells its reason and does not end": Job(
+        """
+progress.begin()
+if task == "chief": progress.write_exit_reason(1, "lost a peer", own=False); sys.exit(1)
+if task == "worker 0": progress.write_exit_reason(1, "disk full"); time.sleep(60)
+time.sleep(60)
+""",
+        "--processes 3 --max-restarts 0",
+        1,
+        ["...", "worker 0 failed at its start: disk full; no restarts left of 0"],
+    ),
+    "one is killed, and all start again": Job(
+        """
+progress.begin()
+if attempt: sys.exit(0)
+with phase(Phase.STEP, 37):
+    if task == "worker 1": os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+""",
+        "--processes 3",
+        0,
+        [
+            "killed chief, worker 0",
+            "*because memory was exhausted*",
+            "worker 1 was killed (SIGKILL) at step 37; restart 1 of 3 in 1 s",
+            "finished",
+        ],
+        {"chief": 2, "worker 0": 2, "worker 1": 2},
+    ),
+    "code 0 before the work is done": Job(
+        """
+from spmdtrain.distributed.progress import working
+with working("training"):
+    if task == "worker 0" and attempt == 0: os._exit(0)
+    if attempt == 0: time.sleep(60)
+""",
+        "--processes 2",
+        0,
+        [
+            "killed chief",
+            "worker 0 ended (code 0) during the training, without an error*restart 1 of 3 in 1 s",
+            "finished",
+        ],
+    ),
+    # Progress refills the budget, and nothing else does.
+    "two restarts of one": Job(
+        """
+progress.begin()
+progress.saved([5, 9, 9][attempt])
+raise OSError(f"in attempt {attempt}")
+""",
+        "--processes 1 --max-restarts 1",
+        1,
+        [
+            "chief failed at its start: OSError: in attempt 0; restart 1 of 1 in 1 s",
+            "chief failed at its start: OSError: in attempt 1; restart 1 of 1 in 1 s",
+            "chief failed at its start: OSError: in attempt 2; no restarts left of 1",
+        ],
+    ),
+    # A task is left out only after a fault of a device.
+    "left out without a fault": Job(
+        """
+if attempt == 0 and task == "chief":
+    progress.request_without("worker 0")
+    sys.exit(1)
+if attempt == 1 and task == "chief":
+    sys.exit(4)
+""",
+        "--processes 2",
+        4,
+        ["*restart 1 of 3 in 1 s", "..."],
+        {"worker 0": 2},
+    ),
+    "preempted by itself, once the others have saved": Job(
+        """
+if attempt == 0:
+    time.sleep(3.5 * (task == "chief"))  # longer than a failure would leave it
+    mark(task + " saved")
+    sys.exit(75)
+""",
+        "--processes 2",
+        0,
+        ["worker 0 was preempted and saved (code 75); restart 1 of 3 in 1 s", "..."],
+        left="chief saved",
+    ),
+    # Hangs: the one that holds the others is named and shown.
+    "one hangs": Job(
+        HANG + "if task == 'worker 0': read_a_row()\nwith phase(Phase.STEP, 5): time.sleep(60)",
+        "--processes 2 --hang-timeout 1",
+        0,
+        [
+            "no progress for 1 s: worker 0 is in load at step 6 and blocks the others",
+            "killed chief, worker 0",
+            "hung: worker 0 is in load at step 6 and blocks the others; restart 1 of 3 in 1 s",
+            "finished",
+        ],
+        errors=("[chief] Current thread", "[worker 0] Current thread", "in read_a_row"),
+    ),
+    "one is stopped": Job(
+        HANG
+        + """
+with phase(Phase.STEP, 5):
+    if task == "chief": os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+""",
+        "--processes 2 --hang-timeout 1 --max-restarts 0",
+        1,
+        [
+            "no progress for 1 s: chief is stopped by a signal in step 5 and blocks the others",
+            "no stacks of chief: it is stopped by a signal",
+            "killed chief, worker 0",
+            "hung: chief is stopped by a signal in step 5 and blocks the others; "
+            "no restarts left of 0",
+        ],
+    ),
+    "one moves, and one publishes nothing": Job(
+        """
+if task == "chief": progress.begin()
+for step in range(25):
+    with phase(Phase.STEP, step): time.sleep(0.1)
+""",
+        "--processes 2 --hang-timeout 2",
+        0,
+        ["finished"],
+    ),
+    "of parameter servers a hang is the chief's": Job(
+        """
+progress.begin()
+with phase(Phase.STEP, 37) if task == "chief" else progress.phase(Phase.START, 0):
+    time.sleep(60)
+""",
+        f"{SERVED} --max-restarts 0 --hang-timeout 2",
+        1,
+        ["...", "no progress for 2 s: chief is in step 37", "..."],
+    ),
+    "a chief finishes while a worker is just starting": Job(
+        f"""
+if task != "chief":
+    wait_for("done")
+    {ENDED_WITH}
+mark("done")
+""",
+        SERVED,
+        0,
+        ["finished"],
+    ),
+    "a chief tells why though all have ended before": Job(
+        f"""
+if task != "chief":
+    {ENDED_WITH}
+time.sleep(12)  # for those that never come
+progress.write_exit_reason(2, "the seed is another")
+sys.exit(2)
+""",
+        SERVED,
+        2,
+        ["...", "*the seed is another*"],
+    ),
+    # The evaluator ends after the training and does not end it.
+    "an evaluator starts again": Job(
+        """
+if task == "evaluator":
+    folder = Path("folder")
+    if attempt == 0: folder.write_text(os.environ["SPMDTRAIN_LAUNCH"]); sys.exit(1)
+    assert folder.read_text() == os.environ["SPMDTRAIN_LAUNCH"]
+    mark("evaluator again")
+    while progress.job_ended() is None: time.sleep(0.01)
+    print("ended:", progress.job_ended())
+    sys.exit(0)
+wait_for("evaluator again")
+sys.exit(attempt == 0)
+""",
+        "--processes 2 --evaluator",
+        0,
+        [
+            "evaluator failed (code 1); restart 1 of 3 in 1 s",
+            "...",
+            "evaluator ended (code 0)",
+        ],
+        {"evaluator": 2, "chief": 2},
+        out="[evaluator] ended: finished\n",
+    ),
+    "an evaluator hears of a failure": Job(
+        """
+if task == "chief": sys.exit(5)
+while progress.job_ended() is None: time.sleep(0.01)
+print(progress.job_ended())
+""",
+        "--processes 1 --evaluator --max-restarts 0",
+        5,
+        ["..."],
+        out="[evaluator] failed: chief failed (code 5)\n",
+    ),
+    "an evaluator fails for good": Job(
+        "if task == 'evaluator': sys.exit(9)\ntime.sleep(4)",
+        "--processes 1 --evaluator --max-restarts 0",
+        9,
+        [
+            "evaluator failed (code 9); no restarts left of 0",
+            "finished",
+            "the training has finished, but the evaluator failed: exit code 9",
+        ],
+    ),
+    "an evaluator hangs": Job(
+        """
+if task == "chief": wait_for("ready"); sys.exit(0)
+mark("ready")
+progress.begin()
+for step in range(15):
+    with phase(Phase.EVALUATE, step): time.sleep(0.1)
+mark("evaluated")
+time.sleep(100)
+""",
+        "--processes 1 --evaluator --hang-timeout 1",
+        128 + signal.SIGKILL,
+        ["...", "the evaluator has made no progress for 1 s: killed", "..."],
+        left="evaluated",
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "code", "words"),
-    [
-        pytest.param(
-            "if task == 'worker 0': print('error: no such file: x', file=sys.stderr); sys.exit(2)",
-            2,
-            "worker 0 ended (code 2): no such file: x",
-            id="2",
-        ),
-        pytest.param(
-            "progress.begin()\n"
-            "with phase(Phase.STEP, 9): pass\n"
-            "if task == 'chief': progress.write_exit_reason(3, 'the loss is nan'); sys.exit(3)",
-            3,
-            "chief ended (code 3) at step 9: the loss is nan",
-            id="3",
-        ),
-    ],
-)
-def test_a_failure_that_a_restart_does_not_fix(
-    tmp_path: Path, script: str, code: int, words: str
-) -> None:
-    ended = launch(tmp_path, script + "\ntime.sleep(60)", "--processes", 3)
-    assert ended.returncode == code
-    lines_ = said(ended)
-    assert lines_[-1] == words
-    assert lines_[0].startswith("killed ")
-    assert attempts(tmp_path, "chief") == 1
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_a_job_ends_as_it_should_and_the_launcher_says_why(job: Job, tmp_path: Path) -> None:
+    ended = launch(tmp_path, job.script, *job.options.split())
+    assert ended.returncode == job.code, ended.stderr
+    patterns = (re.escape(line).replace(r"\*", ".*") + "\n" for line in job.said)
+    expected = "".join(patterns).replace(re.escape("...") + "\n", "(.*\n)*")
+    assert re.fullmatch(expected, "".join(f"{line}\n" for line in said(ended))), said(ended)
+    for task, count in (job.attempts or {}).items():
+        assert attempts(tmp_path, task) == count, task
+    assert (tmp_path / job.left).exists()
+    assert ended.stdout == job.out
+    assert all(text in ended.stderr for text in job.errors)
 
 
 @pytest.mark.slow
@@ -480,144 +734,7 @@ with phase(Phase.STEP, 12):
     ]
 
 
-@pytest.mark.slow
-def test_one_that_tells_its_reason_and_does_not_end_is_the_cause(tmp_path: Path) -> None:
-    script = """
-progress.begin()
-if task == "chief": progress.write_exit_reason(1, "lost a peer", own=False); sys.exit(1)
-if task == "worker 0": progress.write_exit_reason(1, "disk full"); time.sleep(60)
-time.sleep(60)
-"""
-    ended = launch(tmp_path, script, "--processes", 3, "--max-restarts", 0)
-    assert said(ended)[-1] == "worker 0 failed at its start: disk full; no restarts left of 0"
-
-
-@pytest.mark.slow
-def test_a_killed_one_is_named_and_all_start_again(tmp_path: Path) -> None:
-    script = """
-progress.begin()
-if attempt: sys.exit(0)
-with phase(Phase.STEP, 37):
-    if task == "worker 1": os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-"""
-    ended = launch(tmp_path, script, "--processes", 3)
-    assert ended.returncode == 0
-    killed, memory, restart, finished = said(ended)
-    assert killed == "killed chief, worker 0"
-    assert "because memory was exhausted" in memory
-    assert restart == "worker 1 was killed (SIGKILL) at step 37; restart 1 of 3 in 1 s"
-    assert finished == "finished"
-    assert [attempts(tmp_path, task) for task in ("chief", "worker 0", "worker 1")] == [2, 2, 2]
-
-
-@pytest.mark.slow
-def test_progress_refills_the_budget_and_nothing_else_does(tmp_path: Path) -> None:
-    script = """
-progress.begin()
-progress.saved([5, 9, 9][attempt])
-raise OSError(f"in attempt {attempt}")
-"""
-    ended = launch(tmp_path, script, "--processes", 1, "--max-restarts", 1)
-    assert ended.returncode == 1
-    assert said(ended) == [
-        "chief failed at its start: OSError: in attempt 0; restart 1 of 1 in 1 s",
-        "chief failed at its start: OSError: in attempt 1; restart 1 of 1 in 1 s",
-        "chief failed at its start: OSError: in attempt 2; no restarts left of 1",
-    ]
-
-
-@pytest.mark.slow
-def test_a_task_is_left_out_only_after_a_device_fault(tmp_path: Path) -> None:
-    script = """
-if attempt == 0 and task == "chief":
-    progress.request_without("worker 0")
-    sys.exit(1)
-if attempt == 1 and task == "chief":
-    sys.exit(4)
-"""
-    ended = launch(tmp_path, script, "--processes", 2)
-    assert ended.returncode == 4
-    assert said(ended)[0].endswith("restart 1 of 3 in 1 s")
-    assert (tmp_path / "worker-0.attempts").read_text() == "xx"
-
-
-@pytest.mark.slow
-def test_preempted_by_itself_starts_again_once_the_others_have_saved(tmp_path: Path) -> None:
-    script = """
-if attempt == 0:
-    time.sleep(3.5 * (task == "chief"))  # longer than a failure would leave it
-    mark(task + " saved")
-    sys.exit(75)
-"""
-    ended = launch(tmp_path, script, "--processes", 2)
-    assert ended.returncode == 0
-    assert (tmp_path / "chief saved").exists()
-    assert said(ended)[0] == ("worker 0 was preempted and saved (code 75); restart 1 of 3 in 1 s")
-
-
 # Hangs.
-
-HANG = """
-mark(task + " here")
-wait_for("chief here", "worker 0 here")  # or one that starts late is taken for the one that holds
-progress.begin()
-if attempt: sys.exit(0)
-for step in range(5):
-    with phase(Phase.LOAD, step): pass
-def read_a_row():
-    with phase(Phase.LOAD, 6): time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_the_one_that_holds_the_others_is_named_and_shown(tmp_path: Path) -> None:
-    script = HANG + "if task == 'worker 0': read_a_row()\nwith phase(Phase.STEP, 5): time.sleep(60)"
-    ended = launch(tmp_path, script, "--processes", 2, "--hang-timeout", 1)
-    assert ended.returncode == 0, ended.stderr
-    sentence = "worker 0 is in load at step 6 and blocks the others"
-    assert said(ended) == [
-        f"no progress for 1 s: {sentence}",
-        "killed chief, worker 0",
-        f"hung: {sentence}; restart 1 of 3 in 1 s",
-        "finished",
-    ]
-    for task in ("chief", "worker 0"):
-        assert f"[{task}] Current thread" in ended.stderr
-    assert "in read_a_row" in ended.stderr
-
-
-@pytest.mark.slow
-def test_a_stopped_one_is_named(tmp_path: Path) -> None:
-    script = (
-        HANG
-        + """
-with phase(Phase.STEP, 5):
-    if task == "chief": os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(60)
-"""
-    )
-    options = ("--processes", 2, "--hang-timeout", 1, "--max-restarts", 0)
-    ended = launch(tmp_path, script, *options)
-    assert ended.returncode == 1
-    sentence = "chief is stopped by a signal in step 5 and blocks the others"
-    assert said(ended) == [
-        f"no progress for 1 s: {sentence}",
-        "no stacks of chief: it is stopped by a signal",
-        "killed chief, worker 0",
-        f"hung: {sentence}; no restarts left of 0",
-    ]
-
-
-@pytest.mark.slow
-def test_who_moves_is_not_hung_nor_who_does_not_publish(tmp_path: Path) -> None:
-    script = """
-if task == "chief": progress.begin()
-for step in range(25):
-    with phase(Phase.STEP, step): time.sleep(0.1)
-"""
-    ended = launch(tmp_path, script, "--processes", 2, "--hang-timeout", 2)
-    assert (ended.returncode, said(ended)) == (0, ["finished"])
 
 
 def test_stacks_of_the_threads_that_matter() -> None:
@@ -724,10 +841,7 @@ while True: time.sleep(100)
         assert len(processes_in(tmp_path)) == 1 + 2 * 3
         process.send_signal(number)
         assert process.wait(BOUND) == -number
-        until = time.monotonic() + BOUND
-        while processes_in(tmp_path) or left_by_launcher(tmp_path):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: not (processes_in(tmp_path) or left_by_launcher(tmp_path)), tmp_path)
 
 
 @pytest.mark.slow
@@ -735,15 +849,10 @@ def test_no_task_outlives_the_launcher_and_its_guardian(tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark(task + ' ready'); time.sleep(100)"
     with started(launcher(tmp_path, script, "--processes", 2), tmp_path) as process:
         wait_for(tmp_path, "chief ready", "worker 0 ready")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        (guardian,) = set(map(int, children)) - set(processes_in(tmp_path))
-        os.kill(guardian, signal.SIGKILL)
+        os.kill(guardian_of(process, tmp_path), signal.SIGKILL)
         process.kill()
         process.wait()
-        until = time.monotonic() + BOUND
-        while processes_in(tmp_path):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: not processes_in(tmp_path), tmp_path)
 
 
 @pytest.mark.slow
@@ -752,8 +861,7 @@ def test_a_guardian_that_does_not_end_does_not_hold_the_launcher(tmp_path: Path)
         launcher(tmp_path, "mark('ready'); wait_for('go')", "--processes", 1), tmp_path
     ) as process:
         wait_for(tmp_path, "ready")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        (guardian,) = set(map(int, children)) - set(processes_in(tmp_path))
+        guardian = guardian_of(process, tmp_path)
         os.kill(guardian, signal.SIGSTOP)
         (tmp_path / "go").touch()
         try:
@@ -766,10 +874,7 @@ def test_a_guardian_that_does_not_end_does_not_hold_the_launcher(tmp_path: Path)
 def test_no_restart_after_a_signal_in_the_wait_for_it(tmp_path: Path) -> None:
     command = launcher(tmp_path, "sys.exit(1)", "--processes", 1)
     with started(command, tmp_path) as process:
-        until = time.monotonic() + BOUND
-        while "restart 1 of 3" not in (tmp_path / "err").read_text():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: "restart 1 of 3" in (tmp_path / "err").read_text(), tmp_path)
         process.send_signal(signal.SIGTERM)
         assert process.wait(BOUND) == 1
     assert attempts(tmp_path, "chief") == 1
@@ -793,47 +898,6 @@ print("alive:", Path(f"/proc/{Path('child').read_text()}/cwd").exists())
     assert (tmp_path / "config 0").read_text() != (tmp_path / "config 1").read_text()  # its ports
 
 
-# Of parameter servers: who ends with the chief, and after how long.
-SERVED = ("--processes", 2, "--ps", 1, "--max-restarts", 1)
-ENDED_WITH = 'progress.write_exit_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
-
-
-@pytest.mark.slow
-def test_a_finished_chief_ends_the_job_although_a_worker_is_just_starting(tmp_path: Path) -> None:
-    script = f"""
-if task != "chief":
-    wait_for("done")
-    {ENDED_WITH}
-mark("done")
-"""
-    ended = launch(tmp_path, script, *SERVED)
-    assert (ended.returncode, said(ended)) == (0, ["finished"]), ended.stderr
-
-
-@pytest.mark.slow
-def test_a_chief_tells_why_though_all_have_ended_before(tmp_path: Path) -> None:
-    script = f"""
-if task != "chief":
-    {ENDED_WITH}
-time.sleep(12)  # for those that never come
-progress.write_exit_reason(2, "the seed is another")
-sys.exit(2)
-"""
-    ended = launch(tmp_path, script, *SERVED)
-    assert ended.returncode == 2 and "the seed is another" in said(ended)[-1], ended.stderr
-
-
-@pytest.mark.slow
-def test_of_parameter_servers_a_hang_is_the_chiefs(tmp_path: Path) -> None:
-    script = """
-progress.begin()
-with phase(Phase.STEP, 37) if task == "chief" else progress.phase(Phase.START, 0):
-    time.sleep(60)
-"""
-    ended = launch(tmp_path, script, *SERVED, "--max-restarts", 0, "--hang-timeout", 2)
-    assert "no progress for 2 s: chief is in step 37" in said(ended), ended.stderr
-
-
 @pytest.mark.slow
 def test_a_shell_between_does_not_hide_the_process(tmp_path: Path) -> None:
     inner = """
@@ -855,72 +919,6 @@ with phase(Phase.STEP, 4):
 
 
 # The evaluator.
-
-
-@pytest.mark.slow
-def test_the_evaluator_ends_after_the_training_and_does_not_end_it(tmp_path: Path) -> None:
-    script = """
-if task == "evaluator":
-    folder = Path("folder")
-    if attempt == 0: folder.write_text(os.environ["SPMDTRAIN_LAUNCH"]); sys.exit(1)
-    assert folder.read_text() == os.environ["SPMDTRAIN_LAUNCH"]
-    mark("evaluator again")
-    while progress.job_ended() is None: time.sleep(0.01)
-    print("ended:", progress.job_ended())
-    sys.exit(0)
-wait_for("evaluator again")
-sys.exit(attempt == 0)
-"""
-    ended = launch(tmp_path, script, "--processes", 2, "--evaluator")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "[evaluator] ended: finished\n"
-    assert said(ended)[0] == "evaluator failed (code 1); restart 1 of 3 in 1 s"
-    assert said(ended)[-1] == "evaluator ended (code 0)"
-    assert attempts(tmp_path, "evaluator") == 2
-    assert attempts(tmp_path, "chief") == 2
-
-
-@pytest.mark.slow
-def test_the_evaluator_hears_of_a_failure(tmp_path: Path) -> None:
-    script = """
-if task == "chief": sys.exit(5)
-while progress.job_ended() is None: time.sleep(0.01)
-print(progress.job_ended())
-"""
-    options = ("--processes", 1, "--evaluator", "--max-restarts", 0)
-    ended = launch(tmp_path, script, *options)
-    assert ended.returncode == 5
-    assert ended.stdout == "[evaluator] failed: chief failed (code 5)\n"
-
-
-@pytest.mark.slow
-def test_an_evaluator_that_fails_for_good_is_the_exit_code(tmp_path: Path) -> None:
-    script = "if task == 'evaluator': sys.exit(9)\ntime.sleep(4)"
-    options = ("--processes", 1, "--evaluator", "--max-restarts", 0)
-    ended = launch(tmp_path, script, *options)
-    assert ended.returncode == 9
-    assert said(ended) == [
-        "evaluator failed (code 9); no restarts left of 0",
-        "finished",
-        "the training has finished, but the evaluator failed: exit code 9",
-    ]
-
-
-@pytest.mark.slow
-def test_an_evaluator_without_progress_is_killed_as_hung(tmp_path: Path) -> None:
-    script = """
-if task == "chief": wait_for("ready"); sys.exit(0)
-mark("ready")
-progress.begin()
-for step in range(15):
-    with phase(Phase.EVALUATE, step): time.sleep(0.1)
-mark("evaluated")
-time.sleep(100)
-"""
-    ended = launch(tmp_path, script, "--processes", 1, "--evaluator", "--hang-timeout", 1)
-    assert ended.returncode == 128 + signal.SIGKILL
-    assert (tmp_path / "evaluated").exists()
-    assert "the evaluator has made no progress for 1 s: killed" in said(ended)
 
 
 @pytest.mark.slow
@@ -961,21 +959,6 @@ def test_in_a_terminal_lines_are_aligned_and_colored(monkeypatch: pytest.MonkeyP
     finally:
         os.close(reader)
         os.close(writer)
-
-
-@pytest.mark.slow
-def test_a_task_that_ends_with_code_0_before_its_work_is_done_has_failed(tmp_path: Path) -> None:
-    script = """
-from spmdtrain.distributed.progress import working
-with working("training"):
-    if task == "worker 0" and attempt == 0: os._exit(0)
-    if attempt == 0: time.sleep(60)
-"""
-    ended = launch(tmp_path, script, "--processes", 2)
-    assert ended.returncode == 0, ended.stderr
-    early, *_, last = [text for text in said(ended) if not text.startswith("killed")]
-    assert early.startswith("worker 0 ended (code 0) during the training, without an error")
-    assert early.endswith("restart 1 of 3 in 1 s") and last == "finished"
 
 
 AT_37 = ProgressRecord("worker 2", 37, Phase.STEP, 30, 9, 0.0)
