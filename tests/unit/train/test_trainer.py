@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import metrics, saved_steps
+from helpers import metrics, saved_steps, status
 from jax.sharding import PartitionSpec
 from linear_model import squared_error
 
@@ -31,15 +31,10 @@ from spmdtrain import (
     errors,
     read_manifest,
 )
-from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import Rule
-from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.metrics import RESERVED
-from spmdtrain.step.objective import model_output
-from spmdtrain.step.program import plan_step
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
@@ -102,8 +97,6 @@ def test_fit_takes_a_batch_size_per_device() -> None:
     assert fitted.state is not None and same.state is not None
     for one, other in zip(*map(jax.tree.leaves, (fitted.state, same.state)), strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(UserError, match="one of the two"):
-        trainer().fit((X, Y), steps=1, global_batch_size=8, batch_size_per_device=1)
 
 
 def test_steps_and_epochs_are_totals() -> None:
@@ -140,11 +133,84 @@ def test_callbacks_are_called_at_their_moments_and_can_stop_the_run(tmp_path: Pa
     assert [line["step"] for line in metrics(tmp_path, "eval")] == [5, 7]
 
 
-def test_an_unknown_moment_or_option_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"'on_step'.*'step'"):
-        trainer(callbacks={"on_step": print})
-    with pytest.raises(UserError, match=r"'log_evry'.*'log_every'"):
-        trainer(log_evry=3)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # An unknown moment or option names the nearest.
+        ({"callbacks": {"on_step": print}}, r"'on_step'.*'step'"),
+        ({"log_evry": 3}, r"'log_evry'.*'log_every'"),
+        # What belongs to build is no keyword.
+        ({"learning_rate": 3.0}, "learning_rate is"),
+        # Values of the wrong type.
+        ({"seed": 1.5}, "seed is 1.5: it must be a whole number"),
+        ({"steps": "3"}, "steps is '3': it must be a whole number"),
+        ({"log_every": None}, "log_every is None: it must be a whole number"),
+        ({"checkpoint_every_seconds": "1"}, "checkpoint_every_seconds is '1': it must be a number"),
+        # Callbacks that are none.
+        (
+            {"callbacks": print},
+            "callbacks is a builtin_function_or_method: it must be a dictionary of events",
+        ),
+        (
+            {"callbacks": [print]},
+            "a callback is a builtin_function_or_method, which has no method named after",
+        ),
+        ({"callbacks": {"log": 3}}, r"callbacks\['log'\] is a int: it must be a function"),
+        ({"callbacks": {"log": [print, None]}}, r"callbacks\['log'\] is a NoneType"),
+        # An evaluation at each checkpoint is the training's own.
+        (
+            {"eval_at_checkpoints": True, "evaluated_by": "evaluator"},
+            "an evaluator evaluates",
+        ),
+        (
+            {"eval_at_checkpoints": True, "evaluated_by": "evaluator", "workdir": "there"},
+            "an evaluator evaluates",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_option_of_a_trainer_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(**options)
+
+
+UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # Options of the trainer, and arguments of fit.
+    "no length": ({}, {"steps": None}, "epochs or steps"),
+    "two lengths": ({}, {"epochs": 1, "steps": 2}, "epochs is 1 and steps is 2"),
+    "two batches": ({}, {"global_batch_size": 8, "batch_size_per_device": 1}, "one of the two"),
+    "no numbers": ({}, {"train": {"name": np.array(["a"] * 8)}}, r"'name'.*<U1"),
+    "no rows": ({}, {"validation": (X[:0], Y[:0])}, "validation data"),
+    "evaluations at checkpoints, no workdir": (
+        {"eval_at_checkpoints": True},
+        {"validation": (X, Y)},
+        "workdir is not given: give a folder",
+    ),
+    "evaluations at checkpoints, no validation split": (
+        {"eval_at_checkpoints": True, "workdir": "there"},
+        {},
+        "needs a validation split",
+    ),
+    "a best metric that no evaluation gives": (
+        {"workdir": "there", "best_metric": "acuracy"},
+        {"validation": (X, Y)},
+        r"'acuracy'.* loss",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "arguments", "message"), UNFIT.values(), ids=UNFIT)
+def test_what_cannot_be_fitted_is_refused(
+    options: dict[str, Any],
+    arguments: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = {"train": (X, Y), "steps": 1, **arguments}
+    with pytest.raises(UserError, match=message):
+        trainer(**options).fit(arguments.pop("train"), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +230,6 @@ def test_a_keyword_that_fit_does_not_have_gets_a_suggestion(name: str, hint: str
     assert str(raised.value) == f"fit has no option {name!r}. {hint}"
     with pytest.raises(UserError, match="fit has no option"):  # before that train is missing
         trainer().fit(**{name: 1})  # type: ignore[arg-type]
-
-
-def test_the_length_must_be_said_and_said_once() -> None:
-    with pytest.raises(UserError, match="epochs or steps"):
-        trainer().fit((X, Y))
-    with pytest.raises(UserError, match="epochs is 1 and steps is 2"):
-        trainer().fit((X, Y), epochs=1, steps=2)
 
 
 def test_weights_count_in_the_gradient_as_in_the_mean() -> None:
@@ -211,8 +270,12 @@ def test_a_non_finite_loss_or_state_stops_the_run_and_is_never_saved(
         fitted.fit((x, Y), steps=5)
     saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert saved == (["1", "2"] if where == "loss" else [])
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert status["status"] == "failed" and expected[:6] in status["reason"]
+    found = status(tmp_path)
+    assert found["status"] == "failed" and expected[:6] in found["reason"]
+    if where == "loss":
+        assert (found["step"], fitted.state) == (2, None)
+        with pytest.raises(NonFiniteError, match="step 3"):  # it resumes from the last save
+            fitted.fit((x, Y), steps=5)
 
 
 def test_saving_by_seconds_follows_the_clock(tmp_path: Path) -> None:
@@ -279,12 +342,6 @@ def test_an_evaluation_that_can_give_no_best_checkpoint_is_named_at_the_start(
     assert all(f"; step {step} is evaluated and not saved: " in line for line in said)
 
 
-def test_a_best_metric_that_no_evaluation_gives_is_an_error(tmp_path: Path) -> None:
-    fitted = trainer(workdir=str(tmp_path), best_metric="acuracy")
-    with pytest.raises(UserError, match=r"'acuracy'.* loss"):
-        fitted.fit((X, Y), validation=(X, Y), epochs=1)
-
-
 def test_a_metric_that_a_callback_adds_selects_the_best_checkpoint(tmp_path: Path) -> None:
     def add(event: CallbackContext) -> None:
         event.metrics["score"] = -abs(event.step - 10)
@@ -293,7 +350,8 @@ def test_a_metric_that_a_callback_adds_selects_the_best_checkpoint(tmp_path: Pat
     scored = {"evaluation": add}
     fitted = trainer(workdir=str(tmp_path), best_metric="score", callbacks=scored, **options)
     fitted.fit((X, Y), validation=(X, Y), epochs=4)
-    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [10, 20]
+    saved = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == [10, 20]
     other = trainer(workdir=str(tmp_path / "other"), best_metric="scor", callbacks=scored)
     with pytest.raises(UserError, match=r"'scor', which this evaluation does not give.*'score'"):
         other.fit((X, Y), validation=(X, Y), epochs=1)
@@ -310,33 +368,34 @@ def test_evaluate_before_fit_does_not_hide_the_checkpoint_from_fit(tmp_path: Pat
 
 
 def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
-    config = RunConfig(mesh=MeshSpec(data=2, fsdp=4))
-    placement = make_placement(config)
-    steps = RunFunctions(
-        adapter=as_adapter(partial(nnx.Linear, 8, 16)),
-        objective=squared_error,
-        predict=model_output,
+    shapes: list[dict[str, Any]] = []
+
+    def note(event: CallbackContext) -> None:
+        leaves = named_leaves(event.trainer.state)
+        shapes.append({n: x.addressable_shards[0].data.shape for n, x in leaves.items()})
+        for name, leaf in leaves.items():
+            assert shapes[-1][name] == ((8, 4) if name.endswith("kernel") else leaf.shape), name
+
+    fitted = trainer(
+        model=partial(nnx.Linear, 8, 16),
         optimizer=optax.adam(1e-3),
-        placement=placement,
+        mesh=MeshSpec(data=2, fsdp=4),
         rules=[Rule("kernel", PartitionSpec(None, "fsdp"))],
-        config=config,
+        callbacks={"fit_start": note, "fit_end": note},
     )
-    state = steps.init(0)
-    for name, leaf in named_leaves(state).items():
-        shape = leaf.addressable_shards[0].data.shape
-        assert shape == ((8, 4) if name.endswith("kernel") else leaf.shape), name
-    x, y = np.ones((16, 8), np.float32), np.ones((16, 16), np.float32)
-    batch = jax.device_put((x, y), placement.batch)
-    after, _ = plan_step(steps, batch).program()(state, batch)
-    assert after.opt_state[0].mu["kernel"].addressable_shards[0].data.shape == (8, 4)
+    fitted.fit((np.ones((16, 8), np.float32), np.ones((16, 16), np.float32)), steps=1)
+    before, after = shapes
+    assert before == after and after["opt_state/0/mu/kernel"] == (8, 4)
 
 
-def test_the_optimizer_may_ask_for_the_loss() -> None:
-    plateau = optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1))
-    fitted = trainer(optimizer=plateau)
-    fitted.fit((X, Y), steps=4)
+@pytest.mark.parametrize(("options", "steps"), [({}, 4), ({"accumulation_size": 5}, 2)], ids=str)
+def test_the_optimizer_may_ask_for_the_loss(options: dict[str, Any], steps: int) -> None:
+    """What is infinite from the start, until so many losses have come, is meant so."""
+    plateau = optax.contrib.reduce_on_plateau(patience=1, **options)
+    fitted = trainer(optimizer=optax.chain(optax.sgd(0.05), plateau))
+    fitted.fit((X, Y), steps=steps)
     assert fitted.state is not None
-    assert float(fitted.state.opt_state[1].best_value) < np.inf
+    assert np.isinf(fitted.state.opt_state[1].best_value) == bool(options)
 
 
 def test_augmentation_reaches_the_training_examples_alone() -> None:
@@ -398,20 +457,6 @@ def test_an_optimizer_that_keeps_the_parameters_starts_from_those_it_is_given(
     assert begun.fit((X, Y), steps=40).train["loss"] < given / 2
 
 
-def test_after_a_non_finite_step_the_next_fit_resumes_from_the_last_save(
-    tmp_path: Path,
-) -> None:
-    x = X.copy()
-    x[19] = np.nan
-    fitted = trainer(workdir=str(tmp_path), shuffle=False, checkpoint_every_steps=1)
-    with pytest.raises(NonFiniteError, match="step 3"):
-        fitted.fit((x, Y), steps=5)
-    assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
-    assert fitted.state is None
-    with pytest.raises(NonFiniteError, match="step 3"):
-        fitted.fit((x, Y), steps=5)
-
-
 @pytest.mark.parametrize("has_workdir", [True, False])
 def test_a_second_fit_may_not_change_what_is_computed(tmp_path: Path, has_workdir: bool) -> None:
     fitted = trainer(workdir=str(tmp_path) if has_workdir else None)
@@ -428,13 +473,6 @@ def test_a_non_finite_evaluation_stops_the_run() -> None:
     x[3] = np.inf
     with pytest.raises(NonFiniteError, match="step 5: the eval loss"):
         trainer().fit((X, Y), validation=(x, Y), steps=5)
-
-
-def test_what_is_infinite_from_the_start_is_meant_so() -> None:
-    plateau = optax.contrib.reduce_on_plateau(patience=1, accumulation_size=5)
-    fitted = trainer(optimizer=optax.chain(optax.sgd(0.05), plateau))
-    fitted.fit((X, Y), steps=2)
-    assert fitted.state is not None and np.isinf(fitted.state.opt_state[1].best_value)
 
 
 def test_an_early_stop_ends_at_the_evaluation_and_lasts(tmp_path: Path) -> None:
@@ -495,13 +533,6 @@ def test_a_restored_model_is_evaluated_in_batches_of_its_training(tmp_path: Path
     assert others["loss"] != pytest.approx(expected["loss"], rel=1e-3)
 
 
-def test_another_optimizer_of_the_same_arrays_is_refused(tmp_path: Path) -> None:
-    trainer(optimizer=optax.adam(0.1), workdir=str(tmp_path)).fit((X, Y), steps=1)
-    other = trainer(optimizer=optax.adamw(0.1), workdir=str(tmp_path))
-    with pytest.raises(UserError, match=r"opt_state is .*EmptyState"):
-        other.fit((X, Y), steps=2)
-
-
 def test_all_names_that_a_run_itself_writes_are_reserved(tmp_path: Path) -> None:
     fitted = trainer(optimizer=optax.inject_hyperparams(optax.sgd)(0.1), workdir=str(tmp_path))
     history = fitted.fit((X, Y), epochs=2, validation=(X, Y)).history
@@ -518,11 +549,6 @@ def test_a_metric_may_not_take_a_word_of_the_metrics_file(name: str) -> None:
 
     with pytest.raises(UserError, match=f"'{name}' is a reserved"):
         trainer(objective=objective).fit((X, Y), steps=1)
-
-
-def test_what_belongs_to_build_is_no_keyword() -> None:
-    with pytest.raises(UserError, match="learning_rate is"):
-        trainer(learning_rate=3.0)
 
 
 def test_values_for_pairs_of_examples_are_a_mistake_unless_weighted() -> None:
@@ -560,29 +586,6 @@ def test_a_home_folder_in_a_path_is_the_user_s(
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": 1.5}, "seed is 1.5: it must be a whole number"),
-        ({"steps": "3"}, "steps is '3': it must be a whole number"),
-        ({"log_every": None}, "log_every is None: it must be a whole number"),
-        ({"checkpoint_every_seconds": "1"}, "checkpoint_every_seconds is '1': it must be a number"),
-    ],
-)
-def test_values_of_the_wrong_type_are_refused_by_name(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        trainer(**options)
-
-
-def test_data_that_is_no_numbers_is_refused_by_its_array() -> None:
-    with pytest.raises(UserError, match=r"'name'.*<U1"):
-        trainer().fit({"name": np.array(["a"] * 8)}, steps=1)
-    with pytest.raises(UserError, match="validation data"):
-        trainer().fit((X, Y), validation=(X[:0], Y[:0]), steps=1)
-
-
 def test_an_evaluation_at_each_checkpoint(tmp_path: Path) -> None:
     """At 4, 8 and the end, and not at the end of epochs, of 5 steps each."""
     options: dict[str, Any] = {"workdir": str(tmp_path), "global_batch_size": 8}
@@ -609,37 +612,8 @@ def test_an_evaluation_at_each_checkpoint_and_by_count(tmp_path: Path) -> None:
     assert set(evaluated_steps(tmp_path)) == saved | {4, 8, 10}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"workdir": "there"}], ids=["no workdir", "no validation split"]
-)
-def test_an_evaluation_at_checkpoints_needs_both(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    validation = None if options else (X, Y)
-    message = "needs a validation split" if options else "workdir is not given: give a folder"
-    with pytest.raises(UserError, match=message):
-        trainer(**options, eval_at_checkpoints=True).fit((X, Y), validation=validation, steps=1)
-    with pytest.raises(UserError, match="an evaluator evaluates"):
-        trainer(**options, eval_at_checkpoints=True, evaluated_by="evaluator")
-
-
 def evaluated_steps(workdir: Path) -> list[int]:
     return [line["step"] for line in metrics(workdir, "eval")]
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "words"),
-    [
-        (print, "callbacks is a builtin_function_or_method: it must be a dictionary of events"),
-        ([print], "a callback is a builtin_function_or_method, which has no method named after"),
-        ({"log": 3}, r"callbacks\['log'\] is a int: it must be a function"),
-        ({"log": [print, None]}, r"callbacks\['log'\] is a NoneType"),
-    ],
-)
-def test_callbacks_that_are_none_are_refused(callbacks: Any, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        trainer(callbacks=callbacks)
 
 
 @pytest.mark.parametrize("jit", [True, False])
