@@ -217,9 +217,11 @@ def test_what_a_page_imports_from_the_package_exists(page: Path) -> None:
                 assert [x.name for x in node.names if not hasattr(module, x.name)] == []
 
 
-def test_the_tables_of_options_are_those_of_the_code() -> None:
-    tables = runpy.run_path(str(REPOSITORY / ".ci" / "tables.py"))["tables"]()
-    assert tables in (DOCS / "running.md").read_text(), "run python .ci/tables.py"
+def test_the_tables_and_keywords_of_options_are_those_of_the_code() -> None:
+    made = runpy.run_path(str(REPOSITORY / ".ci" / "options.py"))
+    tables = made["tables"]()
+    assert made["keywords"]() == made["KEYWORDS"].read_text(), "run python .ci/options.py"
+    assert tables in (DOCS / "running.md").read_text(), "run python .ci/options.py"
     assert "| `--keep-latest INT` | `3` | above 0 | printed |  |" in tables
     assert "| `--data-workers` | `--data-on-device` | the devices hold all examples" in tables
 
