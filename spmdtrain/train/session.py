@@ -394,8 +394,9 @@ class RunSession:
         check_same_inputs(identity, train, data)
         files = checkpoints = None
         signals = StopSignals()
-        if config.workdir is not None or process_group.count() > 1:
-            # A single process without a workdir cannot save, so Ctrl-C keeps its usual meaning.
+        if config.workdir is not None or process_group.count() > 1 or is_interactive():
+            # A script in a single process without a workdir can neither save nor continue, so
+            # Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
         if (workdir := config.workdir) is not None:
             check_can_be_saved(trained.abstract_state)

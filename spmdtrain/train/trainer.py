@@ -601,6 +601,8 @@ class Trainer:
             computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
             Not in a single process without a workdir, where Ctrl-C is a KeyboardInterrupt.
+          KeyboardInterrupt: After Ctrl-C in a notebook or an interactive Python, in place of
+            `PreemptedExit`: the trainer has the state of a whole step, and `fit` continues from it.
           OwnExit: A `SystemExit`: if `sys.exit` is called during the fit, and in an evaluator task
             after the training has ended.
           UserError: If an argument is wrong.

@@ -44,8 +44,20 @@ trainer.fit(data, validation=data, epochs=1000, global_batch_size=32)""",
     "after": "trainer.step, trainer.evaluate(data)['loss'] < 0.1",
     "again": """more = trainer.step + 3
 trainer.fit(data, validation=data, steps=more, global_batch_size=32).step""",
+    "interrupt without a workdir": """INTERRUPTED_AT = 7
+bare = Trainer(
+    model=model, objective=objective, optimizer=optax.sgd(0.01), callbacks={"step": interrupt}
+)
+bare.fit(data, epochs=1000, global_batch_size=32)""",
+    "continued": """INTERRUPTED_AT = 10**9
+at = bare.step
+found = bare.fit(data, steps=20, global_batch_size=32)
+whole = Trainer(model=model, objective=objective, optimizer=optax.sgd(0.01))
+whole.fit(data, steps=20, global_batch_size=32)
+at, (bare.state.params["kernel"] == whole.state.params["kernel"]).all().item()""",
     "quiet": """options = {"optimizer": optax.sgd(0.01), "quiet": True}
-Trainer(model=model, objective=objective, **options).fit(data, validation=data, epochs=2, global_batch_size=32)
+quiet = Trainer(model=model, objective=objective, **options)
+quiet.fit(data, validation=data, epochs=2, global_batch_size=32)
 None""",
 }
 
@@ -118,6 +130,15 @@ def test_an_interrupted_cell_saves_and_leaves_the_trainer_usable(
     ((step, is_small),) = [eval(text) for text in shown(outputs["after"], "text/plain")]
     assert 165 <= step < 1000 and is_small
     assert shown(outputs["again"], "text/plain")[-1] == str(step + 3)
+
+
+def test_without_a_workdir_an_interrupted_fit_continues_to_the_same_bits(
+    outputs: dict[str, list[Any]],
+) -> None:
+    lines = printed(outputs["interrupt without a workdir"])
+    assert "SIGINT: nothing saved (no workdir); the trainer keeps its state" in lines
+    at, is_same = eval(shown(outputs["continued"], "text/plain")[-1])
+    assert 7 <= at < 20 and is_same
 
 
 def test_a_quiet_fit_prints_its_result_alone(outputs: dict[str, list[Any]]) -> None:
