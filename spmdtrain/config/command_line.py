@@ -51,7 +51,8 @@ class Options:
     """Options of the command; fields of an experiment's Config cannot have these names."""
 
     config: str
-    """The experiment: a Python file with a Config, and a build(config) or train(config, loop)."""
+    """The experiment: a Python file, or the name of its module or entry point, with a Config, and a
+    build(config) or train(config, loop)."""
     preset: str | None = None
     """One of the experiment's PRESETS; other options override its values."""
     mode: Literal["train", "evaluate", "predict"] = "train"

@@ -165,39 +165,33 @@ def field_docs(of: type) -> dict[str, str]:
     A docstring is a string after the field, or a comment in the same line or in the lines above it.
     """
     docs: dict[str, str] = {}
-    for each in reversed(of.__mro__):
-        if dataclasses.is_dataclass(each):
-            # A field that only changes the default keeps the inherited docstring.
-            docs |= {name: text for name, text in _own_docs(each).items() if text}
-    return docs
-
-
-def _own_docs(of: type) -> dict[str, str]:
-    try:
-        source = textwrap.dedent(inspect.getsource(of))
-        (tree,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError):  # it was made without a file
-        return {}
-    assert isinstance(tree, ast.ClassDef)
-    comments: dict[int, tuple[str, bool]] = {}  # by line: the text, and whether it is all of it
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("# ")
-            comments[token.start[0]] = text, token.line.lstrip().startswith("#")
-    docs: dict[str, str] = {}
-    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+    for each in filter(dataclasses.is_dataclass, reversed(of.__mro__)):
+        try:
+            source = textwrap.dedent(inspect.getsource(each))
+            (tree,) = ast.parse(source).body
+        except (OSError, TypeError, SyntaxError):  # it was made without a file
             continue
-        text = ""
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = str(after.value.value)
-        elif node.end_lineno in comments:
-            text = comments[node.end_lineno][0]
-        else:
-            line = node.lineno - 1
-            while line in comments and comments[line][1]:
-                text, line = f"{comments[line][0]} {text}", line - 1
-        docs[node.target.id] = " ".join(text.split())
+        assert isinstance(tree, ast.ClassDef)
+        comments: dict[int, tuple[str, bool]] = {}  # by line: the text, and whether it is all of it
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                text = token.string.lstrip("# ")
+                comments[token.start[0]] = text, token.line.lstrip().startswith("#")
+        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = str(after.value.value)
+            elif node.end_lineno in comments:
+                text = comments[node.end_lineno][0]
+            else:
+                line = node.lineno - 1
+                while line in comments and comments[line][1]:
+                    text, line = f"{comments[line][0]} {text}", line - 1
+            # A field that only changes the default keeps the inherited docstring.
+            if text:
+                docs[node.target.id] = " ".join(text.split())
     return docs
 
 
@@ -221,7 +215,7 @@ class FieldDocs:
                 text = f"{field.name} ({kind}): see {kind}."
             else:
                 kind = inspect.formatannotation(field.type)
-                text = f"{field.name} ({kind}, default {default!r}): {docs[field.name]}"
+                text = f"{field.name} ({kind}, default {default!r}): {docs.get(field.name, '')}"
             lines += textwrap.wrap(
                 text, 88, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
             )

@@ -172,7 +172,7 @@ _REFRESH = 0.5  # seconds; a browser redraws the whole display each time
 
 @dataclass
 class _Run:
-    """What the display of a progress shows."""
+    """The progress that a display shows."""
 
     description: str
     total: int
