@@ -10,6 +10,7 @@ import importlib
 import json
 import posixpath
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,12 @@ REFERENCE = {
     "errors": ("Errors", ["errors"]),
     "testing": ("Tests of your own code", ["testing"]),
 }
+ALL_OPTIONS = (
+    "The fields of `RunConfig`: keywords of `Trainer` and, unless its step decides them, of "
+    "`Loop`; on a command line `--keep-latest 3` or `--mesh.fsdp 8`. Limits, what a resume does "
+    "with another value, and options that exclude each other are in "
+    "[running.md](../running.md#all-options)."
+)
 # Folders whose own names are public: they are imported as spmdtrain.testing.NAME.
 PACKAGES = ("models", "testing")
 
@@ -94,6 +101,9 @@ def reference() -> dict[str, str]:
     pages = {}
     for page, title, names in pages_of_reference():
         blocks = [f"# {title}", *(f"::: {name}" for name in names)]
+        if page == "configuration":
+            table = runpy.run_path(str(REPOSITORY / ".ci" / "options.py"))["reference"]()
+            blocks[1:1] = ["## All options", ALL_OPTIONS, table]
         pages[f"reference/{page}.md"] = "\n\n".join(blocks) + "\n"
     rows = [
         f"| [{title}]({page}.md) | "

@@ -27,6 +27,7 @@ COMMANDS = {
     "cluster": "check TF_CONFIG and the network between its tasks",
     "checkpoints": "verify, show or export the checkpoints of a run",
     "replay": "make a step again, compare two runs, or print the examples of a step",
+    "init": "write a small project: an experiment, its tests, pyproject.toml",
 }
 """Subcommands and their summaries. `NAME` is the module that `python -m spmdtrain.NAME` runs."""
 
@@ -99,6 +100,7 @@ def write_completion(arguments: Sequence[str]) -> int:
 
     import spmdtrain.checkpoints.command as checkpoints
     import spmdtrain.cluster.command as cluster
+    import spmdtrain.init as init
     import spmdtrain.launch.launcher as launch
     import spmdtrain.plan.command as plan
     import spmdtrain.replay.command as replay
@@ -120,6 +122,7 @@ def write_completion(arguments: Sequence[str]) -> int:
         "cluster": cluster.Options,
         "checkpoints": checkpoints.SUBCOMMANDS,
         "replay": replay.Options,
+        "init": init.Options,
     }
     parts = [
         Annotated[kind, tyro.conf.subcommand(name, prefix_name=False, description=COMMANDS[name])]

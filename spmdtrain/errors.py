@@ -135,6 +135,13 @@ class PreemptedExit(OwnExit):
         self.signal = signal
 
 
+class Interrupted(KeyboardInterrupt):
+    """Raised in place of `PreemptedExit` after Ctrl-C in a notebook or an interactive Python.
+
+    A `SystemExit` would end an interactive Python, and its variables would be lost.
+    """
+
+
 def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
     """Returns the exit code and the line to print of an error for users; None for other errors."""
     if _is_limit_of_processes(error):
@@ -441,8 +448,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         _STATE.usual(kind, error, error.__traceback__)
 
     _STATE.end(code, error, show)
-    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
-    if reported is not None and not is_interactive:
+    if reported is not None and not is_interactive():
         raise SystemExit(int(code))
 
 
@@ -478,10 +484,23 @@ def _shows_all_frames() -> bool:
     return bool(jax.config.jax_traceback_filtering == "off")
 
 
+def ipython_shell() -> Any:
+    """Returns the shell of IPython that runs this code; None without one.
+
+    That of a notebook has a `kernel`.
+    """
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def is_interactive() -> bool:
+    """Returns whether a person types the statements of this Python, also in a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
+
+
 def _install_in_notebook() -> None:
     """Simplifies errors of IPython's cells, unless the user has set another way to show errors."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    shell = ipython_shell()
     if shell is None or shell.custom_exceptions:
         return
 
@@ -492,6 +511,8 @@ def _install_in_notebook() -> None:
         trace: TracebackType | None,
         tb_offset: int | None = None,
     ) -> None:
+        if isinstance(error, Interrupted):
+            return  # the run has printed what it has saved
         if os.environ.get(SWITCH) != "off" and _simplify(error):
             # Without IPython's own frame, which it would leave out.
             trace, tb_offset = error.__traceback__, 0
@@ -499,7 +520,7 @@ def _install_in_notebook() -> None:
                 print(_LEFT_OUT, file=sys.stderr)
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
-    shell.set_custom_exc((Exception,), show)
+    shell.set_custom_exc((Exception, Interrupted), show)
 
 
 # -- errors of a function --------------------------------------------------------------------------

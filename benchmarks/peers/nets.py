@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ import numpy as np
 import optax
 from flax import nnx
 from work import CLASSES, LEARNING_RATE, TRANSFORMERS, Shape, Work
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Net:
     floor_objective: Callable[[Any, Any], dict[str, jax.Array]]
     """The same by optax alone, as a hand-written loop computes it."""
     optimizer: optax.GradientTransformation
-    compute_dtype: str = "float32"
+    compute_dtype: Dtype = "float32"
 
 
 class Dense(nnx.Module):
@@ -124,7 +126,7 @@ def _params_in_order(model: Dense | ResNet | Leaves) -> Iterator[Any]:
 def net_of(work: Work) -> Net:
     """Returns the model of a workload."""
     if shape := TRANSFORMERS.get(work.workload):
-        dtype = "bfloat16" if shape.sixteen_bits else "float32"
+        dtype: Dtype = "bfloat16" if shape.sixteen_bits else "float32"
         make, optimizer = partial(_transformer, shape), optax.adam(LEARNING_RATE)
         return Net(make, _next_token, _next_token_by_optax, optimizer, dtype)
     if work.workload == "leaves":

@@ -22,6 +22,7 @@ from spmdtrain.config.options import (
     Group,
     OptionRow,
     Which,
+    default_of,
     field_docs,
     option_field,
     option_rows,
@@ -50,7 +51,8 @@ class Options:
     """Options of the command; fields of an experiment's Config cannot have these names."""
 
     config: str
-    """The experiment: a Python file with a Config, and a build(config) or train(config, loop)."""
+    """The experiment: a Python file, or the name of its module or entry point, with a Config, and a
+    build(config) or train(config, loop)."""
     preset: str | None = None
     """One of the experiment's PRESETS; other options override its values."""
     mode: Literal["train", "evaluate", "predict"] = "train"
@@ -201,7 +203,7 @@ def command_type(config: str | None, of: type = Options) -> Any:
 
 def _command(default: RunConfig, description: str | None, of: type) -> Any:
     """Returns one flat dataclass of the command's options and the experiment's, for tyro."""
-    config: Any = Annotated[type(default), tyro.conf.arg(name="")]
+    config: Any = Annotated[type(default), tyro.conf.arg(name="", help="")]
     return dataclasses.make_dataclass(
         "Command",
         [("experiment", config, dataclasses.field(default=default))],
@@ -397,7 +399,7 @@ def option_help(of: type, default: Any, prefix: str = "") -> Iterator[OptionHelp
     """
     docs, kinds = field_docs(of), get_type_hints(of, include_extras=True)
     for field in dataclasses.fields(of):
-        value = _default_of(field) if default is None else getattr(default, field.name)
+        value = default_of(field) if default is None else getattr(default, field.name)
         kind = kinds[field.name]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from option_help(type(value), value, f"{prefix}{field.name}.")
@@ -411,12 +413,6 @@ def option_help(of: type, default: Any, prefix: str = "") -> Iterator[OptionHelp
         required = value is dataclasses.MISSING
         text = "" if required else _as_written(value)
         yield OptionHelp(name, option, docs.get(field.name, ""), text, required)
-
-
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _as_written(value: Any) -> str:

@@ -1,6 +1,8 @@
 """An experiment: the real objects of a run, and the Python file that builds them."""
 
 import dataclasses
+import importlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -8,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import optax
@@ -167,30 +170,20 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
     """Imports and checks an experiment's file.
 
     Args:
-      name: Path of the Python file.
+      name: Path of the Python file, name of a module, or name that an installed package gives an
+        experiment as an entry point.
       reserved: Names that fields of its `Config` must not have.
 
     Raises:
       UserError: If the file is missing, fails, or lacks a part.
     """
-    path = Path(name)
-    if not os.path.isfile(path):
-        problem = "is a folder" if os.path.isdir(path) else "no such file"
-        raise UserError(f"{path}: {problem}; {option('config')} takes an experiment's .py file")
+    path = Path(name) if os.path.isfile(name) else _file_of_module(name)
     if not is_text(str(path.resolve())):
         raise UserError(
             f"{printable(path.resolve())}: the path of an experiment must be text in UTF-8, "
             "because programs contain it: rename it"
         )
-    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path.resolve())
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path}: {option('config')} takes an experiment's .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    sys.path.append(str(path.resolve().parent))  # it may import modules of its folder
-    loader = spec.loader
-    _guarded(path, lambda: loader.exec_module(module))
-
+    module = _imported(path)
     config_class = getattr(module, "Config", None)
     if not (
         isinstance(config_class, type)
@@ -219,6 +212,60 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
             f"{path}: PRESETS must be a dictionary of names to {config_class.__name__}s"
         )
     return ExperimentFile(path, config_class, presets, (module.__doc__ or "").strip(), module)
+
+
+EXPERIMENTS = "spmdtrain.experiments"
+"""The group of entry points by which a package names its experiments."""
+
+
+def _file_of_module(name: str) -> Path:
+    """Returns the file of a module, or of the module that an entry point names."""
+    takes = f"{option('config')} takes an experiment's .py file, or the name of a module"
+    entries = importlib.metadata.entry_points(group=EXPERIMENTS)
+    named = {entry.name: entry.value for entry in entries}
+    if os.path.isdir(name) and name not in named:
+        raise UserError(f"{name}: is a folder; {takes}")
+    if name.endswith(".py") or not all(map(str.isidentifier, name.split("."))):
+        raise UserError(f"{name}: no such file; {takes}")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # as `python -m` does
+    try:
+        spec = _guarded(Path(name), lambda: importlib.util.find_spec(named.get(name, name)))
+    except UserError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise  # by the code of a package above the module
+        spec = None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        near = did_you_mean(name, named) if named else ""
+        raise UserError(f"{name}: no such file or module; {takes}.{near}")
+    return Path(spec.origin)
+
+
+def _imported(path: Path) -> ModuleType:
+    """Imports an experiment's file: as a part of its package, if its folder is one."""
+    file = path.resolve()
+    root, names = file.parent, [path.stem]
+    while (root / "__init__.py").is_file():  # relative imports need the package
+        root, names = root.parent, [root.name, *names]
+    sys.path.append(str(root))  # it may import modules of its folder
+    if len(names) > 1:
+        package = importlib.util.find_spec(names[0])
+        found = [*map(os.path.realpath, (package and package.submodule_search_locations) or [])]
+        if str(root / names[0]) not in found:
+            raise UserError(
+                f"{path}: is in the package {names[0]}, and Python imports another one of this "
+                f"name, from {', '.join(found)}: rename the package"
+            )
+        module: ModuleType = _guarded(path, lambda: importlib.import_module(".".join(names)))
+        return module
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: {option('config')} takes an experiment's .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    loader = spec.loader
+    _guarded(path, lambda: loader.exec_module(module))
+    return module
 
 
 def _guarded(path: Path, call: Callable[[], Any]) -> Any:

@@ -121,15 +121,20 @@ def option_field(default: Any, group: Group | None = None, **properties: Any) ->
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a field; `dataclasses.MISSING` if it is required."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
 def option_rows(of: type, prefix: str = "", group: Group | None = None) -> dict[str, "OptionRow"]:
     """Returns the options of a dataclass by name; those of a group of options have a dot."""
     rows: dict[str, OptionRow] = {}
     for each in dataclasses.fields(of):
         properties: Option = each.metadata.get(_OPTION, _PLAIN)
         of_group = properties.group or group
-        default = each.default
-        if each.default_factory is not dataclasses.MISSING:
-            default = each.default_factory()
+        default = default_of(each)
         if isinstance(default, OptionGroup):
             rows |= option_rows(type(default), default.PREFIX, of_group)
         else:
@@ -149,6 +154,72 @@ class OptionRow:
         """Returns whether a value means something else than the default."""
         value = tuple(value) if isinstance(value, list) else value
         return value != self.default and value not in self.option.neutral
+
+
+# -- Docstrings of fields --------------------------------------------------------------------------
+
+
+def field_docs(of: type) -> dict[str, str]:
+    """Returns the docstrings of the fields of a dataclass and its bases by name.
+
+    A docstring is a string after the field, or a comment in the same line or in the lines above it.
+    """
+    docs: dict[str, str] = {}
+    for each in filter(dataclasses.is_dataclass, reversed(of.__mro__)):
+        try:
+            source = textwrap.dedent(inspect.getsource(each))
+            (tree,) = ast.parse(source).body
+        except (OSError, TypeError, SyntaxError):  # it was made without a file
+            continue
+        assert isinstance(tree, ast.ClassDef)
+        comments: dict[int, tuple[str, bool]] = {}  # by line: the text, and whether it is all of it
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                text = token.string.lstrip("# ")
+                comments[token.start[0]] = text, token.line.lstrip().startswith("#")
+        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = str(after.value.value)
+            elif node.end_lineno in comments:
+                text = comments[node.end_lineno][0]
+            else:
+                line = node.lineno - 1
+                while line in comments and comments[line][1]:
+                    text, line = f"{comments[line][0]} {text}", line - 1
+            # A field that only changes the default keeps the inherited docstring.
+            if text:
+                docs[node.target.id] = " ".join(text.split())
+    return docs
+
+
+@dataclass(frozen=True)
+class FieldDocs:
+    """The docstring of a dataclass, to which its fields are added when it is read.
+
+    `help` and notebooks show it. It is not complete before, because it needs the source of the
+    class.
+    """
+
+    text: Any
+
+    def __get__(self, instance: Any, owner: type) -> str:
+        docs = field_docs(owner)
+        lines = [inspect.cleandoc(self.text), "", "Attributes:"]
+        for field in dataclasses.fields(owner):
+            default = default_of(field)
+            if isinstance(default, OptionGroup):
+                kind = type(default).__name__
+                text = f"{field.name} ({kind}): see {kind}."
+            else:
+                kind = inspect.formatannotation(field.type)
+                text = f"{field.name} ({kind}, default {default!r}): {docs.get(field.name, '')}"
+            lines += textwrap.wrap(
+                text, 88, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            )
+        return "\n".join(lines)
 
 
 # -- Groups of options, each of which is one field of `RunConfig` ----------------------------------
@@ -309,6 +380,9 @@ class CollectiveOptions(OptionGroup):
     process ends."""
 
 
+for _group in OptionGroup.__subclasses__():
+    _group.__doc__ = FieldDocs(_group.__doc__)  # type: ignore[assignment]
+
 # -- Checks of the values of option groups: types, integers, ranges --------------------------------
 
 _groups_are_checked: ContextVar[bool] = ContextVar("groups_are_checked", default=True)
@@ -404,51 +478,6 @@ def _check_integers(name: str, value: Any) -> None:
     elif isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
         shown = str(value) if abs(value) < 10**40 else "an integer of more than 40 digits"
         raise UserError(f"{name} is {shown}: it must be below 2^63")
-
-
-# -- Docstrings of fields --------------------------------------------------------------------------
-
-
-def field_docs(of: type) -> dict[str, str]:
-    """Returns the docstrings of the fields of a dataclass and its bases by name.
-
-    A docstring is a string after the field, or a comment in the same line or in the lines above it.
-    """
-    docs: dict[str, str] = {}
-    for each in reversed(of.__mro__):
-        if dataclasses.is_dataclass(each):
-            # A field that only changes the default keeps the inherited docstring.
-            docs |= {name: text for name, text in _own_docs(each).items() if text}
-    return docs
-
-
-def _own_docs(of: type) -> dict[str, str]:
-    try:
-        source = textwrap.dedent(inspect.getsource(of))
-        (tree,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError):  # it was made without a file
-        return {}
-    assert isinstance(tree, ast.ClassDef)
-    comments: dict[int, tuple[str, bool]] = {}  # by line: the text, and whether it is all of it
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("# ")
-            comments[token.start[0]] = text, token.line.lstrip().startswith("#")
-    docs: dict[str, str] = {}
-    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        text = ""
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = str(after.value.value)
-        elif node.end_lineno in comments:
-            text = comments[node.end_lineno][0]
-        else:
-            line = node.lineno - 1
-            while line in comments and comments[line][1]:
-                text, line = f"{comments[line][0]} {text}", line - 1
-        docs[node.target.id] = " ".join(text.split())
-    return docs
 
 
 # -- The JSON schema of options --------------------------------------------------------------------

@@ -4,9 +4,9 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Never
+from typing import Any, Never, get_type_hints
 
-from spmdtrain.config.run_config import RunConfig
+from spmdtrain.config.run_config import OPTIONS, RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean, field_meant
 from spmdtrain.record.storage import FixedFolder
@@ -45,12 +45,13 @@ INSTEAD = {
 }
 """Names of options of other frameworks, separated by spaces -> what to do instead."""
 _ADVICE = {name: advice for names, advice in INSTEAD.items() for name in names.split()}
-_OF_BUILD = {
+OF_BUILD = {
     "learning_rate": "give it to the optimizer, for example optimizer=optax.adam(0.001)",
     "data_dir": "give the data to fit",
 }
 """Fields of `RunConfig` that a `Trainer` refuses -> what to do instead."""
-_USED_IN_BUILD = {"learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"}
+USED_IN_BUILD = {"learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"}
+"""Fields of `RunConfig` that have no effect in a `Trainer`, whose optimizer is built."""
 
 
 def _refuse(of: str, name: str, known: Collection[str], elsewhere: Mapping[str, str]) -> Never:
@@ -61,9 +62,9 @@ def _refuse(of: str, name: str, known: Collection[str], elsewhere: Mapping[str, 
       known: Keywords that it accepts.
       elsewhere: What to do with keywords that others accept.
     """
-    field = field_meant(name, {*known, *elsewhere, *_OF_BUILD}) or name
-    if field in _OF_BUILD and field not in known:
-        hint = f" {_OF_BUILD[field][0].upper()}{_OF_BUILD[field][1:]}."
+    field = field_meant(name, {*known, *elsewhere, *OF_BUILD}) or name
+    if field in OF_BUILD and field not in known:
+        hint = f" {OF_BUILD[field][0].upper()}{OF_BUILD[field][1:]}."
     elif field not in known and field in elsewhere:
         hint = f" {elsewhere[field]}."
     elif field not in known and name in _ADVICE:
@@ -91,6 +92,35 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     return [each.name for each in parameters if each.kind in named and each.name != "self"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeywordsSignature:
+    """The signature of a class with the keywords of its `**options`, for notebooks and `help`.
+
+    It is made when it is read. Editors and type checkers read the `TypedDict` instead.
+    """
+
+    options: type
+    """A `TypedDict` of fields of `RunConfig`."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        of_init = inspect.signature(owner.__init__)  # type: ignore[misc]
+        _, *own = of_init.parameters.values()  # without `self`
+        keywords: list[inspect.Parameter] = []
+        if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:  # of a subclass
+            return of_init.replace(parameters=own)
+        for name, kind in get_type_hints(self.options).items():
+            default = OPTIONS[name].default if name in OPTIONS else _Code(f"{kind.__name__}()")
+            only = inspect.Parameter.KEYWORD_ONLY
+            keywords.append(inspect.Parameter(name, only, default=default, annotation=kind))
+        return of_init.replace(parameters=[*own[:-1], *keywords])
+
+
+class _Code(str):
+    """A default value as it is written in code."""
+
+    __repr__ = str.__str__
 
 
 def with_options(
@@ -134,13 +164,14 @@ def validate_trainer_options(
       UserError: If an option is unknown or not valid, or has an effect only before the model, the
         optimizer and the data are built (`learning_rate`, its scaling, `data_dir`).
     """
-    for name, advice in _OF_BUILD.items():
+    for name, advice in OF_BUILD.items():
         if name in options:
             raise UserError(f"{name} is for the build(config) of an experiment: {advice}")
     fit = trainer.fit  # type: ignore[attr-defined]
-    refused = {*_OF_BUILD, *_USED_IN_BUILD}
+    refused = {*OF_BUILD, *USED_IN_BUILD}
     config = with_options(config, options, trainer, begin=fit, refused=refused)
-    if config.learning_rate_scaling != "none" or config.learning_rate_table:
+    is_scaled = config.learning_rate_scaling != "none" or config.learning_rate_table
+    if is_scaled or options.get("learning_rate_base_batch_size") is not None:
         raise UserError(
             "learning_rate_scaling and learning_rate_table have no effect in a Trainer, because "
             "its optimizer is already built: call config = resolve_config(config) first, and build "
@@ -201,7 +232,7 @@ def check_arguments(
             f"{_advice(of, 'x')}."
         )
     for name in unknown:
-        fields = {field.name for field in dataclasses.fields(RunConfig)} - {*_OF_BUILD}
+        fields = {field.name for field in dataclasses.fields(RunConfig)} - {*OF_BUILD}
         elsewhere = _given_to("the Trainer", [*_keywords(type(method.__self__)), *fields])
         _refuse(of, name, _keywords(method), elsewhere)
     if data is REQUIRED:

@@ -21,6 +21,7 @@ from spmdtrain.config.options import (
     CollectiveOptions,
     ContextOptions,
     ExpertOptions,
+    FieldDocs,
     Group,
     MeshSpec,
     OnResume,
@@ -673,6 +674,7 @@ class RunConfig:
         return first, last
 
 
+RunConfig.__doc__ = FieldDocs(RunConfig.__doc__)  # type: ignore[assignment]
 OPTIONS: Mapping[str, OptionRow] = option_rows(RunConfig)
 """The properties of all options, by name."""
 

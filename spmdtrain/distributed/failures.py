@@ -237,7 +237,7 @@ def work_in_progress(what: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if is_outermost := exits.at_work != os.getpid():
             exits.at_work, exits.work = os.getpid(), what
-            stack.callback(_end_work)
+            stack.callback(setattr, exits, "at_work", 0)
             stack.enter_context(progress.working(what))
             stack.enter_context(_watch_own_work())
             atexit.unregister(_report_open_work)
@@ -264,10 +264,6 @@ def _early_exit(stop: SystemExit) -> EarlyExit:
     # Codes that mean success. Of others, the system keeps the last 8 bits.
     code = stop.code & 0xFF if isinstance(stop.code, int) else int(bool(stop.code))
     return EarlyExit(reason, ExitCode.FAILED if code in _SUCCESS else code)
-
-
-def _end_work() -> None:
-    CONTEXT.exits.at_work = 0
 
 
 def _report_open_work() -> None:

@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdtrain.document.blocks import FactsBlock, NoteBlock, TableBlock
-from spmdtrain.errors import StorageError, discard_output, foreign, printable
+from spmdtrain.errors import StorageError, discard_output, foreign, ipython_shell, printable
 
 LINE_WIDTH = 80
 """Columns that lines about the start of a run use at most."""
@@ -85,6 +85,14 @@ class LineColor(enum.StrEnum):
     PLAIN = ""
     SUCCESS = "green"  # the run is finished, an evaluation is the best so far
     WARNING = "yellow"
+
+
+class Point(NamedTuple):
+    """Metrics of a step, which a notebook draws as a point of a curve."""
+
+    curve: str
+    step: int
+    metrics: Mapping[str, float]
 
 
 class _Since:
@@ -177,8 +185,13 @@ class Terminal:
         self._shown = 0.0
         self._done = 0
 
-    def line(self, text: str, color: LineColor = LineColor.PLAIN) -> None:
-        """Prints a line, above the progress bar; escapes characters the encoding lacks."""
+    def line(
+        self, text: str, color: LineColor = LineColor.PLAIN, *, point: Point | None = None
+    ) -> None:
+        """Prints a line, above the progress bar; escapes characters the encoding lacks.
+
+        A notebook draws the `point` instead.
+        """
         self._print(self.console, text, color)
 
     def lines(self, parts: Sequence[str], color: LineColor = LineColor.PLAIN) -> None:
@@ -254,10 +267,16 @@ class Terminal:
                 self._progress.stop()
             self._progress, self._task, self._done = outer, outer_task, outer_done
 
-    def advance(self, done: int, texts: Sequence[str] | None = None) -> None:
+    def advance(
+        self,
+        done: int,
+        texts: Sequence[str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Moves the bar to `done` steps.
 
-        `texts` replace the texts after the bar, the most important one first, unless None.
+        `texts` replace the texts after the bar, the most important one first, unless None. A
+        notebook draws `metrics`.
         """
         if self._progress is None or self._task is None:
             return
@@ -285,15 +304,14 @@ class Terminal:
                 where = "" if step is None else f" at step {step}"
                 self.result(f"{split}{where}: {'  '.join(metric_texts(rows[split]))}")
             return
-        names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
-        table = _numbers(names, rows)
+        table = splits_table(rows)
         if _column_widths(table, self.console.width) is None:
             # A narrow terminal: a row for each metric, because there are more of them.
             by_metric = {
                 name: {split: found[name] for split, found in rows.items() if name in found}
-                for name in names
+                for name in table.columns[1:]
             }
-            table = _numbers(list(rows), by_metric)
+            table = splits_table(by_metric)
         self.show(table)
 
     def show(self, *blocks: TableBlock | FactsBlock | NoteBlock) -> None:
@@ -312,7 +330,7 @@ class Terminal:
                     self.line(printable(f"{fact.name}: {fact.value}{detail}"))
 
     def _draw(self, parts: Sequence[Text | Table]) -> None:
-        if self.console.is_terminal or self.console.is_jupyter:
+        if self.console.is_terminal:
             self.console.print(Group(*parts))
             return
         with self.console.capture() as capture:
@@ -344,14 +362,16 @@ _TITLE, _NOTE, _MARKED = "italic", "italic dim", "bold"  # styles of rich
 _INDENT = " " * 4  # of the lines of a row after the first one
 
 
-def _numbers(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> TableBlock:
-    """Returns a table of numbers; rows may lack some columns."""
+def splits_table(rows: Mapping[str, Mapping[str, float]], title: str = "") -> TableBlock:
+    """Returns a table of numbers with a column for each of their names; rows may lack some."""
+    columns = list(dict.fromkeys(name for numbers in rows.values() for name in numbers))
     every = range(len(columns) + 1)
     return TableBlock(
         ["", *columns],
         [[name, *(number(x[n]) if n in x else "" for n in columns)] for name, x in rows.items()],
         numeric=frozenset(every[1:]),
         whole=frozenset(every),
+        title=title,
     )
 
 
@@ -472,8 +492,16 @@ def _unwritable(error: OSError) -> StorageError:
 
 def _console(*, quiet: bool, stderr: bool = False) -> Console:
     # No markup: names of metrics and text of files may have brackets.
+    # In a notebook, rich would show each line apart, and the output says that it is a terminal.
     console = _Console(
-        quiet=quiet, stderr=stderr, highlight=False, soft_wrap=True, emoji=False, markup=False
+        quiet=quiet,
+        stderr=stderr,
+        highlight=False,
+        soft_wrap=True,
+        emoji=False,
+        markup=False,
+        force_jupyter=False,
+        force_terminal=False if hasattr(ipython_shell(), "kernel") else None,
     )
     if not console.is_terminal:
         console.width = 1000  # rich would otherwise cut a wide table off in a file
@@ -482,7 +510,7 @@ def _console(*, quiet: bool, stderr: bool = False) -> Console:
 
 def _print(console: Console, text: str, color: LineColor, end: str = "\n") -> None:
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
-    if not (console.is_terminal or console.is_jupyter):
+    if not console.is_terminal:
         if not console.quiet:  # rich takes ten times as long, also without colors and columns
             console.file.write(strip_control_codes(text) + end)
             console.file.flush()

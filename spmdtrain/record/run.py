@@ -156,6 +156,23 @@ class Run:
             raise UserError(f"{file.path}: not {what}: {error}") from error
         return content
 
+    def _repr_html_(self) -> str:
+        """Returns the status, the last metrics and the curve of the loss, for a notebook."""
+        from spmdtrain.document.notebook import run_html
+
+        curves = {}
+        for split in ("train", "eval", "test"):
+            columns = self.metrics(split)
+            steps = columns.pop("step")
+            curves[split] = [
+                (int(step), {name: float(values[n]) for name, values in columns.items()})
+                for n, step in enumerate(steps)
+            ]
+        last = {split: lines[-1][1] for split, lines in curves.items() if lines}
+        status = self.status
+        where = f"{status['status']}, step {status['step']:,} saved" if status else "not started"
+        return run_html(f"{self.workdir}: {where}", last, curves)
+
     def metrics(self, split: str) -> dict[str, np.ndarray]:
         """Returns the metrics of a split as columns, with a row for each step that has a line.
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NotRequired, TypedDict, cast
 
@@ -422,8 +422,9 @@ class RunFiles:
         return {line["split"]: metrics_of(line) for line in self.lines() if line["step"] == step}
 
     def history(self, split: Split) -> dict[int, dict[str, float]]:
-        """Returns the written metrics of a split by step."""
-        return _by_step(self.lines(), split)
+        """Returns the written metrics of a split by step; of two lines, those of the later one."""
+        lines = [line for line in self.lines() if line["split"] == split]
+        return {line["step"]: metrics_of(line) for line in lines}
 
     def trajectories(self, split: Split) -> dict[int, str]:
         """Returns the trajectories of the states in the lines of a split, by step."""
@@ -484,11 +485,6 @@ def is_metrics(content: Mapping[str, Any]) -> bool:
         elif not (kind is float or kind is int or value is None or name in NOT_METRICS):
             return False
     return True
-
-
-def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict[str, float]]:
-    """Returns the metrics of a split by step; the later of two lines with the same step counts."""
-    return {line["step"]: metrics_of(line) for line in lines if line["split"] == split}
 
 
 def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:

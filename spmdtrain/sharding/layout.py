@@ -582,6 +582,12 @@ class ShardingTable:
     emptiest: int
     worst: Worst | None
 
+    def _repr_html_(self) -> str:
+        """Returns the table for a notebook."""
+        from spmdtrain.document.notebook import as_html
+
+        return as_html(*sharding_blocks(self))
+
 
 @dataclass
 class _Sums:

@@ -363,7 +363,11 @@ class _Reader:
             exact += [x.exact for x in results]
         whole, with_constants = _digest(*parts), _digest(*exact)
         return [
-            _Value(_digest(whole, f"{n} {_dtype(x)}"), is_update, f"{with_constants} {n}")
+            _Value(
+                _digest(whole, f"{n} {getattr(x.aval, 'dtype', '')}"),
+                is_update,
+                f"{with_constants} {n}",
+            )
             for n, x in enumerate(equation.outvars)
         ]
 
@@ -372,10 +376,6 @@ class _Reader:
             texts = self.numbers.setdefault(place, [])
             if (text := _text(number)) not in texts:
                 texts.append(text)
-
-
-def _dtype(variable: Any) -> str:
-    return str(getattr(variable.aval, "dtype", ""))
 
 
 def _parameters(parameters: Mapping[str, Any]) -> str:

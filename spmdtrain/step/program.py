@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import as_marked, examples_of, stacked_sharding
 from spmdtrain.distributed.first_call import call_together
+from spmdtrain.document.blocks import Fact, FactsBlock, NoteBlock
 from spmdtrain.errors import UserError, option
 from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.kernels.reference import reference_kernels
@@ -497,6 +498,17 @@ class StepPlan:
     reasons: tuple[str, ...] = ()
     preset: str = ""
     apart: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """Returns the decisions that are known before the step is traced, for a notebook."""
+        from spmdtrain.document.notebook import as_html
+
+        steps = f"{self.dispatch.steps}, {self.dispatch.repeat}" if self.dispatch.steps > 1 else "1"
+        axes = "none" if self.placement.mesh is None else mesh.describe_mesh(self.placement.mesh)
+        facts = [Fact("mesh", axes), Fact("steps in a call", steps)]
+        if self.rule is not None:
+            facts.append(Fact("gradients", type(self.rule).__name__))
+        return as_html(FactsBlock(facts, title="train step"), *map(NoteBlock, self.reasons))
 
     def program(self) -> Any:
         """Returns the function (state, batch) -> (state, output), jitted with `jit`.

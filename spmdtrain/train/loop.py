@@ -8,14 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.config.overrides import with_fixed_folder, with_options, with_trackers
+from spmdtrain.config.keywords import LoopOptions
+from spmdtrain.config.overrides import (
+    KeywordsSignature,
+    with_fixed_folder,
+    with_options,
+    with_trackers,
+)
 from spmdtrain.config.run_config import OPTIONS, Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
 from spmdtrain.data.sampling import Augment, process_rows, rows_of
@@ -234,6 +240,8 @@ class Loop:
       UserError: If an option is wrong, or only the `Trainer` supports it.
     """
 
+    __signature__ = KeywordsSignature(LoopOptions)
+
     def __init__(
         self,
         config: RunConfig | None = None,
@@ -241,7 +249,7 @@ class Loop:
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
         trackers: Sequence[Tracker | str] | None = None,
-        **options: Any,
+        **options: Unpack[LoopOptions],
     ) -> None:
         refused = [name for name, row in OPTIONS.items() if row.option.in_loops]
         config = with_options(

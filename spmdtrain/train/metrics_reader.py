@@ -172,7 +172,9 @@ class MetricsReader:
         if not _is_stacked(output):
             finite, sums = finite[None], None if sums is None else sums[None]
         finite = finite[: len(steps)]  # a counted loop may have room for more steps
-        names = self._sorted_names(output.metrics)
+        if output.metrics.keys() != self._keys:  # which seldom change
+            self._keys, self._names = output.metrics.keys(), sorted(output.metrics)
+        names = self._names
         all_finite = b"\0" not in finite.tobytes()  # a quarter of the time of `all`
         weighed = counted = 0  # steps whose weights are counted for the log, sums for the epoch
         for number, step in enumerate(steps):
@@ -193,12 +195,6 @@ class MetricsReader:
                 counted = number + 1
         if not is_logged:
             run.logger.terminal.advance(last)
-
-    def _sorted_names(self, metrics: Mapping[str, Any]) -> Sequence[str]:
-        """Returns the sorted names of metrics, which seldom change from step to step."""
-        if metrics.keys() != self._keys:
-            self._keys, self._names = metrics.keys(), sorted(metrics)
-        return self._names
 
     def _present(
         self, output: StepOutput, sums: np.ndarray | None, number: int

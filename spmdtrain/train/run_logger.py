@@ -15,8 +15,15 @@ from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, end_interval, phase
-from spmdtrain.document.terminal import LineColor, Terminal, duration, metric_texts, number
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.document.terminal import (
+    LineColor,
+    Point,
+    Terminal,
+    duration,
+    metric_texts,
+    number,
+)
+from spmdtrain.errors import StorageError, UserError, is_interactive
 from spmdtrain.record.lines import (
     EVENTS_FILE,
     HASHES_FILE,
@@ -190,7 +197,7 @@ class RunLogger:
         texts += [] if rate is None else [f"{number(rate)} steps/s"]
         texts += [] if wait is None else [f"input_wait {wait:.1%}"]
         if self.terminal.has_bar:
-            self.terminal.advance(step, texts)
+            self.terminal.advance(step, texts, self._shown(metrics))
         else:
             texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
             self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
@@ -243,19 +250,17 @@ class RunLogger:
         if not is_written:
             self._write(step, split, metrics, trajectory=trajectory)
             self.times.log("evaluation", step)
-        best = split is Split.EVAL and self._is_best(metrics)
+        name, sign = self.config.best_metric, 1 if self.config.best_direction == "min" else -1
+        earlier = [m[name] * sign for m in self.written[Split.EVAL].values() if name in m]
+        earlier = [value for value in earlier if not math.isnan(value)]
+        is_better = bool(earlier) and name in metrics and metrics[name] * sign < min(earlier)
+        best = split is Split.EVAL and is_better
         if split in self.written:
             self.written[split][step] = metrics
         texts = metric_texts(metrics) + (["best"] if best else [])
         color = LineColor.SUCCESS if best else LineColor.PLAIN
-        self.terminal.line(f"{split} at step {step}: {'  '.join(texts)}", color)
-
-    def _is_best(self, metrics: Metrics) -> bool:
-        """Returns whether an evaluation is better than all earlier ones; there must be some."""
-        name, sign = self.config.best_metric, 1 if self.config.best_direction == "min" else -1
-        earlier = [m[name] * sign for m in self.written[Split.EVAL].values() if name in m]
-        earlier = [value for value in earlier if not math.isnan(value)]
-        return bool(earlier) and name in metrics and metrics[name] * sign < min(earlier)
+        line = f"{split} at step {step}: {'  '.join(texts)}"
+        self.terminal.line(line, color, point=Point(split, step, metrics))
 
     def log_epoch(self, step: int, metrics: Metrics) -> None:
         """Logs the means of the epoch that ends at `step`; "epoch" among them is its number."""
@@ -267,7 +272,8 @@ class RunLogger:
         speed = [f"{number(metrics[name])} {of}" for name, of in units.items() if name in metrics]
         speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
         text = "  ".join([*metric_texts(shown), *speed])
-        self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
+        line = f"epoch {metrics['epoch']:.0f} at step {step}: {text}"
+        self.terminal.line(line, point=Point("epoch", step, metrics))
 
     def _write(
         self,
@@ -341,9 +347,11 @@ class RunLogger:
                         raise
                     self.terminal.warning(str(error))  # the reason of the end matters more
         if status is Status.PREEMPTED:
-            done = f"saved step {step:,}; run the command again to resume"
+            again = "call fit again" if is_interactive() else "run the command again"
+            done = f"saved step {step:,}; {again} to resume"
             if not (self.config.workdir and saved):
                 done = "nothing saved" + (" (no workdir)" if not self.config.workdir else "")
+                done += "; the trainer keeps its state" if is_interactive() else ""
             self.terminal.result(f"{reason}: {done}", LineColor.WARNING)
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""

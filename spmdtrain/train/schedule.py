@@ -220,8 +220,10 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class History:
+class History(Mapping[str, list[float]]):
     """Metrics of a run, oldest first, including the part before a resume.
+
+    As a mapping it is the history of Keras: `history["loss"]`, `history["val_loss"]`.
 
     Attributes:
       epochs: One dictionary per epoch: "step" and "epoch", the weighted means of the training
@@ -233,6 +235,32 @@ class History:
     epochs: list[dict[str, float]]
     evaluations: list[dict[str, float]]
 
+    def __getitem__(self, name: str) -> list[float]:
+        """Returns the values of a metric as Keras names it.
+
+        Args:
+          name: A key of `epochs`, such as "loss", for the value of each epoch; after `val_`, a key
+            of `evaluations` for the value of each evaluation.
+
+        Raises:
+          KeyError: If no line has the metric.
+        """
+        lines = self.evaluations if name.startswith("val_") else self.epochs
+        metric = name.removeprefix("val_")
+        values = [line[metric] for line in lines if metric in line]
+        if not values:
+            raise KeyError(f"{name!r} is none of {', '.join(self)}")
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        for prefix, lines in {"": self.epochs, "val_": self.evaluations}.items():
+            for name in dict.fromkeys(name for line in lines for name in line):
+                if name not in ("step", "epoch"):
+                    yield prefix + name
+
+    def __len__(self) -> int:
+        return len([*iter(self)])
+
 
 @dataclass(frozen=True)
 class FitResult:
@@ -243,6 +271,15 @@ class FitResult:
     validation: Metrics
     test: Metrics
     history: History
+
+    def _repr_html_(self) -> str:
+        """Returns the last metrics and the curve of the loss, for a notebook."""
+        from spmdtrain.document.notebook import run_html
+
+        last = {"train": self.train, "eval": self.validation, "test": self.test}
+        lines = {"epoch": self.history.epochs, "eval": self.history.evaluations}
+        curves = {name: [(int(x["step"]), x) for x in of] for name, of in lines.items()}
+        return run_html(f"step {self.step:,}", last, curves)
 
 
 @dataclass

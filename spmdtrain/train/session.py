@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -39,6 +40,7 @@ from spmdtrain.distributed.code_digest import CodeRecord, code_record, source_di
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
+    Interrupted,
     NonFiniteError,
     PreemptedExit,
     ReplicaError,
@@ -46,6 +48,8 @@ from spmdtrain.errors import (
     StorageError,
     UserError,
     did_you_mean,
+    ipython_shell,
+    is_interactive,
     option,
 )
 from spmdtrain.record.run import Run
@@ -93,6 +97,10 @@ def open_checkpoints(
 
 def terminal_of(config: RunConfig) -> Terminal:
     """Returns the terminal of process 0, by the option `quiet`; one without output elsewhere."""
+    if hasattr(ipython_shell(), "kernel") and process_group.is_chief():
+        from spmdtrain.document.notebook import NotebookTerminal
+
+        return NotebookTerminal(results_only=config.quiet)
     return Terminal(quiet=not process_group.is_chief(), results_only=config.quiet, optional=True)
 
 
@@ -386,8 +394,9 @@ class RunSession:
         check_same_inputs(identity, train, data)
         files = checkpoints = None
         signals = StopSignals()
-        if config.workdir is not None or process_group.count() > 1:
-            # A single process without a workdir cannot save, so Ctrl-C keeps its usual meaning.
+        if config.workdir is not None or process_group.count() > 1 or is_interactive():
+            # A script in a single process without a workdir can neither save nor continue, so
+            # Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
         if (workdir := config.workdir) is not None:
             check_can_be_saved(trained.abstract_state)
@@ -587,6 +596,8 @@ class RunSession:
             # With parameter servers a signal may arrive before anything could be saved.
             saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
             self.logger.log_end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
+            if stop.signal == signal.SIGINT.name and is_interactive():
+                raise Interrupted from None
             raise
         except BaseException as error:
             self._log_failure(error)

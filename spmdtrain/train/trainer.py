@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never, Self
+from typing import Any, Never, Self, Unpack
 
 import jax
 import optax
@@ -21,6 +21,7 @@ from spmdtrain.checkpoints.weights.weight_map import WeightMap, checked_weight_m
 from spmdtrain.config import overrides
 from spmdtrain.config.conflicts import is_allowed
 from spmdtrain.config.experiment import Experiment
+from spmdtrain.config.keywords import TrainerOptions
 from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, OPTIONS, RunConfig
 from spmdtrain.data.datasets import Dataset, classes_of
 from spmdtrain.data.sampling import Augment, IndexedBatch
@@ -84,6 +85,23 @@ def _nothing() -> None:
     pass
 
 
+class TrainerArguments(TrainerOptions, total=False):
+    """The keywords of `Trainer` that `Trainer.from_keras` takes, too."""
+
+    predict: Function | None
+    augment: Augment | None
+    rules: Sequence[Rule]
+    axis_rules: AxisRules | None
+    reduction: Reduction | None
+    media: Function | None
+    trackers: Sequence[Tracker | str] | None
+    weight_map: WeightMap
+    config: RunConfig | None
+    terminal: Terminal | None
+    clock: Callable[[], float]
+    init_timeout: float
+
+
 class Trainer:
     """Trains, evaluates and predicts with one model on one device mesh.
 
@@ -115,6 +133,8 @@ class Trainer:
       UserError: If an argument or option is wrong.
     """
 
+    __signature__ = overrides.KeywordsSignature(TrainerOptions)
+
     def __init__(
         self,
         *,
@@ -134,7 +154,7 @@ class Trainer:
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
         init_timeout: float = 300.0,
-        **options: Any,
+        **options: Unpack[TrainerOptions],
     ) -> None:
         config = overrides.validate_trainer_options(config or RunConfig(), options, Trainer)
         config, self._own_trackers = overrides.with_trackers(config, trackers)
@@ -197,7 +217,7 @@ class Trainer:
         *,
         optimizer: optax.GradientTransformation | None = None,
         callbacks: Callbacks = (),
-        **keywords: Any,
+        **keywords: Unpack[TrainerArguments],
     ) -> Self:
         """Returns the trainer of a compiled Keras model: its losses, metrics and optimizer.
 
@@ -581,6 +601,8 @@ class Trainer:
             computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
             Not in a single process without a workdir, where Ctrl-C is a KeyboardInterrupt.
+          KeyboardInterrupt: After Ctrl-C in a notebook or an interactive Python, in place of
+            `PreemptedExit`: the trainer has the state of a whole step, and `fit` continues from it.
           OwnExit: A `SystemExit`: if `sys.exit` is called during the fit, and in an evaluator task
             after the training has ended.
           UserError: If an argument is wrong.

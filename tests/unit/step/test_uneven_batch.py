@@ -175,7 +175,7 @@ def test_without_the_option_an_uneven_batch_is_refused_and_the_option_is_named()
     with pytest.raises(UserError, match=r"over 4 devices .* uneven_batch=pad"):
         trainer(4, uneven_batch="refuse").fit(BATCH, steps=1)
     with pytest.raises(UserError, match="uneven_batch is 'pad'"):
-        Loop(uneven_batch="pad", steps=1)
+        Loop(**{"uneven_batch": "pad"}, steps=1)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="parameter_server"):
         trainer(4, strategy="parameter_server")
     assert RunConfig().uneven_batch == "refuse"
