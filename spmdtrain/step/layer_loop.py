@@ -69,8 +69,10 @@ def describe_layers(jaxpr: Any) -> str:
         for x in equations(jaxpr)
         if x.primitive.name == "scan" and re.search(rf"\b{_SCOPE}\b", str(x.source_info.name_stack))
     }
-    texts = (f"{n} layers {'unrolled' if flat else 'in a loop'}" for n, flat in sorted(found))
-    return ", ".join(texts)
+    texts = {True: "unrolled", False: "in a loop"}
+    return ", ".join(
+        f"{n} {'layer' if n == 1 else 'layers'} {texts[flat]}" for n, flat in sorted(found)
+    )
 
 
 # -- Rematerialization: activations that the backward pass recomputes instead of keeping them ------

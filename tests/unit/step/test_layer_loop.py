@@ -10,6 +10,7 @@ from spmdtrain.step.layer_loop import describe_layers, scan_layers
 @pytest.mark.parametrize(
     ("layers", "unroll", "text"),
     [
+        (1, None, "1 layer unrolled"),
         (12, None, "12 layers unrolled"),
         (13, None, "13 layers in a loop"),
         (13, True, "13 layers unrolled"),
