@@ -96,6 +96,7 @@ def test_a_pure_move_has_equal_definitions(repository: Path) -> None:
     assert run(repository, "--definitions", "HEAD") == (0, ["5 definitions are equal"], "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "old", "new", "expected"),
     [

@@ -564,6 +564,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.family.replace(" ", "_"))
 def test_the_message_of_each_family(case: Case, tmp_path: Path) -> None:
     with pytest.raises(Exception) as caught:

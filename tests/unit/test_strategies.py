@@ -126,6 +126,7 @@ def test_a_strategy_for_one_device_joins_no_other(alone: str, other: str) -> Non
     assert "cannot be combined with another" in refusal("default+one_device")
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(JOINED), min_size=1, max_size=4, unique=True))
 @settings(deadline=None, derandomize=True)
 def test_the_order_of_joined_strategies_changes_their_name_alone(names: list[str]) -> None:
@@ -199,6 +200,7 @@ def test_what_is_given_counts_above_what_the_strategy_says(
 SIZES = st.one_of(st.none(), st.just(-1), st.integers(1, 8))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(JOINED), min_size=1, max_size=3, unique=True),
     st.fixed_dictionaries(dict.fromkeys(AXES, SIZES)),

@@ -81,6 +81,7 @@ def test_allowed_and_other_licenses_are_distinguished(license: str, allowed: boo
     assert is_allowed(license) == allowed
 
 
+@pytest.mark.slow
 def test_all_dependencies_have_a_license_that_is_allowed() -> None:
     needed: dict[str, Distribution] = LOCK["needed"]("spmdtrain", LOCK["EXTRAS"])
     assert {"jax", "numpy", "ray", "pytest"} <= needed.keys()
@@ -89,6 +90,7 @@ def test_all_dependencies_have_a_license_that_is_allowed() -> None:
     assert refused.items() <= EXCEPTIONS.items()
 
 
+@pytest.mark.slow
 def test_the_lock_has_all_that_the_project_asks_for() -> None:
     lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
     locked = dict(line.split("==") for line in lines if not line.startswith("#"))

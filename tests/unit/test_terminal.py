@@ -159,6 +159,7 @@ def test_a_large_number_has_all_digits_before_the_point(value: float, text: str)
     assert number(value) == text
 
 
+@pytest.mark.slow
 def test_a_quiet_trainer_prints_the_last_metrics_only(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = linear_model.trainer(quiet=True, terminal=None)
     result = trainer.fit((X, Y), epochs=2, validation=(X, Y))

@@ -96,6 +96,7 @@ def test_evaluation_and_prediction_use_running_statistics_and_no_dropout() -> No
     assert all(np.array_equal(before[name], after[name]) for name in before if name != "key")
 
 
+@pytest.mark.slow
 def test_an_instance_starts_from_its_own_values_and_is_left_as_it_was() -> None:
     model = nnx.Linear(4, 1, rngs=nnx.Rngs(3))
     kernel = np.array(model.kernel[...])

@@ -275,6 +275,7 @@ def wide(kernel: np.ndarray) -> FunctionModel:
     return FunctionModel(lambda key: params, apply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

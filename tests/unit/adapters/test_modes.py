@@ -104,6 +104,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], dict[str, Any
 FAST = ("in the constructor", "dropout alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

@@ -259,6 +259,7 @@ def test_without_a_valid_checkpoint_the_run_stops_and_changes_nothing(
     assert contents(workdir) == before
 
 
+@pytest.mark.slow
 def test_verify_says_of_each_checkpoint_what_is_wrong(
     small_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,6 +310,7 @@ def test_what_cannot_be_got_at_now_is_not_taken_for_corruption(
         assert is_corruption(wrapped) is corrupted
 
 
+@pytest.mark.slow
 def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_quarantined(
     small_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +330,7 @@ def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_quarantined(
     assert contents(workdir) == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_another_name_is_not_taken_for_it(
     small_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,6 +360,7 @@ def test_reading_during_a_run_always_finds_a_valid_checkpoint(tmp_path: Path) ->
     assert found == [6] * 60
 
 
+@pytest.mark.slow
 def test_other_folders_beside_the_checkpoints_are_left_alone(
     small_runs: Path, tmp_path: Path
 ) -> None:
@@ -409,6 +413,7 @@ def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) 
         assert bits(found) == state, step
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_for_another_reason_is_not_reported_as_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +432,7 @@ def test_a_save_that_fails_for_another_reason_is_not_reported_as_saved(
     assert saved_steps(tmp_path) == [2]
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_that_cannot_be_removed_is_no_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def as_numpy(state: TrainState) -> dict[str, np.ndarray]:
 overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_save_returns_before_the_sums_and_keeps_the_bits_of_its_step(
     spec: PartitionSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ def at_step(number: int, do: Any) -> dict[str, Any]:
     return {"step": step}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("another", [False, True])
 def test_a_run_whose_lock_was_removed_ends_at_the_next_save(another: bool, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
@@ -111,6 +112,7 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_further_signals_while_a_checkpoint_is_published_leave_it_whole(
     signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +143,7 @@ def test_further_signals_while_a_checkpoint_is_published_leave_it_whole(
     assert saved_steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by", "valid", "left"), [(3, True, [3]), (4, True, [1, 2, 3]), (3, False, [1, 2, 3])]
 )
@@ -182,6 +185,7 @@ def test_a_save_does_not_wait_for_the_deletion_of_older_checkpoints(
     assert in_time == [True] * 4 and saved_steps(tmp_path) == [5]
 
 
+@pytest.mark.slow
 def test_what_was_logged_before_a_checkpoint_is_on_disk_when_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +253,7 @@ def test_a_folder_that_becomes_read_only_ends_the_run(tmp_path: Path) -> None:
     fit(tmp_path / "run", 2)
 
 
+@pytest.mark.slow
 def test_lines_of_a_start_that_saved_nothing_do_not_mix_with_the_next_start(
     tmp_path: Path,
 ) -> None:

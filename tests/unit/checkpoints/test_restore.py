@@ -253,6 +253,7 @@ def copy(plain: Run, tmp_path: Path) -> Path:
 # -- the whole state, on any devices ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_a_finished_run_is_restored_to_the_bit_on_any_number_of_devices(
     devices: int, plain: Run, copy: Path
@@ -842,6 +843,7 @@ def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
             assert found[name].astype(jnp.dtype(name)).tobytes() == expected[name].tobytes()
 
 
+@pytest.mark.slow
 def test_a_dtype_that_safetensors_lack_is_refused_by_name(tmp_path: Path) -> None:
     def start(key: jax.Array) -> dict[str, jax.Array]:
         return {"w": normal(key, 0).astype(jnp.int4), "x": normal(key, 0)}

@@ -130,6 +130,7 @@ def test_what_was_not_measured_is_never_best_and_ages_out(
             assert record.step not in ages.keep(records)
 
 
+@pytest.mark.slow
 @given(saves(), st.data())
 def test_an_evaluator_beside_the_run_says_which_is_best_and_is_waited_for(
     records: list[CheckpointRecord], data: st.DataObject

@@ -79,6 +79,7 @@ SETTINGS: dict[str, tuple[AbstractContextManager[Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["jax_threefry_partitionable"]

@@ -65,6 +65,7 @@ def trainer(workdir: Path, **options: Any) -> Trainer:
     )
 
 
+@pytest.mark.slow
 def test_a_run_logs_the_hashes_of_its_checkpoints_and_trains_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +106,7 @@ def test_the_last_step_has_a_hash_also_if_a_callback_makes_it_the_last(tmp_path:
     assert found[3].loss == metrics(tmp_path, "train")[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_hashes_after_the_step_of_a_resume_are_void(tmp_path: Path) -> None:
     data = {"x": np.random.default_rng(0).normal(size=(48, 256)).astype(np.float32)}
     trainer(tmp_path, log_hash_every=1, checkpoint_every_steps=2).fit(data, steps=4)

@@ -76,6 +76,7 @@ def test_process_0_may_come_last() -> None:
     assert endings == [None] * 2
 
 
+@pytest.mark.slow
 def test_who_is_missing_is_named_in_every_process() -> None:
     who = parties(4)
     began = time.monotonic()

@@ -125,6 +125,7 @@ def rows_at(moment: Moment) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows_at(Moment.CONSTRUCTED))
 def test_the_command_refuses_each_pair_with_its_text(
     row: Conflict, capsys: pytest.CaptureFixture[str]

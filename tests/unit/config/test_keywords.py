@@ -77,6 +77,7 @@ def test_each_field_is_a_keyword_unless_it_is_refused(of: type, options: type) -
             make(of, **{name: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -117,6 +118,7 @@ def test_a_subclass_has_the_signature_of_its_own() -> None:
     assert str(inspect.signature(Own)) == "(width: int) -> None"
 
 
+@pytest.mark.slow
 def test_help_shows_each_field_with_its_default() -> None:
     text = pydoc.render_doc(RunConfig, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
     for name in FIELDS:

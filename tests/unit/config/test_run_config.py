@@ -60,6 +60,7 @@ def test_a_run_without_a_length_is_refused() -> None:
         RunConfig(global_batch_size=8).total_steps(100)
 
 
+@pytest.mark.slow
 @settings
 @hypothesis.given(st.integers(1, 200), st.integers(1, 300), st.integers(1, 6))
 def test_epoch_e_ends_at_the_step_that_holds_its_last_example(

@@ -76,6 +76,7 @@ def steps(dataset: Any, size: int, **options: Any) -> list[list[int]]:
     return [batches[step][1].tolist() for step in range(len(batches))]
 
 
+@pytest.mark.slow
 def test_the_run_shuffles_the_batches_and_keeps_each_as_it_is() -> None:
     found = steps(as_dataset(Full()), 6)
     items = [Y[i : i + 6].tolist() for i in range(0, 24, 6)]
@@ -86,6 +87,7 @@ def test_the_run_shuffles_the_batches_and_keeps_each_as_it_is() -> None:
     assert sorted(np.ravel(steps(as_dataset(Batches()), 6))[:28]) == Y.tolist()
 
 
+@pytest.mark.slow
 def test_another_batch_size_is_refused_and_the_ways_out_work() -> None:
     with pytest.raises(UserError) as error:
         training_data(Batches(), RunConfig(epochs=1, global_batch_size=32))

@@ -91,6 +91,7 @@ def indices(
 # --- The permutation ---
 
 
+@pytest.mark.slow
 def test_the_order_of_each_epoch_is_a_permutation_for_every_small_size() -> None:
     for size in range(1, 301):
         for seed, epoch in ((0, 0), (0, 1), (3, 7)):
@@ -162,6 +163,7 @@ def chi_square(counts: np.ndarray) -> float:
     return (statistic - freedom) / (2 * freedom) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 10, 37, 64, 100])
 @pytest.mark.parametrize("by", ["epoch", "seed"])
 def test_over_many_orders_an_example_is_equally_often_in_each_place(size: int, by: str) -> None:
@@ -197,6 +199,7 @@ def test_the_orders_of_two_epochs_and_of_two_seeds_have_nothing_in_common(size: 
 # --- The stream of training examples ---
 
 
+@pytest.mark.slow
 @settings(150)
 @hypothesis.given(
     number=st.integers(1, 60),
@@ -222,6 +225,7 @@ def test_each_example_comes_exactly_once_an_epoch(
         assert len(set(rest.tolist())) == rest.size
 
 
+@pytest.mark.slow
 @settings(100)
 @hypothesis.given(
     number=st.integers(1, 3000), batch_size=st.integers(1, 9000), seed=st.integers(0, 100)
@@ -483,6 +487,7 @@ def test_a_transform_may_change_shapes_and_leaves_the_dataset_as_it_was() -> Non
 # --- All examples once, in order ---
 
 
+@pytest.mark.slow
 @settings(150)
 @hypothesis.given(
     number=st.integers(1, 70), per_device=st.integers(1, 12), devices=st.sampled_from(DEVICES)

@@ -236,6 +236,7 @@ print(next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmH
     assert int(peak.split()[1]) < 200_000, peak  # kB, of which Python with NumPy takes half
 
 
+@pytest.mark.slow
 def test_a_file_that_shrinks_much_and_is_whole_is_read(tmp_path: Path) -> None:
     content = idx_bytes(np.zeros((70, 2**20), np.uint8))
     found = read_idx(write(tmp_path, gzip.compress(content, compresslevel=1)))

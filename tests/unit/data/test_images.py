@@ -785,6 +785,7 @@ def test_a_run_knows_its_classes_by_name(
     assert main([*command, "--steps", "3"]) == 0
 
 
+@pytest.mark.slow
 def test_a_trainer_refuses_other_classes_than_it_was_trained_on(tmp_path: Path) -> None:
     one, other = (
         ImageFolder(folder_of(numbered(tmp_path / name, 8), {f"{name}/x.png": plain(9)}), 2)
@@ -833,6 +834,7 @@ def test_many_classes_are_listed_in_short() -> None:
         check_same_classes(many, many[:-1], "the model was")
 
 
+@pytest.mark.slow
 def test_predictions_are_kept_where_they_cannot_be_presented(tmp_path: Path) -> None:
     parts = "predict=lambda model, batch: model(batch[0]), format_predictions=lambda found: 1 / 0,"
     changed = ("        train=data", f"        {parts}\n        train=data")
@@ -848,6 +850,7 @@ def test_predictions_are_kept_where_they_cannot_be_presented(tmp_path: Path) -> 
 # -- real photographs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_photographs(flowers: Path, tmp_path: Path) -> None:
     folder = partial(ImageFolder, flowers, (48, 64), cache="disk", cache_dir=tmp_path / "cache")
     every = folder()

@@ -42,6 +42,7 @@ def order(of: Mixture, *, seed: int = 0, batch_size: int = 8) -> MixtureOrder:
     return of.order(seed, shuffle=True, batch_size=batch_size)
 
 
+@pytest.mark.slow
 @hypothesis.given(weights=WEIGHTS, seed=st.integers(0, 3), first=st.integers(0, 10**9))
 @SETTINGS
 def test_every_block_has_the_share_of_each_component_and_errors_do_not_accumulate(
@@ -65,6 +66,7 @@ def test_every_block_has_the_share_of_each_component_and_errors_do_not_accumulat
                 assert np.abs(totals - expected[:, n]).max() < 1.5 + start * 2**-20
 
 
+@pytest.mark.slow
 @hypothesis.given(
     weights=WEIGHTS, later=st.integers(1, 40), batch_size=st.integers(1, 300), data=st.data()
 )

@@ -93,6 +93,7 @@ def test_a_window_of_positions_touches_few_blocks() -> None:
     assert (following == indices).mean() < 0.01
 
 
+@pytest.mark.slow
 def test_examples_of_a_group_are_shuffled_as_well_as_without_blocks() -> None:
     """Each position of the first group gets each of the examples about equally often."""
     order = EpochOrder(12, 0, shuffle=True, blocks=np.array([0, 3, 6, 9, 12]))

@@ -257,6 +257,7 @@ def typed(value: Any) -> Any:
     return type(value), value
 
 
+@pytest.mark.slow
 @hypothesis.given(states)
 def test_a_state_is_restored_with_its_types_and_the_order_of_its_keys(state: Any) -> None:
     assert typed(from_text(streams.as_text(state))) == typed(state)

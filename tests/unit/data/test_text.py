@@ -272,6 +272,7 @@ class Documents:
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
 
 
+@pytest.mark.slow
 @given(lengths=LENGTHS, length=st.integers(1, 24), window=st.integers(1, 20), data=st.data())
 @settings(deadline=None)
 def test_every_token_is_in_one_row_with_its_document_and_position(

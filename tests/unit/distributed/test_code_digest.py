@@ -202,6 +202,7 @@ class _Link:
         self.following = following
 
 
+@pytest.mark.slow
 def test_large_structures_of_the_user_are_cut_off() -> None:
     first: _Link | None = None
     for _ in range(5000):

@@ -271,6 +271,7 @@ def printed(program: str, *arguments: str, **given: str) -> str:
     return subprocess.run(line, env=env | given, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 @needs_glibc
 @pytest.mark.parametrize(
     ("device", "given", "is_kept"),
@@ -290,6 +291,7 @@ def test_memory_is_kept_on_cpu_unless_the_user_has_set_the_allocator(
     assert (int(printed(FAULTS, device, **given)) < 0.1 * pages) is is_kept
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_the_run_command_keeps_memory_before_threads_start() -> None:
     assert printed(COMMAND).splitlines()[0] == "1 False"

@@ -459,6 +459,7 @@ def products(rows: Any, kernel: Any, counts: Any, platform: str) -> Any:
     return found, *gradients
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 300), min_size=GROUPS, max_size=GROUPS).filter(

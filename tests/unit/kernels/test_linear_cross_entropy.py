@@ -102,6 +102,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_chunks_on_a_mesh_compute_the_same(name: str) -> None:
     strategy, mesh = MESHES[name]
@@ -112,6 +113,7 @@ def test_chunks_on_a_mesh_compute_the_same(name: str) -> None:
         assert "shard_map" in str(jax.make_jaxpr(partial(losses, chunks=3))(ARRAYS))
 
 
+@pytest.mark.slow
 def test_equally_large_logits_are_correct_for_each_target() -> None:
     ties = {**ARRAYS, "head": jnp.zeros((HEAD, WIDTH)), "bias": jnp.zeros(HEAD)}
     for chunks in (1, 3):
@@ -176,6 +178,7 @@ def test_the_number_of_chunks_follows_from_the_memory_of_the_device(
     assert [int(n) for n in found] == [chunks] * (chunks > 1)
 
 
+@pytest.mark.slow
 def test_tokens_that_fill_the_last_chunk_have_no_gradient() -> None:
     """Their logits would overflow beside the large ones of a bias."""
     arrays = {name: jnp.asarray(x) for name, x in ARRAYS.items()} | {"bias": jnp.full(HEAD, 100.0)}

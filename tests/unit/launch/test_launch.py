@@ -253,12 +253,14 @@ def test_bad_usage_is_one_line(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_an_unknown_option_is_bad_usage(tmp_path: Path) -> None:
     ended = launch(tmp_path, "", "--processes", 2, "--max-restart", 1)
     assert ended.returncode == 2
     assert "--max-restarts" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_file_that_the_system_cannot_run_ends_it(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"\x00\x01")
     (tmp_path / "broken").chmod(0o755)

@@ -214,6 +214,7 @@ def test_the_cache_is_split_and_never_gathered() -> None:
     assert {x.addressable_shards[0].data.shape for x in jax.tree.leaves(cache)} == {(2, 1, 16, 16)}
 
 
+@pytest.mark.slow
 @given(
     logits=st.lists(
         st.integers(-2, 2).map(float) | st.floats(-9, 9, width=32, allow_subnormal=False),

@@ -177,6 +177,7 @@ def test_on_a_cpu_depthwise_convolutions_are_sums_of_products_and_equal(
 # -- batch statistics ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_statistics_are_float32_and_the_products_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -188,6 +188,7 @@ def forward(model: Llama, tokens: jax.Array) -> tuple[jax.Array, Routing]:
     return model.logits(hidden), routing
 
 
+@pytest.mark.slow
 def test_logits_and_weight_map_are_those_of_an_independent_mixtral() -> None:
     model = randomized()
     named = named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))

@@ -215,6 +215,7 @@ def test_one_worker_makes_what_a_mirrored_step_makes(kind: str) -> None:
         assert len(set(losses)) == STEPS
 
 
+@pytest.mark.slow
 def test_threads_read_the_same_batches() -> None:
     of, config = experiment(strategy="mirrored", global_batch_size=40)
     read = []

@@ -112,6 +112,7 @@ def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPa
 X = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
 
 
+@pytest.mark.slow
 def test_fit_in_an_evaluator_task_evaluates_and_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

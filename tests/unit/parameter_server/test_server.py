@@ -186,6 +186,7 @@ def test_the_parts_of_a_chain_have_names() -> None:
     assert [name_of(part) for part in parts_of(chain)] == names
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(range(6)), st.lists(st.integers(0, 5), max_size=6))
 def test_each_push_is_added_once_in_any_order(order: list[int], again: list[int]) -> None:

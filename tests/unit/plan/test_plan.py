@@ -525,6 +525,7 @@ command.end_messages()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_end_after_its_result_is_killed() -> None:
     began, heard = time.monotonic(), list[tuple[str, int]]()
     result = run_child(
@@ -534,6 +535,7 @@ def test_a_process_that_does_not_end_after_its_result_is_killed() -> None:
     assert time.monotonic() - began < 50
 
 
+@pytest.mark.slow
 def test_one_that_fails_after_its_result_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EndedError, match="ended with code 3, see above"):
         run_child(["-c", SENDS + "print('why'); exit(3)"], {}, lambda *said: None)

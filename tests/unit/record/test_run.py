@@ -87,6 +87,7 @@ def test_of_several_lines_of_a_step_the_newest_counts_as_in_the_page(tmp_path: P
     np.testing.assert_array_equal(np.stack(column.by_step()), [found["step"], found["loss"]])
 
 
+@pytest.mark.slow
 def test_all_values_of_a_long_run_are_returned(tmp_path: Path) -> None:
     count = 40_000
     write_lines(

@@ -51,6 +51,7 @@ def take(folder: Path, heard: list[str]) -> WorkdirLock:
     return WorkdirLock(epath.Path(folder), ".lock", "run", heard.append)
 
 
+@pytest.mark.slow
 def test_a_start_waits_for_a_holder_that_ends_and_says_so(tmp_path: Path) -> None:
     heard: list[str] = []
     with holder(tmp_path, UNTIL_ASKED) as process:
@@ -66,6 +67,7 @@ def test_a_start_waits_for_a_holder_that_ends_and_says_so(tmp_path: Path) -> Non
     assert re.search(by, line), line
 
 
+@pytest.mark.slow
 def test_a_holder_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_files, "PATIENCE", 0.3)
     with holder(tmp_path, UNTIL_ASKED) as process:
@@ -74,6 +76,7 @@ def test_a_holder_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         process.communicate("\n")
 
 
+@pytest.mark.slow
 def test_a_holder_with_the_same_names_in_another_container_is_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +88,7 @@ def test_a_holder_with_the_same_names_in_another_container_is_another_process(
         process.communicate("\n")
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     heard: list[str] = []
     with holder(tmp_path, FORKS) as process:

@@ -49,6 +49,7 @@ def text_of(page: Page) -> str:
     return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page_content(page)["main"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "status.json", "program.json"])
 def test_an_unknown_field_of_a_file_is_named(tmp_path: Path, name: str) -> None:
     path = write_run(tmp_path / "run") / name

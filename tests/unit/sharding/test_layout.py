@@ -820,6 +820,7 @@ def replicated(fitted: Trainer, tree: Any) -> Any:
 WRONG = "params/kernel of shape (32, 8) is replicated, but its rules require P('fsdp', None)"
 
 
+@pytest.mark.slow
 def test_a_state_initialized_with_another_sharding_stops_the_run() -> None:
     fitted = trainer()
     steps = fitted.functions

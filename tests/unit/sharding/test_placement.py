@@ -262,6 +262,7 @@ def test_the_objective_sees_the_strategy(strategy: str, found: str, jit: bool) -
     assert seen == {found}
 
 
+@pytest.mark.slow
 def test_after_an_exception_it_is_the_default_strategy_again() -> None:
     def failing(event: CallbackContext) -> None:
         assert queried() == MIRRORED
@@ -283,6 +284,7 @@ def test_after_an_exception_it_is_the_default_strategy_again() -> None:
     assert queried() == OUTSIDE
 
 
+@pytest.mark.slow
 def test_a_trainer_within_anothers_callback_has_a_strategy_of_its_own() -> None:
     seen = []
 

@@ -355,6 +355,7 @@ def test_a_narrow_terminal_gets_two_lines_a_parameter_and_no_name_is_cut(mesh: M
     assert joined(drawn(table, width - 1)) == joined(lines)
 
 
+@pytest.mark.slow
 def test_all_of_many_parameters_are_printed_and_brackets_stay(mesh: Mesh) -> None:
     of = state({f"layer[bold]{n}": shaped(8) for n in range(500)}, optax.sgd(0.1))
     table = tabulate(of, placed(of, mesh))

@@ -151,6 +151,7 @@ def names(of: Trainer) -> list[str]:
     return [*named_leaves(state.params), *named_leaves(state.model_state)]
 
 
+@pytest.mark.slow
 def test_all_travels_in_one_reduction() -> None:
     (one,) = compiled_step(trainer(), (X, Y, W)).collectives
     assert (one.kind, one.arrays) == ("all-reduce", 1)
@@ -258,6 +259,7 @@ class Observer(nnx.Module):
         return self.linear(x)[:, 0]
 
 
+@pytest.mark.slow
 def test_the_mean_over_replicas_has_the_digits_of_what_they_computed() -> None:
     found = after_a_step(trainer(Observer, mesh=on(4)))["largest"]
     by_hand = X.reshape(4, 4, 4).max(1).mean(0)
@@ -265,6 +267,7 @@ def test_the_mean_over_replicas_has_the_digits_of_what_they_computed() -> None:
     np.testing.assert_allclose(found, [*by_hand[:3], 1e9], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_are_of_a_replica_s_own_rows() -> None:
     found = after_a_step(trainer(microbatches=2))
     mean, var = np.zeros(4), np.ones(4)

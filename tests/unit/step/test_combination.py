@@ -110,6 +110,7 @@ def test_the_terms_are_the_same_on_any_devices_and_microbatches(missing: str) ->
         check_equal(gradients(of, batch), reference, f"{devices} {microbatches} {reduction}")
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_batch_do_not_cost_a_second_pass_of_the_model() -> None:
     batch = tokens_batch(np.random.default_rng(1))
 

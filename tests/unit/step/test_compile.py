@@ -32,6 +32,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     return threads
 
 
+@pytest.mark.slow
 def test_it_is_compiled_while_the_state_is_restored(
     tmp_path: Path, planned: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +54,7 @@ def test_it_is_compiled_while_the_state_is_restored(
     assert planned[0] is not threading.main_thread()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -130,6 +132,7 @@ def test_the_program_of_an_earlier_batch_size_is_found_again(
     assert len(planned) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_has_nothing_left_to_do_compiles_nothing(
     tmp_path: Path, planned: list[threading.Thread]
 ) -> None:

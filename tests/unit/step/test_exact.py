@@ -377,6 +377,7 @@ def repeated(updates: Any, params: Any) -> Any:
     return jax.tree.map(twice, updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -502,6 +503,7 @@ def leaves(of: Trainer) -> dict[str, bytes]:
     return {name: np.asarray(x).tobytes() for name, x in named_leaves(of.state).items()}
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_cut_has_the_sums_and_gradients_of_the_whole_batch() -> None:
     x, weights = data(6)[0], jnp.linspace(-1.0, 1.0, 6)
 
@@ -663,6 +665,7 @@ class Masked(nnx.Module):
         return self.linear(self.norm(x, mask=x[:, :1] > 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [

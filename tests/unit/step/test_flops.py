@@ -49,6 +49,7 @@ def test_an_mlp(microbatches: int) -> None:
     assert all("layers.py:" in line for line in found.by_line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "unroll", "microbatches"),
     [("none", True, 1), ("none", False, 1), ("none", False, 2), ("full", False, 1)],

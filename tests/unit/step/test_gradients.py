@@ -267,6 +267,7 @@ def test_microbatches_hold_at_most_one_more_copy_of_the_gradients_and_fewer_acti
     assert parts.temp_size_in_bytes <= batch + 2 * WIDE + activations / 8
 
 
+@pytest.mark.slow
 def test_by_hand_the_gradients_cross_once_after_the_loop_and_are_not_copied() -> None:
     mesh = mlp(mesh=on(8)).mesh
     assert mesh is not None
@@ -361,6 +362,7 @@ def test_bfloat16_is_what_the_model_computes_in_and_nothing_else(microbatches: i
     assert of.predict(WORDS).dtype == np.float32
 
 
+@pytest.mark.slow
 def test_the_products_of_a_bfloat16_step_are_in_bfloat16() -> None:
     shapes = jax.eval_shape(lambda: (X, Y))
     for dtype in ("float32", "bfloat16"):

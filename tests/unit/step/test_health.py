@@ -154,6 +154,7 @@ OTHER_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"freeze": ("b",)}, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_OPTIONS)],
@@ -183,6 +184,7 @@ def test_no_collective_is_in_a_branch_or_a_loop(strategy: str) -> None:
     assert not re.search("all-reduce|all-gather|reduce-scatter|collective-permute", inner)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_logged_has_no_norms_and_the_first_and_tenth_have_them() -> None:
     every, some = lines(13), lines(13, log_every=5)
     assert [line["step"] for line in some] == [1, 5, 10, 13]
@@ -202,6 +204,7 @@ def test_a_norm_is_that_of_all_parts_of_a_number(dtype: Any) -> None:
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [

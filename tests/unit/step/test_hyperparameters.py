@@ -107,6 +107,7 @@ def test_a_changed_learning_rate_scales_the_first_update_after_a_resume(
     assert np.abs(found[0.1]["kernel"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_what_a_run_changed_itself_is_kept_unless_its_initial_value_changes(
     tmp_path: Path,
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_schedule_is_no_initial_value(tmp_path: Path, capsys: pytest.CaptureFi
     assert read_manifest(tmp_path).identity.hyperparameters == {"hyperparams/momentum": 0.5}
 
 
+@pytest.mark.slow
 def test_a_loop_uses_it_too(tmp_path: Path) -> None:
     def train(rate: float, steps: int) -> float:
         optimizer = optax.inject_hyperparams(optax.sgd)(rate)

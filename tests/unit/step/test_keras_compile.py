@@ -152,6 +152,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(x, marks=[pytest.mark.slow] * (x == "beyond means")) for x in CASES],

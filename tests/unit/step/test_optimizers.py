@@ -206,6 +206,7 @@ def recorder() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_optimizer_evaluates_the_loss_of_the_step_with_its_dropout_and_microbatches(
     terms: int,

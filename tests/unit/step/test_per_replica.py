@@ -134,6 +134,7 @@ def test_the_gradient_of_one_is_an_error() -> None:
         jax.grad(lambda w: per_replica(lambda y, w: (w * y).sum(), Y, w))(1.0)
 
 
+@pytest.mark.slow
 def test_what_has_no_dim_of_examples_has_no_mean() -> None:
     with use_placement(placed()):
         total = per_replica(lambda y: {"total": y.sum()}, Y)
@@ -170,6 +171,7 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         per_replica(lambda batch: "a", Y)
 
 
+@pytest.mark.slow
 def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
     with use_placement(placed()):
         doubled = per_replica(lambda y: {"y": 2 * y, "sum": y.sum()}, Y)

@@ -136,6 +136,7 @@ def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
     check_equal(gradients(tokens(reduction=reduction, **PLACES[place]), BATCH), expected())
 
 
+@pytest.mark.slow
 def test_one_device_sends_along_a_tree_instead_of_an_all_reduce() -> None:
     compiled = compiled_step(tokens(collectives=CollectiveOptions(reduction="one_device")), BATCH)
     sent = [(one.kind, one.bytes) for one in compiled.collectives]
@@ -444,6 +445,7 @@ def test_small_gradients_do_not_vanish_in_float16() -> None:
     np.testing.assert_allclose(sent, exact, rtol=1e-2, atol=1e-3 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 def test_a_large_batch_does_not_overflow_in_float16() -> None:
     rows = 4096
     of = trainer(
@@ -495,6 +497,7 @@ def test_on_cpu_gradients_are_packed_into_one_array(place: str) -> None:
     assert (one.kind, one.arrays, one.bytes) == ("all-reduce", 1, 7 * 256 * 4)
 
 
+@pytest.mark.slow
 def test_xla_reduces_them_where_that_is_asked_for() -> None:
     of = tokens(collectives=CollectiveOptions(reduction="automatic"))
     program = compiled_step(of, BATCH)
@@ -605,6 +608,7 @@ def test_xla_reduces_them_if_flattening_would_change_the_result_and_says_why(
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6 if why else 1e-5)
 
 
+@pytest.mark.slow
 def test_large_arrays_travel_alone_and_dtypes_apart() -> None:
     mesh = build_mesh(MeshSpec(data=8))
     draws = np.random.default_rng(4)
@@ -781,6 +785,7 @@ class Annotated(nnx.Module):
         return self.uses(x @ self.kernel[...])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_scattered_is_refused() -> None:
     with pytest.raises(
         UserError, match="reduce_scatter is for the strategies that split gradients"

@@ -180,6 +180,7 @@ def test_random_keys_as_data_and_predictions_of_a_batch_are_refused() -> None:
         products.predict(X[:6], global_batch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "array", [X.astype(np.longdouble), np.zeros(4, [("a", "f4"), ("b", "i4")])]
 )

@@ -40,6 +40,7 @@ def step(state: jax.Array, batch: jax.Array, is_last: Any) -> tuple[jax.Array, d
 program = jax.jit(repeated(step, Repeat.COUNTED))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, MOST), min_size=1, max_size=5))
 def test_a_counted_loop_has_the_same_bits_however_steps_are_grouped(sizes: list[int]) -> None:

@@ -189,6 +189,7 @@ def trained_alone(init: Any, names: tuple[str, ...]) -> Any:
     return kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

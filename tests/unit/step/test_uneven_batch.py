@@ -75,6 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
@@ -148,6 +149,7 @@ class Normalizes(nnx.Module):
 LINEAR = partial(nnx.Linear, 6, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "objective", "why"),
     [
@@ -204,6 +206,7 @@ def test_a_run_resumes_on_other_devices_and_counts_its_examples(
     assert len(steps) > 2
 
 
+@pytest.mark.slow
 def test_an_epoch_has_the_steps_of_the_true_batch_size() -> None:
     of = trainer(4, model=LINEAR, objective=squares)
     assert of.fit(X, epochs=1).step == 4  # ceil(20 / 6)

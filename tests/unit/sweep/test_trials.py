@@ -53,6 +53,7 @@ WORDS = st.text("abcdefgxyz_0123456789-", min_size=1, max_size=8)
 VALUES = st.lists(WORDS, min_size=1, max_size=4, unique=True)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(WORDS.map(lambda word: f"o{word}".replace("-", "_")), VALUES, min_size=1))
 def test_a_grid_has_each_combination_of_the_listed_values_once(
     options: dict[str, list[str]],

@@ -37,6 +37,7 @@ def test_the_writer_does_not_import_the_client_of_google_cloud_storage() -> None
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_event_files_that_cannot_be_written_are_named_and_end_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

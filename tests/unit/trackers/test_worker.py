@@ -100,6 +100,7 @@ def test_calls_that_follow_each_other_are_flushed_together_and_none_is_lost_at_t
     assert len(flushes) < 10
 
 
+@pytest.mark.slow
 def test_a_tracker_gets_what_the_metrics_file_has_and_continues_after_a_resume(
     tmp_path: Path,
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_tracker_gets_what_the_metrics_file_has_and_continues_after_a_resume(
         assert found[f"{line['split']}/loss", line["step"]] == line["loss"]  # to the bit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["start", "scalars", "text", "close"])
 def test_a_failing_tracker_is_named_once_and_the_others_continue(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -197,6 +199,7 @@ def test_a_text_that_cannot_be_decoded_is_not_a_fault_of_the_trackers() -> None:
     assert lines == ["said of step 2 is not logged: KeyError: 7"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     ['{"recorder": "../../etc"}', '{"recorder": 3}', "[", '{"recorder": ["a"]}', "\x00"],
@@ -241,6 +244,7 @@ def test_libraries_are_imported_before_the_threads_where_two_threads_may_not_par
     monkeypatch.delitem(sys.modules, "trackio")
 
 
+@pytest.mark.slow
 def test_the_modules_that_are_imported_first_exist() -> None:
     names = {name: make_tracker(name).imports for name in SHIPPED}
     assert [name for name, module in names.items() if not module] == ["tensorboard"]

@@ -91,6 +91,7 @@ def test_a_completion_file_that_cannot_be_written_is_named(tmp_path: Path) -> No
         write_completion(["zsh", str(tmp_path / "absent" / "file")])
 
 
+@pytest.mark.slow
 def test_the_shell_completes_commands_options_and_choices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

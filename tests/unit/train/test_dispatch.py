@@ -114,6 +114,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [

@@ -64,6 +64,7 @@ def fitted(
     return trainer.fit(train, validation=validation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 4])
 def test_an_epochs_metrics_are_weighted_means_over_its_batches(
     together: int, tmp_path: Path
@@ -120,6 +121,7 @@ def test_a_second_fit_continues_its_epoch() -> None:
     assert [line["step"] for line in history.epochs] == ENDS[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2])
 def test_a_callback_at_an_epochs_end_reads_its_state_and_may_stop(together: int) -> None:
     seen: list[tuple[int, int, float]] = []
@@ -151,6 +153,7 @@ def test_an_epochs_learning_rate_is_that_of_its_last_step_or_none() -> None:
     assert of_schedule["learning_rate"] == pytest.approx(float(schedule(ENDS[1] - 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [optax.contrib.prodigy(0.5), optax.contrib.mechanize(optax.sgd(lambda count: 0.5))],
@@ -161,6 +164,7 @@ def test_a_rate_that_the_optimizer_estimates_is_not_known(optimizer: Any) -> Non
     assert "learning_rate" not in fitted(optimizer, **given).history.epochs[0]
 
 
+@pytest.mark.slow
 def test_a_metric_of_no_weight_is_0_in_the_lines_of_epochs_as_in_those_of_steps(
     tmp_path: Path,
 ) -> None:
@@ -174,6 +178,7 @@ def test_a_metric_of_no_weight_is_0_in_the_lines_of_epochs_as_in_those_of_steps(
     }
 
 
+@pytest.mark.slow
 def test_an_epoch_in_which_the_metrics_changed_is_left_out(tmp_path: Path) -> None:
     def trained(steps: int, objective: Any) -> list[int]:
         result = fitted(objective=objective, steps=steps, workdir=str(tmp_path))
@@ -183,6 +188,7 @@ def test_an_epoch_in_which_the_metrics_changed_is_left_out(tmp_path: Path) -> No
     assert trained(19, _objective) == [ENDS[1], ENDS[3]]
 
 
+@pytest.mark.slow
 def test_the_copies_of_what_is_read_start_before_later_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -255,6 +261,7 @@ def test_sums_have_the_same_bits_if_steps_are_counted_together() -> None:
     assert alone == counted(range(1, 7)) == counted(range(1, 2), range(2, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [{"epochs": 10}, {"steps": 2}])
 def test_a_batch_larger_than_the_data_is_refused_unless_they_are_repeated(
     length: dict[str, int],

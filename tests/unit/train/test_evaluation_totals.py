@@ -159,6 +159,7 @@ def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path
     assert '"logits"' in text
 
 
+@pytest.mark.slow
 def test_media_of_a_mixture_are_computed_once_for_all_examples() -> None:
     finished: list[np.ndarray] = []
 

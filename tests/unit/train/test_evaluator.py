@@ -566,6 +566,7 @@ def is_slow(play: Play) -> bool:
     return bool(play.steps) and 100 < play.now < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "play",
     [
@@ -618,6 +619,7 @@ def test_silence_is_broken_every_five_minutes(
     ]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_and_it_continues_when_started_again(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,7 @@ def test_what_a_fork_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
     assert fork.evaluate(X)["loss"] == trainer(run).evaluate(X)["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "lacked"),
     [

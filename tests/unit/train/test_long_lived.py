@@ -56,6 +56,7 @@ def test_what_others_have_excluded_stays_so() -> None:
     assert gc.get_freeze_count() > 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_excluded")
 def test_of_two_runs_the_last_one_includes_the_objects_again() -> None:
     first, second = LongLivedObjects(), LongLivedObjects()
@@ -92,6 +93,7 @@ def test_excluded_objects_are_not_counted_between_the_steps(
     assert not calls
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_excluded")
 @pytest.mark.parametrize("run", ["trainer", "loop"])
 def test_a_run_excludes_objects_after_its_first_step(run: str) -> None:

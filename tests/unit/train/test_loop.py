@@ -112,6 +112,7 @@ def test_it_makes_the_steps_that_a_trainer_makes() -> None:
 SMALL = {"sharding": ShardingOptions(min_size=8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -193,6 +194,7 @@ def test_an_infinity_on_purpose_is_no_failure() -> None:
     assert own.step == STEPS
 
 
+@pytest.mark.slow
 def test_parameters_may_be_gathered_for_the_model() -> None:
     """Then the examples stay where they are."""
 
@@ -215,6 +217,7 @@ def test_parameters_may_be_gathered_for_the_model() -> None:
             np.testing.assert_allclose(output.metrics["loss"], one["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_state_rests_in_host_memory_and_other_functions_read_it() -> None:
     with loop(strategy="central_storage") as own:
         state = own.start(init, train=(X, Y))
@@ -229,6 +232,7 @@ def test_the_state_rests_in_host_memory_and_other_functions_read_it() -> None:
 # -- interrupted -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
     whole, outputs = trained(workdir=str(tmp_path / "whole"), checkpoint_every_steps=4)
     options: dict[str, Any] = {"workdir": str(tmp_path / "parts"), "checkpoint_every_steps": 4}
@@ -243,6 +247,7 @@ def test_it_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> No
     np.testing.assert_array_equal(load_params(str(tmp_path / "whole"))["w"], whole["w"])
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_left_early_has_saved_and_resumes_from_there(tmp_path: Path) -> None:
     _, outputs = trained(workdir=str(tmp_path), stop_before=7)
     assert len(outputs) == 7 and saved_steps(tmp_path) == [7]
@@ -259,6 +264,7 @@ def test_a_loop_that_is_left_before_its_first_step_has_saved_too(tmp_path: Path)
     assert "saved" not in status(tmp_path)["reason"]
 
 
+@pytest.mark.slow
 def test_that_no_checkpoint_will_be_the_best_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +279,7 @@ def test_that_no_checkpoint_will_be_the_best_is_said_once(
     assert capsys.readouterr().out.count(words) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["epochs", "next"])
 def test_what_is_due_is_done_however_batches_are_taken(tmp_path: Path, how: str) -> None:
     with loop(workdir=str(tmp_path), checkpoint_every_steps=5) as own:
@@ -292,6 +299,7 @@ def test_what_is_due_is_done_however_batches_are_taken(tmp_path: Path, how: str)
     assert found == [{"loss": 123.0}, None]  # an evaluation is of its own step alone
 
 
+@pytest.mark.slow
 def test_a_caught_error_leaves_no_sound_state(tmp_path: Path) -> None:
     def spoiled(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
         after, outputs = step(state, batch, key)
@@ -313,6 +321,7 @@ def test_a_caught_error_leaves_no_sound_state(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [] and status(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match="output of step 2"),
@@ -356,6 +365,7 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
         own.end_step(state, output.metrics)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
     def stopped() -> int:
         with loop(workdir=str(tmp_path), checkpoint_every_steps=7) as own:
@@ -375,6 +385,7 @@ def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
     assert len(trained(workdir=str(tmp_path), steps=STEPS + 1)[1]) == STEPS + 1 - 7
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="mine"), loop(workdir=str(tmp_path)) as own:
         own.start(init, train=(X, Y))
@@ -385,6 +396,7 @@ def test_an_exception_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None
     assert status(tmp_path)["status"] == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["a metric", "a parameter"])
 def test_numbers_that_are_none_end_the_run(tmp_path: Path, where: str) -> None:
     def spoiled(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
@@ -415,6 +427,7 @@ def test_numbers_that_are_none_end_the_run(tmp_path: Path, where: str) -> None:
 # -- what is due -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluations_are_written_and_say_which_checkpoint_is_best(tmp_path: Path) -> None:
     scores = {4: 3.0, 8: 1.0, 12: 2.0}
     options = {
@@ -466,6 +479,7 @@ def test_an_evaluation_counts_every_example_once() -> None:
     np.testing.assert_allclose(total / count, np.asarray(losses(params, (X, Y))).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_dataset_the_batches_are_placed_by_hand(tmp_path: Path) -> None:
     with loop(workdir=str(tmp_path), checkpoint_every_steps=5) as own:
         state = own.start(init)
@@ -497,6 +511,7 @@ def test_a_batch_of_another_size_is_compiled_again() -> None:
         assert int(state.step) == own.step == 3
 
 
+@pytest.mark.slow
 def test_values_of_each_replica_within_a_step() -> None:
     def by_hand(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
         own = per_replica(
@@ -732,6 +747,7 @@ def test_a_step_whose_parameters_do_not_depend_on_its_data_is_refused(
         own.compile_step(function)(state, next(own.batches()))
 
 
+@pytest.mark.slow
 def test_a_loop_says_how_it_is_used() -> None:
     own = loop()
     with pytest.raises(UserError, match="with Loop"):
@@ -820,6 +836,7 @@ def own_loop(tmp_path: Path) -> Iterator[Path]:
     yield path
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_loop(
     own_loop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -848,6 +865,7 @@ def test_what_a_loop_of_its_own_has_not_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_left_early_is_to_be_run_again(
     own_loop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -882,6 +900,7 @@ def test_a_train_function_that_starts_no_loop_is_refused(
     assert "train(config, loop) never calls start()" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_called_train_beside_a_build_may_be_something_else(tmp_path: Path) -> None:
     path = small_experiment(tmp_path)
     path.write_text(path.read_text() + "\ntrain, test = (1, 2), (3, 4)\n")

@@ -316,6 +316,7 @@ def test_a_function_models_arrays_have_names_too(tmp_path: Path) -> None:
     np.testing.assert_allclose(started.predict(X), X.sum(1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [{"h[0]": {"w[0]": 0}, "h[1]": {"w[:]": 0}}, 0])
 def test_names_with_brackets_and_a_single_array_are_exported_and_read(
     tree: Any, tmp_path: Path

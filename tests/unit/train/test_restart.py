@@ -61,6 +61,7 @@ class ByHand:
         return float(((X @ self.average - 1) ** 2).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
@@ -131,6 +132,7 @@ def test_a_fit_restarts_with_its_model_and_optimizer_on_other_data_and_batches()
     assert trainer.fit(SECOND, epochs=2, global_batch_size=8).step == 10  # and continues
 
 
+@pytest.mark.slow
 def test_a_restart_over_checkpoints_is_refused(tmp_path: Path) -> None:
     trainer = fresh(workdir=str(tmp_path), global_batch_size=40)
     trainer.fit(FIRST, steps=2)

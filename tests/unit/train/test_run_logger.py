@@ -108,6 +108,7 @@ def test_a_part_of_a_gpu_has_the_memory_in_its_name_and_no_known_peak() -> None:
     assert chips.memory_of(f"{name} MIG 1g.10gb") == 10 * chips.GB
 
 
+@pytest.mark.slow
 def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +270,7 @@ def share_of_epoch(workdir: Path, data: Any, of: Any, steps: int = 80) -> float:
     return float(np.mean(epochs))
 
 
+@pytest.mark.slow
 def test_steps_wait_for_a_slow_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert share_of_epoch(tmp_path, Slow(), linear_objective) > 0.7
     out = capsys.readouterr().out
@@ -464,6 +466,7 @@ def test_wrong_declared_media_end_the_run_before_its_first_step(tmp_path: Path) 
         trainer(media={"a": Text("a")})
 
 
+@pytest.mark.slow
 def test_callbacks_log_for_their_step_and_a_resume_removes_later_media(tmp_path: Path) -> None:
     def log(event: Any) -> None:
         event.log({event.event: Text(f"at {event.step}")})
@@ -594,6 +597,7 @@ def test_a_trace_is_in_the_workdir_of_the_home_folder(
     assert not list((tmp_path / "here").iterdir())
 
 
+@pytest.mark.slow
 def test_a_relative_workdir_stays_if_a_callback_changes_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

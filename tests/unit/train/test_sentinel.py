@@ -147,6 +147,7 @@ def check_found(injected: Injected) -> None:
     assert found == Verdict(kind, [injected.device], [times], injected.leaf)
 
 
+@pytest.mark.slow
 @given(FAULTS)
 @settings(max_examples=15)
 def test_a_fault_is_found_and_its_device_is_named(injected: Injected) -> None:
@@ -160,6 +161,7 @@ def test_200_faults_are_found_and_their_devices_are_named(injected: Injected) ->
     check_found(injected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fully_sharded", "zero"])
 def test_devices_are_compared_under_other_strategies(strategy: str) -> None:
     devices = checked(strategy=strategy)
@@ -169,6 +171,7 @@ def test_devices_are_compared_under_other_strategies(strategy: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_of_two_devices_one_is_named_only_if_it_does_not_repeat_its_own_result() -> None:
     devices, flip = checked(devices=2), fault(1, leaf=0, element=7, bit=3)
     assert devices.verdict() is None
@@ -234,6 +237,7 @@ def failing_from(step: int, of: np.ndarray) -> dict[str, Any]:
 FLIP = fault(6, leaf=1, element=2, bit=4)
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_the_next_check_and_writes_what_was_found(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     failing = trainer(
@@ -306,6 +310,7 @@ def test_a_rollback_that_is_killed_between_two_renames_is_completed_by_the_next_
     assert not (tmp_path / "checkpoints" / "quarantine.json").exists()
 
 
+@pytest.mark.slow
 def test_a_rollback_keeps_the_checkpoints_if_none_is_older_than_the_last_check(
     tmp_path: Path,
 ) -> None:
@@ -316,6 +321,7 @@ def test_a_rollback_keeps_the_checkpoints_if_none_is_older_than_the_last_check(
     assert saved_steps(tmp_path) and not list(tmp_path.rglob("*.suspect"))
 
 
+@pytest.mark.slow
 def test_checkpoints_that_cannot_be_listed_do_not_replace_the_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +335,7 @@ def test_checkpoints_that_cannot_be_listed_do_not_replace_the_fault(
         failing.fit((X, Y), steps=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "message"),
     [
@@ -389,6 +396,7 @@ def test_steps_of_one_dispatch_are_refused_if_a_check_comes_before_each() -> Non
     assert "log_hash_every" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_warning_ends_nothing_and_a_check_does_not_change_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

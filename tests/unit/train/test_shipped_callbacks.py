@@ -111,6 +111,7 @@ def test_a_resumed_run_makes_the_decisions_of_an_uninterrupted_one(
     assert fit(tmp_path, 20).step == 8  # it was stopped: there is nothing to do
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_repeated_is_counted_once(whole: Path, tmp_path: Path) -> None:
     fit(tmp_path, 4)
     (tmp_path / "metrics.jsonl").unlink()  # so that the evaluation of step 4 is missing
@@ -157,6 +158,7 @@ def test_an_interrupted_evaluation_is_counted_after_the_restart(
     assert (tmp_path / "metrics.jsonl").read_text().count('"step": 4, "split": "eval"') == 1
 
 
+@pytest.mark.slow
 def test_states_without_callbacks_and_callbacks_without_states_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +211,7 @@ def test_a_threshold_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
         steps(StopAtThreshold("scor", at_most=4.0))
 
 
+@pytest.mark.slow
 def test_arguments_are_checked(tmp_path: Path) -> None:
     for make, message in (
         (lambda: EarlyStopping(patience=0), "patience is 0"),
@@ -237,6 +240,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         apart.fit((X, Y), validation=(X, Y), steps=1)
 
 
+@pytest.mark.slow
 def test_samples_are_predicted_at_each_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +283,7 @@ def test_complete_checkpoints_are_uploaded_and_repeated_after_a_failure(
     assert uploads.state_dict()["uploaded"][-1] == 2
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_wait_for_uploads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_second_fit_continues_and_a_restart_begins_again(
     assert (result.train["loss"], result.train["other"]) == whole[2]
 
 
+@pytest.mark.slow
 def test_the_file_of_positions_is_covered_by_the_checkpoint_s_checksums(
     tmp_path: Path, whole: dict[int, tuple[float, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,7 @@ def test_the_file_of_positions_is_covered_by_the_checkpoint_s_checksums(
     assert checksums(tmp_path) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

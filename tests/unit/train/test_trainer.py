@@ -88,6 +88,7 @@ def test_the_initialization_of_the_model_is_traced_once() -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_fit_takes_a_batch_size_per_device() -> None:
     devices = MeshSpec(devices=(0, 1, 2, 3))
     fitted = trainer(mesh=devices)
@@ -99,6 +100,7 @@ def test_fit_takes_a_batch_size_per_device() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_steps_and_epochs_are_totals() -> None:
     fitted = trainer()
     assert fitted.fit((X, Y), epochs=1).step == 5
@@ -111,6 +113,7 @@ def test_steps_and_epochs_are_totals() -> None:
             np.testing.assert_array_equal(leaf, named_leaves(fitted.state)[name])
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_at_their_moments_and_can_stop_the_run(tmp_path: Path) -> None:
     heard: list[tuple[str, int]] = []
 
@@ -232,6 +235,7 @@ def test_a_keyword_that_fit_does_not_have_gets_a_suggestion(name: str, hint: str
         trainer().fit(**{name: 1})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_weights_count_in_the_gradient_as_in_the_mean() -> None:
     weights = np.array([0.0, 1.0, 3.0, 0.5] * 10, np.float32)
 
@@ -253,6 +257,7 @@ def test_weights_count_in_the_gradient_as_in_the_mean() -> None:
     np.testing.assert_allclose(fitted.state.params["w"], 1 - 0.05 * gradient, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "params"])
 def test_a_non_finite_loss_or_state_stops_the_run_and_is_never_saved(
     tmp_path: Path, where: str
@@ -278,6 +283,7 @@ def test_a_non_finite_loss_or_state_stops_the_run_and_is_never_saved(
             fitted.fit((x, Y), steps=5)
 
 
+@pytest.mark.slow
 def test_saving_by_seconds_follows_the_clock(tmp_path: Path) -> None:
     now = [0.0]
 
@@ -323,6 +329,7 @@ def test_the_best_by_the_named_metric_is_kept_beside_the_newest(tmp_path: Path) 
     assert saved == [5, 25, 30]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "step"),
     [
@@ -342,6 +349,7 @@ def test_an_evaluation_that_can_give_no_best_checkpoint_is_named_at_the_start(
     assert all(f"; step {step} is evaluated and not saved: " in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_metric_that_a_callback_adds_selects_the_best_checkpoint(tmp_path: Path) -> None:
     def add(event: CallbackContext) -> None:
         event.metrics["score"] = -abs(event.step - 10)
@@ -422,6 +430,7 @@ def test_a_config_and_keywords_together() -> None:
     assert fitted.fit((X, Y)).step == 3
 
 
+@pytest.mark.slow
 def test_reading_in_threads_gives_the_same_run() -> None:
     results = [trainer(data_threads=threads).fit((X, Y), steps=7) for threads in (0, 3)]
     assert results[0].train == results[1].train
@@ -434,6 +443,7 @@ def test_a_subset_is_a_dataset_of_its_own() -> None:
     assert fitted.evaluate(subset) == expected
 
 
+@pytest.mark.slow
 def test_a_trainer_restores_its_own_checkpoint_rather_than_what_it_began_with(
     tmp_path: Path,
 ) -> None:
@@ -447,6 +457,7 @@ def test_a_trainer_restores_its_own_checkpoint_rather_than_what_it_began_with(
     assert again.evaluate((X, Y))["loss"] > 2 * trained.evaluate((X, Y))["loss"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_keeps_the_parameters_starts_from_those_it_is_given(
     tmp_path: Path,
 ) -> None:
@@ -457,6 +468,7 @@ def test_an_optimizer_that_keeps_the_parameters_starts_from_those_it_is_given(
     assert begun.fit((X, Y), steps=40).train["loss"] < given / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_workdir", [True, False])
 def test_a_second_fit_may_not_change_what_is_computed(tmp_path: Path, has_workdir: bool) -> None:
     fitted = trainer(workdir=str(tmp_path) if has_workdir else None)
@@ -475,6 +487,7 @@ def test_a_non_finite_evaluation_stops_the_run() -> None:
         trainer().fit((X, Y), validation=(x, Y), steps=5)
 
 
+@pytest.mark.slow
 def test_an_early_stop_ends_at_the_evaluation_and_lasts(tmp_path: Path) -> None:
     def enough(event: CallbackContext) -> None:
         if event.step == 10:
@@ -533,6 +546,7 @@ def test_a_restored_model_is_evaluated_in_batches_of_its_training(tmp_path: Path
     assert others["loss"] != pytest.approx(expected["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_all_names_that_a_run_itself_writes_are_reserved(tmp_path: Path) -> None:
     fitted = trainer(optimizer=optax.inject_hyperparams(optax.sgd)(0.1), workdir=str(tmp_path))
     history = fitted.fit((X, Y), epochs=2, validation=(X, Y)).history
@@ -569,6 +583,7 @@ def test_a_stop_before_the_first_step_makes_none() -> None:
     assert fitted.fit((X, Y), steps=5).step == 0
 
 
+@pytest.mark.slow
 def test_a_workdir_in_use_is_refused_and_free_again_afterward(tmp_path: Path) -> None:
     def second(event: CallbackContext) -> None:
         with pytest.raises(UserError, match=f"{tmp_path} is in use"):
@@ -586,6 +601,7 @@ def test_a_home_folder_in_a_path_is_the_user_s(
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
+@pytest.mark.slow
 def test_an_evaluation_at_each_checkpoint(tmp_path: Path) -> None:
     """At 4, 8 and the end, and not at the end of epochs, of 5 steps each."""
     options: dict[str, Any] = {"workdir": str(tmp_path), "global_batch_size": 8}
@@ -597,6 +613,7 @@ def test_an_evaluation_at_each_checkpoint(tmp_path: Path) -> None:
     assert losses == [line["loss"] for line in metrics(tmp_path, "eval")[1:]]
 
 
+@pytest.mark.slow
 def test_an_evaluation_at_each_checkpoint_and_by_count(tmp_path: Path) -> None:
     clock = iter(np.arange(0, 1000, 1.0))
     fitted = trainer(
@@ -616,6 +633,7 @@ def evaluated_steps(workdir: Path) -> list[int]:
     return [line["step"] for line in metrics(workdir, "eval")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [True, False])
 def test_an_error_in_an_objective_begins_with_the_users_line(jit: bool) -> None:
     def helper(x: Any, y: Any) -> Any:
@@ -706,6 +724,7 @@ def test_metrics_are_added_at_no_other_moment(moment: str) -> None:
         trainer(callbacks={moment: add}).fit((X, Y), steps=1)
 
 
+@pytest.mark.slow
 def test_metrics_that_callbacks_add_are_in_every_record(tmp_path: Path) -> None:
     def add(event: CallbackContext) -> None:
         event.metrics["double"] = 2 * event.metrics["loss"]
@@ -755,6 +774,7 @@ def test_metrics_of_an_event_are_added_to_and_copied_as_a_dictionary_is() -> Non
     assert {type(found) for found in copies} == {dict}
 
 
+@pytest.mark.slow
 def test_what_writes_event_files_is_imported_before_training_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -766,6 +786,7 @@ def test_what_writes_event_files_is_imported_before_training_is_timed(
     assert imported == [True]
 
 
+@pytest.mark.slow
 def test_the_state_at_the_start_is_evaluated_before_its_save(tmp_path: Path) -> None:
     options = {"checkpoint_at_start": True, "eval_at_checkpoints": True}
     trainer(workdir=str(tmp_path), **options).fit((X, Y), validation=(X, Y), epochs=1)

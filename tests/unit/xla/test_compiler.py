@@ -541,6 +541,7 @@ jax.devices()
 """
 
 
+@pytest.mark.slow
 def test_mpi_is_what_jax_then_looks_for() -> None:
     env = environment(1)
     env.pop(MPI_LIBRARY, None)

@@ -96,6 +96,7 @@ def test_as_many_rows_left_as_classes_are_not_taken_for_pairs() -> None:
         trainer(of_pairs).evaluate({"x": X})
 
 
+@pytest.mark.slow
 def test_eval_batch_size_is_that_of_every_evaluation() -> None:
     seen = []
 
@@ -111,6 +112,7 @@ def test_eval_batch_size_is_that_of_every_evaluation() -> None:
     assert set(seen) == {50, 64, 20}
 
 
+@pytest.mark.slow
 def test_an_objective_may_take_the_mask_and_is_then_padded() -> None:
     def objective(m: Any, b: Any, mask: jax.Array) -> Any:
         mean = (b["x"] * mask).sum() / mask.sum()
@@ -569,6 +571,7 @@ NO_SUMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*SUMS, *NO_SUMS])
 def test_sums_over_the_rows_of_a_batch_are_proven(case: str) -> None:
     function = (SUMS | NO_SUMS)[case]
