@@ -24,7 +24,8 @@ def test_small_numbers_of_layers_are_unrolled(layers: int, unroll: bool | None, 
 
     traced = jax.jit(jax.grad(loss)).trace(jnp.ones((layers, 3)))
     assert describe_layers(traced.jaxpr.jaxpr) == text
-    assert ("while" in traced.lower().as_text()) == ("loop" in text)
+    if layers > 1:  # XLA removes a loop of one step
+        assert ("while" in traced.lower().as_text()) == ("loop" in text)
 
 
 def test_other_loops_are_not_layers() -> None:
