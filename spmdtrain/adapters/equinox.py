@@ -341,9 +341,7 @@ def _nested(values: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: PyTree) -> dict[Path, Any]:
-    # Where a model trains low-rank factors, None stands in place of some arrays.
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return {_names(path): leaf for path, leaf in leaves}
+    return {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 # -- Batch normalizations --------------------------------------------------------------------------
