@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.adapters.base import Adapter as Adapter
     from spmdtrain.adapters.base import Mode as Mode
     from spmdtrain.adapters.base import Variables as Variables
+    from spmdtrain.adapters.equinox import EquinoxModel as EquinoxModel
     from spmdtrain.adapters.linen import LinenModel as LinenModel
     from spmdtrain.adapters.lora import LoraModel as LoraModel
     from spmdtrain.adapters.lora import LoraRule as LoraRule

@@ -1,5 +1,6 @@
 """The choice of the adapter for a model, and the adapter of plain functions."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from numbers import Number
@@ -19,8 +20,9 @@ def as_adapter(model: Any) -> Adapter:
     """Returns the adapter of a model.
 
     Args:
-      model: An nnx module, a function of `rngs` that returns one, or an adapter (`LinenModel`,
-        `KerasModel`, `FunctionModel`), which is returned as it is.
+      model: An nnx module, a function of `rngs` that returns one, an Equinox module without state,
+        or an adapter (`LinenModel`, `EquinoxModel`, `KerasModel`, `FunctionModel`), which is
+        returned as it is.
 
     Raises:
       UserError: If `model` is anything else.
@@ -28,11 +30,23 @@ def as_adapter(model: Any) -> Adapter:
     if isinstance(model, Adapter):
         return model
     hint, kind = "", model if isinstance(model, type) else type(model)
+    # What makes a model is a function or a class; a callable object is a model of some library.
+    makes = isinstance(model, (type, partial)) or inspect.isroutine(model)
     if _is_from(kind, "flax.linen"):
         hint = ": wrap it in LinenModel(module, example_input)"
     elif _is_from(kind, "keras"):
         hint = ": wrap it in KerasModel(model)"
-    elif _is_from(kind, "flax.nnx") or callable(model):
+    elif _is_from(kind, "equinox"):
+        if not makes:
+            from spmdtrain.adapters.equinox import EquinoxModel
+
+            return EquinoxModel(model)
+        hint = ": wrap it in EquinoxModel(functools.partial(Model, size)), a function of key"
+    elif makes and not _takes(model, "rngs") and _takes(model, "key"):
+        hint = " of key: wrap it in EquinoxModel(function) or FunctionModel(init, apply)"
+    elif isinstance(model, tuple) and any(_is_from(type(x), "equinox") for x in model):
+        hint = ": wrap it in EquinoxModel((module, state))"
+    elif _is_from(kind, "flax.nnx") or makes or (callable(model) and _takes(model, "rngs")):
         from spmdtrain.adapters.nnx import (
             NnxModel,
         )  # importing flax is slow, and not every model needs it
@@ -40,9 +54,18 @@ def as_adapter(model: Any) -> Adapter:
         if (adapter := NnxModel.of(model)) is not None:
             return adapter
     raise UserError(
-        f"model is a {kind.__module__}.{kind.__name__}{hint}. It must be an nnx "
-        "module, a function of rngs that returns one, a LinenModel, KerasModel or FunctionModel"
+        f"model is a {kind.__module__}.{kind.__name__}{hint}. It must be an nnx module, a function "
+        "of rngs that returns one, an Equinox module, or a LinenModel, EquinoxModel, KerasModel "
+        "or, for any other library, FunctionModel(init, apply)"
     )
+
+
+def _takes(function: Any, name: str) -> bool:
+    """Returns whether a callable has a parameter of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it has no signature
+        return False
 
 
 def _is_from(kind: type, library: str) -> bool:

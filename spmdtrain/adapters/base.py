@@ -100,6 +100,15 @@ def describe_modes(adapter: "Adapter") -> str:
 
 
 @runtime_checkable
+class TakesExamples(Protocol):
+    """An adapter whose model takes one example, so that objectives map it over the batch."""
+
+    def on_batch(self, model: Any) -> Callable[..., Any]:
+        """Returns the function of a whole batch, for the `model` that an objective gets."""
+        ...
+
+
+@runtime_checkable
 class HasFileNames(Protocol):
     """An adapter of a library whose files name arrays by their place in the model."""
 

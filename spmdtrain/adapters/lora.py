@@ -166,7 +166,7 @@ class LoraModel:
                     f"LoRA: train={pattern!r} matches no parameter's path: {list(leaves)}"
                 )
         factors: dict[str, Any] = {}
-        self.derived = {}
+        derived: dict[str, DimsOf] = {}
         for name, (kernel, inputs) in self._kernels(leaves).items():
             end, dims = inputs.stop, tuple(range(kernel.ndim))
             dtype = promoted(kernel.dtype, jnp.float32)
@@ -180,10 +180,12 @@ class LoraModel:
                 place = place.setdefault(part, {})
             place |= {"a": a, "b": b}
             at = f"params/{FACTORS}/{name}"
-            self.derived[f"{at}/a"] = DimsOf(f"params/{name}", (*dims[:end], None))
-            self.derived[f"{at}/b"] = DimsOf(
+            derived[f"{at}/a"] = DimsOf(f"params/{name}", (*dims[:end], None))
+            derived[f"{at}/b"] = DimsOf(
                 f"params/{name}", (*dims[: inputs.start], None, *dims[end:])
             )
+        # At once: another thread may trace a step meanwhile, which asks `is_operand`.
+        self.derived = derived
         return Variables({**params, FACTORS: factors}, model_state)
 
     def _kernels(self, leaves: Mapping[str, Any]) -> dict[str, tuple[Any, range]]:

@@ -378,7 +378,7 @@ def load_model(
 
     Args:
       model: What a `Trainer` takes: an nnx module or a function of `rngs` that makes one, a
-        `LinenModel`, a `KerasModel` or a `FunctionModel`. It is not changed.
+        `LinenModel`, an `EquinoxModel`, a `KerasModel` or a `FunctionModel`. It is not changed.
       path: A workdir, or one of its `checkpoints/STEP`.
       which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: Whether to load averaged parameters; by default, if the run kept an average.
@@ -458,7 +458,10 @@ def export_params(
     """
     weight_map, target = checked_weight_map(weight_map), folder_of(to)
     if target.suffix not in _SUFFIXES:
-        raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
+        how = ""
+        if target.suffix == ".eqx":  # the order of its leaves is that of the module
+            how = ": write eqx.tree_serialise_leaves(file, load_model(model, run))"
+        raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files{how}")
     save = _save_npz if target.suffix == ".npz" else _safetensors()
     variables, manifest = read_variables(path, which=which, averaged=averaged, log=log)
     arrays: dict[str, np.ndarray] = {}

@@ -45,8 +45,8 @@ class Experiment:
     """The objects of an experiment, as `build(config)` of its file returns them."""
 
     model: Any
-    """An nnx module, or a function of `rngs` that makes one; a LinenModel, KerasModel or
-    FunctionModel."""
+    """An nnx module, or a function of `rngs` that makes one; an Equinox module; a LinenModel,
+    EquinoxModel, KerasModel or FunctionModel."""
     objective: Function
     """(model, batch) -> per-example values by name, "loss" among them."""
     optimizer: optax.GradientTransformation

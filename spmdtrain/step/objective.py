@@ -17,6 +17,7 @@ from spmdtrain.adapters.base import (
     Function,
     Mode,
     ModelContext,
+    TakesExamples,
     Variables,
 )
 from spmdtrain.config.run_config import RunConfig
@@ -134,6 +135,15 @@ def model_output(model: Any, batch: PyTree) -> PyTree:
             )
         return model(batch[inputs[0]])
     return model(batch[0] if isinstance(batch, tuple) else batch)
+
+
+def default_predict(adapter: Adapter) -> Function:
+    """Returns `model_output`, which maps a model of single examples over the batch."""
+    base = adapter.base if isinstance(adapter, ComputesParams) else adapter
+    if not isinstance(base, TakesExamples):
+        return model_output
+    on_batch = base.on_batch
+    return lambda model, batch: model_output(on_batch(model), batch)
 
 
 class Forward:

@@ -43,7 +43,7 @@ from spmdtrain.sharding.rules import AxisRules, Rule, checked_rules
 from spmdtrain.step.compile import Programs, check_traced
 from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.gradients import Reduction
-from spmdtrain.step.objective import model_output
+from spmdtrain.step.objective import default_predict
 from spmdtrain.step.program import StepPlan, plan_step
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
@@ -107,7 +107,8 @@ class Trainer:
 
     Args:
       model: An nnx module, a function of `rngs` that returns one (its parameters are then
-        initialized directly into their shardings), a `LinenModel`, a `KerasModel` or a
+        initialized directly into their shardings), an Equinox module without state, a
+        `LinenModel`, an `EquinoxModel`, a `KerasModel` or a
         `FunctionModel`.
       objective: (model, batch) -> per-example values by name, "loss" among them. It may declare
         more arguments: `rngs`, `key`, `mask`.
@@ -178,7 +179,7 @@ class Trainer:
             {
                 "adapter": self._adapter,
                 "objective": objective,
-                "predict": predict or model_output,
+                "predict": predict or default_predict(self._adapter),
                 "optimizer": optimizer,
                 "rules": checked_rules(rules),
                 "axis_rules": axis_rules,

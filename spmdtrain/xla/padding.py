@@ -46,6 +46,7 @@ from spmdtrain.xla.padding_rules import (
     sum_or_mean,
     sum_over_parts,
     traces_of,
+    without_names,
 )
 
 PyTree = Any
@@ -300,7 +301,9 @@ class Classifier:
         if name == "select_n" and isinstance(op.ins[0], Rows) and op.ins[0].all_false:
             return op.ins[1]
         if name == "psum":
-            return sum_over_parts(op)
+            op = without_names(op)
+            if (name := op.first.primitive.name) == "psum":
+                return sum_over_parts(op)
         if (known := sum_or_mean(op)) is not None:
             return known
         for value in op.ins:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -669,6 +669,18 @@ def sum_over_parts(op: Op) -> Value:
     """
     known = all(x is FIXED or (isinstance(x, Mixed) and x.is_sum) for x in op.ins)
     return FIXED if known and op.params.get("axis_index_groups") is None else op.mixed()
+
+
+def without_names(op: Op) -> Op:
+    """Returns a `jax.lax.psum` over axes of `jax.vmap` alone as the sum over dims that it is."""
+    axes = op.params["axes"]
+    if len(op.ins) > 1 or not axes or not all(isinstance(axis, int) for axis in axes):
+        return op
+    params = {"axes": axes, "out_sharding": None}
+    first, second = (
+        x.replace(primitive=jax.lax.reduce_sum_p, params=params) for x in (op.first, op.second)
+    )
+    return replace(op, first=first, second=second)
 
 
 def adds_to_first(program: Any, count: int) -> bool:

@@ -266,7 +266,8 @@ CASES = [
         UserError,
         (
             "model is a builtins.int. It must be an nnx module, a function of rngs that returns "
-            "one, a LinenModel, KerasModel or FunctionModel"
+            "one, an Equinox module, or a LinenModel, EquinoxModel, KerasModel or, for any other "
+            "library, FunctionModel(init, apply)"
         ),
     ),
     Case(
@@ -275,8 +276,9 @@ CASES = [
         UserError,
         (
             "model is a flax.linen.linear.Dense: wrap it in LinenModel(module, example_input). It"
-            " must be an nnx module, a function of rngs that returns one, a LinenModel, "
-            "KerasModel or FunctionModel"
+            " must be an nnx module, a function of rngs that returns one, an Equinox module, or a "
+            "LinenModel, EquinoxModel, KerasModel or, for any other library, FunctionModel(init, "
+            "apply)"
         ),
     ),
     Case(

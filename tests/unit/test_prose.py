@@ -26,7 +26,8 @@ PRIVATE = re.compile(
 
 # American spelling, as in the names of JAX, PyTorch and TensorFlow (`initialize`, `color`).
 BRITISH = re.compile(
-    r"\b(?:de|in|re|un)?(?:categor|central|character|final|general|initial|local|material|maxim|"
+    r"\b(?!(?:de)?serialise leaves\b)"  # functions of Equinox
+    r"(?:de|in|re|un)?(?:categor|central|character|final|general|initial|local|material|maxim|"
     r"minim|normal|optim|organ|parallel|quant|random|real|recogn|serial|special|standard|summar|"
     r"synchron|token|util|vector|visual)is(?:e|es|ed|er|ers|ing|ations?)\b|\banalys(?:e|ed|ing)\b|"
     r"\b\w*(?:behaviour|colour|favour|flavour|honour|neighbour)|\bcentre[ds]?\b|"

@@ -176,9 +176,10 @@ def rules_of_file(source: WeightSource, file_names: Mapping[str, str | None]) ->
         return ()
     if others := sorted(saved ^ file_names.keys()):
         which = "the file" if others[0] in saved else "this model"
+        path = f" ({file_names[others[0]]})" if file_names.get(others[0]) else ""
         raise UserError(
             f"init_from {source.path}: it is of a model with other layers ({which} alone has "
-            f"{foreign(others[0], 200)}), and its names count the layers: give a weight_map"
+            f"{foreign(others[0], 200)}{path}), and its names count the layers: give a weight_map"
         )
     taken = {name: path for name, path in file_names.items() if path is not None}
     return [WeightRule(_literal(name), _literal(path)) for name, path in taken.items()]

@@ -47,8 +47,8 @@ with epy.lazy_imports():  # because importing it takes long
 
 
 _FORMATS = (
-    "a .safetensors, .npz, .keras or .weights.h5 file, a folder of .safetensors, or an Orbax "
-    "checkpoint"
+    "a .safetensors, .npz, .keras, .weights.h5 or .eqx file, a folder of .safetensors, or an "
+    "Orbax checkpoint"
 )
 
 
@@ -89,7 +89,7 @@ def is_weights_file(path: str) -> bool:
 
     It is true for a file of another format, too, because `open_weights` then names the formats.
     """
-    if path.endswith((".safetensors", ".npz", ".keras", ".h5", ".safetensors.index.json")):
+    if path.endswith((".safetensors", ".npz", ".keras", ".h5", ".eqx", ".safetensors.index.json")):
         return True
     folder = folder_of(path)
     if is_url(folder) or not folder.is_dir():
@@ -104,8 +104,8 @@ def open_weights(path: str) -> WeightSource:
     """Opens a file or folder of arrays; only the headers are read.
 
     Args:
-      path: A file `.safetensors`, `.npz`, `.keras` or `.weights.h5`, a folder of `.safetensors`
-        files, perhaps with an index, or an Orbax checkpoint.
+      path: A file `.safetensors`, `.npz`, `.keras`, `.weights.h5` or `.eqx`, a folder of
+        `.safetensors` files, perhaps with an index, or an Orbax checkpoint.
 
     Raises:
       UserError: If it is not such a file or folder, is corrupted, or a file of it is missing.
@@ -144,6 +144,8 @@ def _open(path: str, found: epath.Path) -> WeightSource:
         return NpzWeights(path, found)
     if found.suffix == ".keras" or found.name.endswith(".weights.h5"):
         return KerasWeights(path, found)
+    if found.suffix == ".eqx":
+        return EquinoxWeights(path, found)
     raise UserError(f"{path}: init_from takes {_FORMATS}, or a run")
 
 
@@ -560,3 +562,62 @@ def _dtype_of(dataset: Any) -> np.dtype[Any]:
         return np.dtype(str(dataset.attrs.get("dtype", "bfloat16")))
     found: np.dtype[Any] = dataset.dtype
     return found
+
+
+# -- Weights in a file of `eqx.tree_serialise_leaves`: arrays of NumPy's format, without names -----
+
+_LONGEST_LINE = 2**20
+
+
+class EquinoxWeights:
+    """The leaves of an `.eqx` file, in the order in which they were written: `leaf 0`, `leaf 1`.
+
+    A first line of JSON, in which a program may have written hyperparameters, is skipped. `path` is
+    as the user gave it. Raises `UserError` if the file is corrupted.
+    """
+
+    def __init__(self, path: str, file: epath.Path) -> None:
+        self.path = path
+        self._file = file
+        headers: dict[str, ArrayHeader] = {}
+        self._arrays: dict[str, tuple[int, bool]] = {}  # the first byte, and if in Fortran order
+        with self._reported_faults(), file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(0)
+            at = len(opened.readline(_LONGEST_LINE)) if opened.read(1) == b"{" else -1
+            at += 1  # the byte that was read
+            while at < size:
+                opened.seek(at)
+                name = f"leaf {len(headers)}"
+                shape, fortran, dtype, begin = read_npy_header(opened)
+                if dtype.kind == "V" and dtype.itemsize == 2:
+                    dtype = np.dtype("bfloat16")  # which NumPy writes as bytes
+                if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+                    raise UserError(f"{path}: {name} has the dtype {dtype}: it is not an array")
+                headers[name] = ArrayHeader(shape, dtype)
+                self._arrays[name] = at + begin, fortran
+                at += begin + headers[name].nbytes
+            if at != size:
+                raise ValueError(f"it ends within leaf {len(headers) - 1}")
+        self.headers: Mapping[str, ArrayHeader] = headers
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        header, (begin, fortran) = self.headers[name], self._arrays[name]
+        first, end = box[0] if box and not fortran else (0, header.shape[0] if box else 1)
+        row = header.nbytes // max(1, header.shape[0]) if box else header.nbytes
+        with self._reported_faults(), self._file.open("rb") as opened:
+            opened.seek(begin + first * row)
+            values = np.frombuffer(opened.read((end - first) * row), header.dtype)
+            shape = (end - first, *header.shape[1:]) if box else ()
+            shaped = values.reshape(shape, order="F" if fortran else "C")
+            inner = slices(box) if fortran else (slice(None), *slices(box[1:]))
+            return np.asarray(shaped[inner[: len(box)]])
+
+    @contextlib.contextmanager
+    def _reported_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            raise
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{self.path} is not a valid .eqx file: {in_short(error)}") from error

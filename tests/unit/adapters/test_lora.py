@@ -488,3 +488,21 @@ def test_the_command_evaluates_the_factors_also_if_it_names_the_base(
     step, loss = evaluated(workdir, base)
     assert step == 4 and loss < 16
     assert evaluated(other, tmp_path / "run") == (4, loss)
+
+
+def test_factors_are_known_while_the_initialization_is_traced_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that compiles the step asks for them at any time."""
+    model = LoraModel(FunctionModel(lambda key: {"w": jnp.ones((4, 4))}), "w", rank=1)
+    model.init({}, jax.random.key(0))
+    known: list[bool] = []
+    normal = jax.random.normal
+
+    def spied(*args: Any) -> jax.Array:
+        known.append(model.is_operand("w"))
+        return normal(*args)
+
+    monkeypatch.setattr(jax.random, "normal", spied)
+    model.init({}, jax.random.key(0))
+    assert known == [True]

@@ -236,10 +236,22 @@ INDEPENDENT: dict[str, Any] = {
     "gamma of rows": lambda b: jax.vmap(jax.random.gamma)(
         jax.random.split(jax.random.key(0), len(b["y"])), jnp.exp(b["x"][:, 0, 0])
     ),
+    "mean of tokens over a named axis": lambda b: jax.vmap(
+        lambda x: x - jax.lax.pmean(x, "tokens"), 1, 1, axis_name="tokens"
+    )(b["x"]),
     "layer norm": lambda b: (b["x"] - b["x"].mean(-1, keepdims=True)) / b["x"].std(-1)[..., None],
 }
 MIXING: dict[str, Any] = {
     "mean": lambda b: b["x"] - b["x"].mean(0),
+    "mean over a named axis": lambda b: jax.vmap(
+        lambda x: x - jax.lax.pmean(x, "rows"), axis_name="rows"
+    )(b["x"]),
+    "sum of sums over a named axis": lambda b: (
+        b["x"][:, 0]
+        + jax.vmap(lambda x: jax.lax.psum(x, "dims"), out_axes=None, axis_name="dims")(
+            b["x"].sum((0, 1))
+        )
+    ),
     "size": lambda b: b["x"] / len(b["x"]),
     "power of the size": lambda b: b["x"] ** len(b["x"]),
     "gram": lambda b: b["x"].sum(1) @ b["x"].sum(1).T,

@@ -126,7 +126,7 @@ def test_a_missing_part_without_an_index_and_another_format_are_named(tmp_path: 
     assert set(open_weights(str(tmp_path)).headers) == {"w1", "w3"}
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert is_weights_file(str(tmp_path / "pytorch_model.bin"))
-    assert "init_from takes a .safetensors, .npz, .keras or" in refused(
+    assert "init_from takes a .safetensors, .npz, .keras, .weights.h5 or .eqx" in refused(
         tmp_path / "pytorch_model.bin"
     )
 
