@@ -112,12 +112,6 @@ class Experiment:
         )
         return cls(train=train, **{**found, **parts})
 
-    def trainer_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `Trainer`; `fit` and `predict` take the other parts."""
-        others = {"train", "validation", "test", "prompts", "format_predictions", "generate"}
-        names = {field.name for field in dataclasses.fields(self)} - others
-        return {name: getattr(self, name) for name in names} | {"trackers": self.trackers or None}
-
 
 @dataclass(frozen=True)
 class ExperimentFile:

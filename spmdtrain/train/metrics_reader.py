@@ -75,7 +75,8 @@ class MetricsReader:
         self._check_sound()
         last = steps[-1]
         hashes = self._run.config.hashes_at(last, self._run.schedule.total)
-        if (hashes or self._compares_after(steps)) and (state := self._state()) is not None:
+        compares = process_group.count() > 1 and self._compares_after(steps)
+        if (hashes or compares) and (state := self._state()) is not None:
             self._sums[last] = StateSums(state, in_host_memory=hashes), hashes
             self._is_first = False
         self._start_copies(steps, output)
@@ -145,9 +146,7 @@ class MetricsReader:
             self._read_sums(last, sums, is_hashed=is_hashed)
 
     def _compares_after(self, steps: Sequence[int]) -> bool:
-        """Returns whether the processes compare the state after a dispatch."""
-        if process_group.count() == 1:
-            return False
+        """Returns whether several processes compare the state after a dispatch."""
         every = self._run.config.compare_copies_every
         return self._is_first or (every is not None and any(s % every == 0 for s in steps))
 

@@ -209,7 +209,11 @@ class Trainer:
           config: The configuration.
           **keywords: Arguments of `Trainer`, in place of the experiment's.
         """
-        return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
+        of_fit = {"train", "validation", "test", "prompts", "format_predictions", "generate"}
+        names = {field.name for field in dataclasses.fields(experiment)} - of_fit
+        parts = {name: getattr(experiment, name) for name in names}
+        parts |= {"config": config, "trackers": experiment.trackers or None}
+        return cls(**{**parts, **keywords})
 
     @classmethod
     def from_keras(
