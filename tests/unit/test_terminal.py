@@ -166,6 +166,7 @@ def test_a_quiet_trainer_prints_the_last_metrics_only(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"eval at step 4: loss {result.validation['loss']:.4g}\n"
 
 
+@pytest.mark.slow
 def test_a_quiet_run_prints_warnings_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     early = EarlyStopping("loss")
     linear_model.trainer(quiet=True, terminal=None, callbacks=[early]).fit((X, Y), steps=1)

@@ -108,6 +108,7 @@ DOCUMENTS: list[tuple[Callable[..., None], dict[str, str], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("read", "given", "message"),
     [

@@ -111,6 +111,7 @@ def test_an_instance_starts_from_its_own_values_and_is_left_as_it_was() -> None:
     np.testing.assert_array_equal(kept.kernel[...], handed_back)  # not donated with the state
 
 
+@pytest.mark.slow
 def test_a_sown_value_is_no_state() -> None:
     class Sowing(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -164,6 +165,7 @@ def test_the_error_for_a_linen_module_instance_says_how_to_fix_it() -> None:
         trainer(LinenNet())
 
 
+@pytest.mark.slow
 def test_plain_functions_follow_gradient_descent_by_hand() -> None:
     def init(key: jax.Array) -> dict[str, jax.Array]:
         return {"w": jnp.ones((4, 1)), "b": jnp.zeros((1,))}
@@ -196,6 +198,7 @@ def test_other_things_are_no_model() -> None:
         trainer(lambda rngs: {})
 
 
+@pytest.mark.slow
 def test_a_dict_batch_without_a_usual_input_needs_a_predict_function() -> None:
     def objective(model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return squared_error(model, (batch["height"], batch["weight"]))

@@ -101,6 +101,7 @@ def test_a_signal_too_late_for_a_fit_stops_the_sweep_after_it_and_nothing_else()
         assert not signals.stop_requested() and children.received is None
 
 
+@pytest.mark.slow
 def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
     ask = at_step(3, lambda: signal.raise_signal(signal.SIGUSR1))
     with pytest.raises(PreemptedExit) as stop:
@@ -163,6 +164,7 @@ def test_a_start_removes_what_a_published_and_valid_checkpoint_replaces(
     assert (folder / "3.corrupted").exists() != valid
 
 
+@pytest.mark.slow
 def test_a_save_does_not_wait_for_the_deletion_of_older_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_link_among_the_checkpoints_harms_nothing_behind_it(name: str, workdir
     assert not (workdir / "checkpoints" / "2").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "plugins"])
 def test_a_run_does_not_write_through_a_linked_folder(
     name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
@@ -138,6 +139,7 @@ def test_predictions_and_exports_replace_a_link(name: str, workdir: Path) -> Non
     assert victim.read_bytes() == b"precious\n" and np.load(workdir / "out.npz")["kernel"].size == 1
 
 
+@pytest.mark.slow
 def test_a_workdir_reached_through_a_link_is_as_any_other(workdir: Path) -> None:
     (workdir.parent / "short").symlink_to(workdir)
     fit(workdir.parent / "short", 4)

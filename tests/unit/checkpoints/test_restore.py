@@ -446,6 +446,7 @@ SLOW = {run: [pytest.mark.slow] for run in ("averaging", "rising", "corrupted", 
 WITHOUT_CHOICE = ("read_manifest", "init_from", "restore")  # between average and trained parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "loader"),
     [
@@ -1198,6 +1199,7 @@ def test_orbax_alone_reads_what_was_saved(plain: Run) -> None:
     assert dataclasses.asdict(read_manifest(str(plain.workdir)))["step"] == 6
 
 
+@pytest.mark.slow
 def test_an_average_of_bfloat16_parameters_moves() -> None:
     # A thousandth of the way from 1.0 to 1.5 is less than bfloat16 can tell from nothing.
     def constant_gradient(model: Any, batch: Any) -> dict[str, Any]:

@@ -428,6 +428,7 @@ def test_numbers_in_64_bits_are_the_data_that_a_step_computes_with(tmp_path: Pat
         trainer.fit((wide[0] + 1, wide[1]), steps=6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_recorded_64_bits_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 2)
     manifest = tmp_path / "checkpoints" / "2" / "manifest.json"

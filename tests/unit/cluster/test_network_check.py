@@ -336,6 +336,7 @@ def test_the_command_prints_one_json_object_with_the_findings(free: int) -> None
     assert next(one["level"] for one in found if NO_HOST in one["text"]) == "error"
 
 
+@pytest.mark.slow
 def test_without_the_network_nothing_is_asked() -> None:
     config = text("chief", 0, chief=[f"{NO_HOST}:1"], worker=["localhost:1"])
     done = command(config, "--json", "--no-network")
@@ -356,6 +357,7 @@ def test_a_broken_cluster_is_one_line_and_exit_code_2(options: tuple[str, ...]) 
     )
 
 
+@pytest.mark.slow
 def test_no_cluster_at_all_is_a_local_run() -> None:
     done = command(None)
     assert (done.returncode, done.stderr) == (0, "")
@@ -365,6 +367,7 @@ def test_no_cluster_at_all_is_a_local_run() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_unknown_option_is_exit_code_2() -> None:
     done = command(None, "--jsn")
     assert done.returncode == 2

@@ -375,6 +375,7 @@ def test_one_that_closes_the_connection_is_reported(
     assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is starting")
 
 
+@pytest.mark.slow
 def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(rendezvous, "RESOLVE_TIMEOUT", 0.0)
@@ -386,6 +387,7 @@ def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPa
         join_rendezvous(worker, 1.0, print)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_still_dying_at_the_port_is_waited_for() -> None:
     who = parties(2)
     with gathering(who[1]) as (endings, messages):

@@ -52,6 +52,7 @@ class Numbers:
         return index
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(count=st.integers(1, 30), data=st.data())
 def test_every_record_that_can_be_read_is_there_once(count: int, data: st.DataObject) -> None:
@@ -156,6 +157,7 @@ WRAPPED: dict[str, Callable[[set[int]], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_the_fingerprint_has_the_bad_records(wrapped: str) -> None:
     """Two processes that leave out different records train on different batches."""

@@ -494,6 +494,7 @@ def test_splits_are_about_as_large_as_asked(weights: list[int], salt: str) -> No
         assert abs(found.count(name) - count * fraction) <= spread
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(few=st.sets(st.integers(0, 99), min_size=40, max_size=60))
 def test_other_files_move_none_from_its_split(

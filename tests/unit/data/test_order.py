@@ -57,6 +57,7 @@ def test_the_order_with_blocks_stays_what_it_is() -> None:
     ]
 
 
+@pytest.mark.slow
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(any),
     seed=st.integers(0, 5),
@@ -140,6 +141,7 @@ def test_blocks_are_part_of_what_identifies_a_dataset() -> None:
     assert blocks_of(np.arange(3)) is None
 
 
+@pytest.mark.slow
 @hypothesis.given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20), part=st.integers(0, 9)
 )

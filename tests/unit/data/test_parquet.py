@@ -73,6 +73,7 @@ SCHEMA = pa.schema(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     records=st.lists(RECORDS, min_size=1, max_size=9),

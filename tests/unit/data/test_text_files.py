@@ -53,6 +53,7 @@ def texts(source: TextSource) -> list[str]:
     return [source[index]["text"] for index in range(len(source))]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     parts=st.lists(

@@ -48,6 +48,7 @@ def windows(tokens: list[int], length: int, stride: int) -> list[tuple[list[int]
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     files=st.lists(st.lists(st.integers(1, 60_000), max_size=20), min_size=1, max_size=3),
@@ -96,6 +97,7 @@ def test_by_default_each_token_but_the_first_is_predicted_once(tmp_path: Path) -
     assert fingerprint(pickle.loads(pickle.dumps(dataset))) == fingerprint(dataset)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(files=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=3))
 def test_documents_end_with_their_token_or_their_file(

@@ -152,6 +152,7 @@ def compiled(delta: float) -> Any:
     return CompiledKeras(model).objective
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -471,6 +471,7 @@ def asleep() -> bool:
     return "sleep 543.21" in listed.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_run_processes_kills_the_rest_and_prints_every_log() -> None:
     with pytest.raises(AssertionError) as raised:
         run_processes(python(FAILS), processes=2, timeout=60, grace=0.5)

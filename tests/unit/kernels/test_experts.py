@@ -504,6 +504,7 @@ def test_on_cpu_it_multiplies_few_more_rows_than_there_are() -> None:
     assert costs["flops"] < 1.7 * 2 * 2048 * 64 * 32  # `ragged_dot` needs 8 times as many
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_on_accelerators_the_gradients_are_computed_from_few_more_rows(

@@ -139,6 +139,7 @@ def test_targets_that_are_no_tokens_are_nan_and_without_gradient_at_weight_0(chu
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_reference_counts_each_product_once() -> None:
     def trace() -> Any:
         function: Callable[..., Any] = lambda arrays: losses(arrays, chunks=4).loss.sum()  # noqa: E731
@@ -195,6 +196,7 @@ def test_tokens_that_fill_the_last_chunk_have_no_gradient() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_large_logits_are_computed_in_chunks_and_need_the_memory_of_one() -> None:
     """GPT-2 with 32 rows of 1,024 tokens has 6.6 GB of logits; by the compiler's count."""
     shapes = [(32, 1024, 768), (50_304, 768)]

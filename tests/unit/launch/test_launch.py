@@ -375,6 +375,7 @@ def test_lines_however_they_come(chunks: list[bytes], shown: list[bytes]) -> Non
     assert got == shown
 
 
+@pytest.mark.slow
 def test_lines_of_gloo_are_left_out_and_nothing_else(tmp_path: Path) -> None:
     connected = (
         "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : "

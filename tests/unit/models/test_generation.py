@@ -286,6 +286,7 @@ def test_options_that_make_no_sense(changes: Any, why: str) -> None:
         stream(small(), [[1]], 20)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "why"),
     [

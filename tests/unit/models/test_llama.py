@@ -105,6 +105,7 @@ def objective(model: Llama, tokens: jax.Array) -> dict[str, jax.Array]:
     return {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])}
 
 
+@pytest.mark.slow
 def test_parameters_carry_the_axes_of_their_names() -> None:
     def specs(**given: Any) -> list[Any]:
         mesh = MeshSpec(fsdp=4, tensor=2)

@@ -55,6 +55,7 @@ def gradients(model: Transformer, tokens: jax.Array) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in named_leaves(nnx.to_pure_dict(found)).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [pytest.param("rotary", marks=pytest.mark.slow), "learned"])
 def test_a_token_sees_itself_and_those_before_it_alone(positions: str) -> None:
     model, tokens = small(positions=positions), some_tokens()
@@ -78,6 +79,7 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     np.testing.assert_allclose(queries[0], query[0, 0, 0], rtol=1e-6)  # the first is not turned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [300, jnp.arange(7, 307)[None]], ids=["known", "given"])
 def test_rotations_in_the_matrix_unit_of_tpus_have_the_same_bits(
     positions: Any, monkeypatch: pytest.MonkeyPatch

@@ -126,6 +126,7 @@ def server(name: str) -> Any:
     return SimpleNamespace(held=method("held"), counts=method("counts"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "lost"),
     [

@@ -34,6 +34,7 @@ def spec_of(chief: str, kind: str = "chief") -> ClusterSpec:
     return from_environment({"TF_CONFIG": json.dumps(config)})
 
 
+@pytest.mark.slow
 def test_an_address_that_another_process_keeps_is_waited_for_and_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         chief = f"127.0.0.1:{other.getsockname()[1]}"

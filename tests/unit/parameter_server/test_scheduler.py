@@ -59,6 +59,7 @@ def test_it_can_be_held() -> None:
     assert queue.give("b", 0.0) == 0  # it was given out before
 
 
+@pytest.mark.slow
 @given(
     st.none() | st.integers(0, 4),
     st.integers(0, 5),

@@ -91,6 +91,7 @@ def plan_problem(
     raise AssertionError(f"the plan has no stage {until}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "options", "problem"),
     [

@@ -163,6 +163,7 @@ def test_virtual_devices_are_not_drawn() -> None:
     assert draw_topology(report("cpu:8")["links"]) is None
 
 
+@pytest.mark.slow
 def test_parameters_are_in_the_order_of_their_bytes() -> None:
     page = plan_page([report()], [], "title", "command")
     (section,) = (x for x in page.sections if x.title == "Parameters")

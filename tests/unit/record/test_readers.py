@@ -211,6 +211,7 @@ def test_lines_that_are_decoded_together_are_those_decoded_alone(
 # -- reduction of long curves ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.integers(2001, 30_000), st.integers(0, 2**16), st.floats(0, 0.3))
 @settings(max_examples=8)
 def test_extremes_ends_and_gaps_stay(count: int, seed: int, gaps: float) -> None:

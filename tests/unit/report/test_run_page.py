@@ -145,6 +145,7 @@ def forge_lines(run: Path) -> None:
     write_lines(run / "events.jsonl", events)
 
 
+@pytest.mark.slow
 def test_a_run_that_may_have_been_killed_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     note = "a run that was killed could not record its end"
@@ -236,6 +237,7 @@ def losses(report: RunReport) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_only_what_has_grown_is_read_and_a_resumed_run_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ def test_only_what_has_grown_is_read_and_a_resumed_run_is_read_again(
     assert losses(report) == pytest.approx(trained, rel=1e-5) and len(trained) == 30
 
 
+@pytest.mark.slow
 def test_what_a_failed_reading_has_missed_is_read_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

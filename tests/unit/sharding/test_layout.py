@@ -420,6 +420,7 @@ def device_bytes(sharding: NamedSharding, leaf: Any) -> int:
     return int(np.prod(sharding.shard_shape(leaf.shape), dtype=int)) * leaf.dtype.itemsize
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 24), max_size=4),
     st.integers(2, 8),
@@ -440,6 +441,7 @@ def test_an_array_is_split_over_the_axis_wherever_a_dim_allows_it(
     assert parameter == (held if strategy == "zero" else device_bytes(moment, leaf))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=3), st.data())
 @settings(deadline=None, derandomize=True, max_examples=50)
 def test_beside_a_rules_axis_it_is_split_wherever_a_free_dim_allows_it(

@@ -473,6 +473,7 @@ def test_groups_that_would_cut_through_a_host_are_refused(cluster: Cluster) -> N
     assert "on 2 hosts of 2 or 4 into groups" in refusal(MeshSpec(replica=2), "hybrid")
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(2, 12), st.data())
 @settings(deadline=None, derandomize=True, max_examples=100)
 def test_a_group_is_whole_hosts_or_a_part_of_one(

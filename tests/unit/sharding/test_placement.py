@@ -178,6 +178,7 @@ def test_a_data_worker_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None
         has_strategy()
 
 
+@pytest.mark.slow
 def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
     seen: dict[str, set[str]] = {}
 
@@ -206,6 +207,7 @@ def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
     assert queried() == OUTSIDE
 
 
+@pytest.mark.slow
 def test_a_dataset_sees_it_in_threads_too() -> None:
     seen: set[str] = set()
 
@@ -224,6 +226,7 @@ def test_a_dataset_sees_it_in_threads_too() -> None:
     assert seen == {MIRRORED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["fit", "evaluate", "predict", "model"])
 def test_a_model_is_made_under_the_trainers_strategy_whatever_is_called_first(first: str) -> None:
     seen = set()

@@ -123,6 +123,7 @@ def test_a_dataset_may_give_arrays_that_are_on_a_device(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_program_of_an_earlier_batch_size_is_found_again(
     planned: list[threading.Thread],
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_run_that_has_nothing_left_to_do_compiles_nothing(
     assert len(planned) == 1
 
 
+@pytest.mark.slow
 def test_an_error_in_a_step_is_raised_by_fit_and_leaves_no_thread() -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         if wrong:

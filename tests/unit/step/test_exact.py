@@ -613,6 +613,7 @@ def keras_model() -> Any:
     return KerasModel(keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["linen", "keras"])
 def test_models_of_other_libraries_average_their_statistics_as_well(library: str) -> None:
     """Otherwise the values of an example would depend on the examples of its virtual shard."""

@@ -38,6 +38,7 @@ def traced(file: Path, **options: Any) -> Flops:
     return count_flops(trainer.trace_step(rows).jaxpr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_an_mlp(microbatches: int) -> None:
     sizes = [64, 48, 32, 10]

@@ -206,6 +206,7 @@ def test_a_batch_size_by_device_must_divide_over_microbatches_too() -> None:
     assert config.global_batch_size == 64
 
 
+@pytest.mark.slow
 def test_parameters_of_16_bits_keep_their_optimizer_s_dtypes() -> None:
     of = mlp(
         model=partial(nnx.Linear, 6, 4, param_dtype=jnp.bfloat16),
@@ -382,6 +383,7 @@ def test_bfloat16_gradients_are_near_those_of_float32_and_metrics_as_exact() -> 
             assert name == "loss" or difference > 1e-5, name  # it has been computed otherwise
 
 
+@pytest.mark.slow
 def test_in_bfloat16_targets_and_weights_keep_their_digits() -> None:
     x = np.ones((8, 1), np.float32)
     targets = np.full((8, 1), 1001, np.float32)  # 1000 in bfloat16

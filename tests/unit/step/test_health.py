@@ -219,6 +219,7 @@ def test_a_line_has_the_rate_of_its_update(optimizer: optax.GradientTransformati
     np.testing.assert_allclose(rates, [float(SCHEDULE(n)) for n in range(3)], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -235,6 +236,7 @@ def test_without_a_single_schedule_a_line_has_no_rate(
     assert "learning_rate" not in line
 
 
+@pytest.mark.slow
 def test_many_small_arrays_are_added_up_by_one_product() -> None:
     """A product for each made XLA compile a step of 2,000 arrays for 95 s instead of 15 s."""
     draw = np.random.default_rng(0)
@@ -307,6 +309,7 @@ def start() -> dict[str, Any]:
     return {"params": PARAMS, "opt_state": OPTIMIZER.init(PARAMS)}
 
 
+@pytest.mark.slow
 def test_the_state_has_the_same_bits_and_norms_are_those_of_all_elements() -> None:
     after, (scaled, updates) = jax.jit(
         lambda state, gradients: (lambda found: ((found[0].params, found[0].opt_state), found[1]))(

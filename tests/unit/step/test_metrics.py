@@ -168,6 +168,7 @@ def test_the_gradient_of_what_counts_nothing_is_zero() -> None:
     assert gradient.tolist() == [0.25, 0.0, 0.75]
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_weighted_mean_is_that_of_its_formula() -> None:
     values, weights = jnp.array([1.0, 4.0, jnp.inf, 2.0]), jnp.array([0.5, 0.0, 0.0, 2.0])
 

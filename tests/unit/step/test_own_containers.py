@@ -118,6 +118,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 FEW = {"function, microbatches": {"model": PLAIN, "microbatches": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*FEW, *(pytest.param(name, marks=pytest.mark.nightly) for name in OBJECTIVES)]
 )
@@ -126,6 +127,7 @@ def test_an_objective_may_empty_its_batch_and_its_parameters(case: str) -> None:
     np.testing.assert_equal(fit(takes, **options), fit(reads, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -270,6 +270,7 @@ def test_reduce_takes_values_of_replicas_under_every_strategy(
         np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_reduce_takes_an_array_only_if_there_is_one_replica() -> None:
     with use_placement(placed("default")):
         np.testing.assert_array_equal(reduce("sum", X), X)

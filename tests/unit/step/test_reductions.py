@@ -391,6 +391,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -76,6 +76,7 @@ HALVES = optax.GradientTransformation(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

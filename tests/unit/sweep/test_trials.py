@@ -164,6 +164,7 @@ def test_the_forms_of_values_in_the_documentation_try_what_it_says() -> None:
         assert len(grid_points([setting])) == int(tries.split()[0]), text
 
 
+@pytest.mark.slow
 def test_the_commands_in_the_documentation_are_valid() -> None:
     commands = re.findall(r"^    python -m spmdtrain\.sweep (.*)$", PAGE, re.MULTILINE)
     assert len(commands) == 2

@@ -252,6 +252,7 @@ def test_a_loop_of_small_steps_has_the_operations_of_one(tmp_path: Path) -> None
     assert found[0] == found[1] == found[2] > 0
 
 
+@pytest.mark.slow
 def test_callbacks_of_steps_and_of_log_lines_are_not_delayed_by_default() -> None:
     called: dict[str, list[int]] = {"step": [], "log": []}
     for event in called:

@@ -64,6 +64,7 @@ def in_loop(workdir: Path, code: Any) -> None:
         sys.exit(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "given", "code", "words"),
     [
@@ -95,6 +96,7 @@ def test_an_exit_during_a_training_is_a_failure(
     assert status(tmp_path)["reason"] == line.removeprefix("failed: ")
 
 
+@pytest.mark.slow
 def test_an_exit_during_a_prediction_is_a_failure_and_later_no_more(tmp_path: Path) -> None:
     runner, rows = trainer(tmp_path), Rows()
     runner.fit(rows)
@@ -105,6 +107,7 @@ def test_an_exit_during_a_prediction_is_a_failure_and_later_no_more(tmp_path: Pa
     assert status(tmp_path)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_keyboard_stays_one() -> None:
     def interrupt(event: Any) -> None:
         raise KeyboardInterrupt

@@ -108,6 +108,7 @@ def test_a_resumed_run_writes_the_same_epochs_and_its_history_has_those_before(
     assert [line["step"] for line in parts.history.evaluations] == [7, 10, 13, 19]
 
 
+@pytest.mark.slow
 def test_a_second_fit_continues_its_epoch() -> None:
     trainer = Trainer(
         model=FunctionModel(lambda key: jnp.ones(3), lambda p, x: x @ p),

@@ -196,6 +196,7 @@ def test_finished_media_are_those_of_numpy() -> None:
     np.testing.assert_array_equal(histogram.on_host().counts, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "message"),
     [

@@ -182,6 +182,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- what it evaluates -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_finds_what_the_training_found(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +400,7 @@ def test_a_checkpoint_saved_again_is_evaluated_again(stage: Stage, other: Path) 
     assert curve(stage.workdir) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_going_back_takes_back_what_comes_after(stage: Stage, other: Path) -> None:
     """Nothing is logged of steps that the restarted training has not reached again."""
     stage.save(1, 2, 3)
@@ -643,6 +645,7 @@ def test_a_signal_ends_the_waiting_for_storage(
     assert stage.now == 1.0
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_loses_nothing(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_what_survives_a_full_collection_after_the_first_step_is_excluded_until_
     assert gc.get_freeze_count() < OF_PYTHON
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_excluded")
 def test_what_others_have_excluded_stays_so() -> None:
     gc.freeze()

@@ -181,6 +181,7 @@ def test_an_optimizers_leaf_belongs_to_the_parameter_of_the_longest_path() -> No
     )
 
 
+@pytest.mark.slow
 def test_an_infinity_on_purpose_is_no_failure() -> None:
     def masked(key: jax.Array) -> dict[str, Any]:
         return init(key) | {"model_state": {"mask": jnp.array([0.0, -jnp.inf])}}
@@ -452,6 +453,7 @@ def test_evaluations_are_written_and_say_which_checkpoint_is_best(tmp_path: Path
         own.log_evaluation({"loss": 1.0})
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_nan_does_not_prevent_the_mark_best(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -914,6 +916,7 @@ def test_a_file_has_one_of_the_two(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "has both build(config) and train(config, loop)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_batch_that_was_placed_is_the_one_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -291,6 +291,7 @@ def test_the_host_holds_less_than_the_largest_array(tmp_path: Path) -> None:
     assert found["grown"] < found["total"] + found["largest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["w.npz", "w.safetensors"])
 def test_an_array_without_dims_is_exported_and_read(name: str, tmp_path: Path) -> None:
     def model(scale: float) -> FunctionModel:

@@ -92,6 +92,7 @@ class Values(Tracker):
         self.found |= values
 
 
+@pytest.mark.slow
 def test_trackers_receive_the_performance_of_a_run_without_files() -> None:
     tracker = Values()
     fit(None, 6, checkpoint_every_steps=None, trackers=[tracker])

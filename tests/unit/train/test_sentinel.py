@@ -182,6 +182,7 @@ def test_of_two_devices_one_is_named_only_if_it_does_not_repeat_its_own_result()
     assert devices.verdict(flip) == Verdict(FaultKind.LASTING, [0, 1], [], 0)
 
 
+@pytest.mark.slow
 def test_a_device_with_another_copy_of_the_parameters_is_named() -> None:
     of = trainer()
     state = of.functions.init(0)

@@ -185,6 +185,7 @@ def test_states_without_callbacks_and_callbacks_without_states_are_named(
         fit(tmp_path, 4, [broken])
 
 
+@pytest.mark.slow
 def test_a_restarted_fit_begins_with_the_initial_states() -> None:
     stopping = EarlyStopping("score", patience=2)
     fitted = linear_model.trainer(

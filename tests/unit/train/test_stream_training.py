@@ -125,6 +125,7 @@ def test_evaluation_on_a_stream_is_refused() -> None:
         trainer(None).fit(stream(), validation=stream(), steps=2)
 
 
+@pytest.mark.slow
 def test_a_dataset_has_no_file_of_positions(tmp_path: Path) -> None:
     data = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
     linear_model.trainer(workdir=str(tmp_path)).fit(data, steps=2)

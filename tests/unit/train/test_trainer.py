@@ -45,6 +45,7 @@ def trainer(**options: Any) -> Trainer:
     return linear_model.trainer(**{"optimizer": optax.sgd(0.05)} | options)
 
 
+@pytest.mark.slow
 def test_without_a_workdir_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_an_objective_may_take_entries_out_of_its_batch(options: dict[str, Any])
     assert results[0].validation == results[1].validation
 
 
+@pytest.mark.slow
 def test_the_initialization_of_the_model_is_traced_once() -> None:
     traces = []
 
@@ -375,6 +377,7 @@ def test_evaluate_before_fit_does_not_hide_the_checkpoint_from_fit(tmp_path: Pat
     assert [line["step"] for line in metrics(tmp_path, "train")] == [1, 5, 6]
 
 
+@pytest.mark.slow
 def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
     shapes: list[dict[str, Any]] = []
 
@@ -480,6 +483,7 @@ def test_a_second_fit_may_not_change_what_is_computed(tmp_path: Path, has_workdi
     assert fitted.fit((X, Y), steps=4).step == 4
 
 
+@pytest.mark.slow
 def test_a_non_finite_evaluation_stops_the_run() -> None:
     x = X.copy()
     x[3] = np.inf
@@ -504,6 +508,7 @@ def test_an_early_stop_ends_at_the_evaluation_and_lasts(tmp_path: Path) -> None:
     assert run(epochs=4) == 20
 
 
+@pytest.mark.slow
 def test_a_stop_at_a_step_that_is_saved_and_not_evaluated_evaluates_it(tmp_path: Path) -> None:
     def stop(event: CallbackContext) -> None:
         if event.step == 4:
@@ -516,6 +521,7 @@ def test_a_stop_at_a_step_that_is_saved_and_not_evaluated_evaluates_it(tmp_path:
     assert read_manifest(tmp_path).metrics == result.validation
 
 
+@pytest.mark.slow
 def test_evaluation_takes_the_batch_of_fit_and_fills_it_up() -> None:
     fitted = trainer(mesh=MeshSpec(devices=tuple(range(5))), global_batch_size=10)
     fitted.fit((X, Y), steps=1)
@@ -565,6 +571,7 @@ def test_a_metric_may_not_take_a_word_of_the_metrics_file(name: str) -> None:
         trainer(objective=objective).fit((X, Y), steps=1)
 
 
+@pytest.mark.slow
 def test_values_for_pairs_of_examples_are_a_mistake_unless_weighted() -> None:
     def pairs(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
         x, y = batch
@@ -593,6 +600,7 @@ def test_a_workdir_in_use_is_refused_and_free_again_afterward(tmp_path: Path) ->
     assert trainer(workdir=str(tmp_path)).fit((X, Y), steps=2).step == 2
 
 
+@pytest.mark.slow
 def test_a_home_folder_in_a_path_is_the_user_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -690,6 +698,7 @@ def test_an_error_without_a_text_names_its_line_once() -> None:
 # -- what callbacks read and add -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
     read: list[tuple[str, int, int]] = []
     refused: list[str] = []
@@ -715,6 +724,7 @@ def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
     assert fitted.step == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["fit_start", "step", "fit_end"])
 def test_metrics_are_added_at_no_other_moment(moment: str) -> None:
     def add(event: CallbackContext) -> None:
@@ -745,6 +755,7 @@ def test_metrics_that_callbacks_add_are_in_every_record(tmp_path: Path) -> None:
     assert read_manifest(tmp_path).metrics == result.validation
 
 
+@pytest.mark.slow
 def test_metrics_of_an_event_are_added_to_and_copied_as_a_dictionary_is() -> None:
     copies: list[dict[str, float]] = []
 
