@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.checkpoints.weights.weight_map import WeightRule as WeightRule
     from spmdtrain.config.experiment import Experiment as Experiment
     from spmdtrain.config.options import CollectiveOptions as CollectiveOptions
+    from spmdtrain.config.options import ContextOptions as ContextOptions
+    from spmdtrain.config.options import ExpertOptions as ExpertOptions
     from spmdtrain.config.options import MeshSpec as MeshSpec
     from spmdtrain.config.options import ParameterServerOptions as ParameterServerOptions
     from spmdtrain.config.options import ShardingOptions as ShardingOptions

@@ -1,5 +1,8 @@
 """`python -m spmdtrain.init`: writes a small project, with an experiment and its tests."""
 
+import importlib.util
+import keyword
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -206,14 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def execute(options: Options) -> int:
     """Writes the project into a new folder; returns the exit code."""
     name = options.name
-    if not name.isidentifier() or not name.isascii() or name in sys.stdlib_module_names:
-        raise UserError(
-            f"{name!r} cannot name a package: give letters, digits and _, and not the name of a "
-            "module of Python"
-        )
-    if name in ("spmdtrain", "jax", "flax", "optax", "numpy"):
-        raise UserError(f"{name!r} is a package that the project itself imports: give another name")
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name):
+        raise UserError(f"{name!r} cannot name a package: give a word of letters, digits and _")
     folder = Path(name)
+    if not folder.exists() and importlib.util.find_spec(name) is not None:
+        raise UserError(f"{name!r} is the name of another module: give a name of your own")
     try:
         folder.mkdir()
         for path, content in FILES.items():

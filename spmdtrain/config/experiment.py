@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -217,19 +218,27 @@ def _file_of_module(name: str) -> Path:
     takes = f"{option('config')} takes an experiment's .py file, or the name of a module"
     entries = importlib.metadata.entry_points(group=EXPERIMENTS)
     named = {entry.name: entry.value for entry in entries}
-    if os.path.isdir(name) and name not in named:
-        raise UserError(f"{name}: is a folder; {takes}")
-    if name.endswith(".py") or not all(map(str.isidentifier, name.split("."))):
-        raise UserError(f"{name}: no such file; {takes}")
+    if name not in named:
+        if os.path.isdir(name):
+            raise UserError(f"{name}: is a folder; {takes}")
+        if name.endswith(".py") or not all(map(str.isidentifier, name.split("."))):
+            raise UserError(f"{name}: no such file; {takes}")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` does
-    try:
-        spec = _guarded(Path(name), lambda: importlib.util.find_spec(named.get(name, name)))
-    except UserError as error:
-        if not isinstance(error.__cause__, ModuleNotFoundError):
-            raise  # by the code of a package above the module
-        spec = None
+    target = named.get(name, name)
+
+    def find() -> importlib.machinery.ModuleSpec | None:
+        try:
+            return importlib.util.find_spec(target)
+        except ModuleNotFoundError as error:
+            if f"{target}.".startswith(f"{error.name}."):  # a package above the module is missing
+                return None
+            raise
+
+    spec = _guarded(Path(name), find)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        if name in named:
+            raise UserError(f"{name}: its entry point names {target}, which is no module; {takes}")
         near = did_you_mean(name, named) if named else ""
         raise UserError(f"{name}: no such file or module; {takes}.{near}")
     return Path(spec.origin)

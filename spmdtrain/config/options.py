@@ -10,7 +10,7 @@ import json
 import math
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -249,6 +249,15 @@ _CAPACITY = Range(text="at least 1, which is room for an even load of the expert
 _REDUCED = "per_replica(...) returns gradients, which you reduce"
 
 
+def _check_devices(devices: Sequence[Any]) -> None:
+    for device in devices:
+        if isinstance(device, bool) or not isinstance(device, (str, Integral)):
+            raise UserError(
+                f"mesh.devices has {device!r}: give the index of a device, such as 0, or its name, "
+                "such as 'gpu:0'"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshSpec(OptionGroup):
     """Sizes of the mesh axes, and the devices of the mesh."""
@@ -274,7 +283,7 @@ class MeshSpec(OptionGroup):
     tensor: int | None = option_field(None, usual=True, range=_SIZE)
     """Number of devices along the axis that can shard single tensors; -1 takes the remaining
     devices. None means 1, or 2 with tensor_parallel."""
-    devices: tuple[str | int, ...] = ()
+    devices: tuple[str | int, ...] = option_field((), check=_check_devices)
     """Devices to use, by index (0 3) or by name (gpu:0 gpu:1). Empty means all devices."""
 
     def given(self) -> dict[str, int | None]:
@@ -443,9 +452,11 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         if get_origin(kind) is Literal and value not in get_args(kind):
             choices = [str(choice) for choice in get_args(kind)]
             raise UserError(f"{name} is {value!r}.{did_you_mean(str(value), choices)}")
-        if kind is int and not isinstance(value, Integral):
+        if kind is bool and not isinstance(value, bool):
+            raise UserError(f"{name} is {value!r}: it must be True or False")
+        if kind is int and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise UserError(f"{name} is {value!r}: it must be a whole number")
-        if kind is float and not isinstance(value, Real):
+        if kind is float and (isinstance(value, bool) or not isinstance(value, Real)):
             raise UserError(f"{name} is {value!r}: it must be a number")
         if get_origin(kind) is tuple and not isinstance(value, (tuple, list)):
             raise UserError(f"{name} is {value!r}: it must be a tuple")

@@ -21,6 +21,7 @@ from spmdtrain.errors import foreign
 _WIDTH, _HEIGHT = 560, 180  # pixels
 _LEFT, _TOP, _BOTTOM = 68, 22, 18  # of the plot: room for labels and the legend
 _POINTS = 400  # of a curve; with more, every second one is left out
+_LARGEST = 1e300  # differences of larger values overflow
 _LOGARITHMIC_FROM = 8  # the largest value as a multiple of the smallest one
 _COLORS = ("#1f77b4", "#e6550d", "#2ca02c", "#9467bd")  # readable on white and on black
 
@@ -29,19 +30,28 @@ _COLORS = ("#1f77b4", "#e6550d", "#2ca02c", "#9467bd")  # readable on white and 
 class Curve:
     """Values of a metric by step, at most `_POINTS` of them."""
 
-    points: list[tuple[int, float]] = field(default_factory=list)
+    kept: list[tuple[int, float]] = field(default_factory=list)
+    newest: tuple[int, float] | None = None
     every: int = 1
     """Of this many values the first one is kept."""
     count: int = 0
 
     def add(self, step: int, value: float) -> None:
-        """Adds the value of a step; one that is not finite is left out."""
-        if math.isfinite(value):
-            if self.count % self.every == 0:
-                self.points.append((step, value))
-            self.count += 1
-        if len(self.points) > _POINTS:
-            self.points, self.every = self.points[::2], self.every * 2
+        """Adds the value of a step; one that is not finite, or nearly so, is left out."""
+        if not abs(value) < _LARGEST:
+            return
+        self.newest = step, value
+        if self.count % self.every == 0:
+            self.kept.append(self.newest)
+        self.count += 1
+        if len(self.kept) > _POINTS:
+            self.kept, self.every = self.kept[::2], self.every * 2
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """The values that are kept, and the newest one."""
+        last = [] if self.newest is None or self.newest in self.kept[-1:] else [self.newest]
+        return [*self.kept, *last]
 
 
 def chart(title: str, curves: Mapping[str, Curve]) -> str:
@@ -63,7 +73,7 @@ def chart(title: str, curves: Mapping[str, Curve]) -> str:
     def down(value: float) -> float:
         return _TOP + plot * (1 - (scaled(value) - base) / span)
 
-    middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
+    middle = math.sqrt(low) * math.sqrt(high) if logarithmic else (low + high) / 2
     parts = []
     for value in dict.fromkeys((low, middle, high)):
         y = down(value)
@@ -171,8 +181,8 @@ _REFRESH = 0.5  # seconds; a browser redraws the whole display each time
 
 
 @dataclass
-class _Run:
-    """The progress that a display shows."""
+class _Progress:
+    """The steps or batches that a display shows."""
 
     description: str
     total: int
@@ -180,6 +190,7 @@ class _Run:
     done: int
     handle: Any = None
     texts: Sequence[str] = ()
+    is_over: bool = False
     began: float = field(default_factory=time.monotonic)
     shown: float = field(default_factory=time.monotonic)
 
@@ -189,7 +200,7 @@ class _Run:
         made = self.done - self.first
         left = duration(seconds / made * (self.total - self.done)) if made else ""
         parts = [f"{self.description} {self.done:,}/{self.total:,}", *self.texts]
-        if self.done < self.total and left:
+        if self.done < self.total and left and not self.is_over:
             parts.append(f"{left} left")
         return "  ".join(parts)
 
@@ -205,7 +216,7 @@ class NotebookTerminal(Terminal):
 
     def __init__(self, *, results_only: bool = False) -> None:
         super().__init__(results_only=results_only, optional=True)
-        self._runs: list[_Run] = []  # the innermost last
+        self._runs: list[_Progress] = []  # the innermost last
         self._curves: dict[str, Curve] = {}
         self._metric = ""
 
@@ -217,12 +228,13 @@ class NotebookTerminal(Terminal):
             return
         if not self._runs:
             self._curves, self._metric = {}, ""
-        self._runs.append(_Run(description, total, done, done))
+        self._runs.append(_Progress(description, total, done, done))
         try:
             yield
         finally:
             run = self._runs.pop()
             if run.handle is not None or (self._curves and not self._runs):
+                run.is_over = True
                 self._draw_progress(run)
 
     @property
@@ -242,9 +254,8 @@ class NotebookTerminal(Terminal):
         run = self._runs[-1]
         run.done, run.texts = done, run.texts if texts is None else texts
         self._add(Point("train", done, metrics or {}))
-        # The progress of an evaluation within a run is too short to show.
-        if len(self._runs) == 1 and time.monotonic() - run.shown >= _REFRESH:
-            self._draw_progress(run)
+        if len(self._runs) == 1:  # the progress of an evaluation within a run is too short to show
+            self._refresh()
 
     def line(
         self, text: str, color: LineColor = LineColor.PLAIN, *, point: Point | None = None
@@ -254,7 +265,7 @@ class NotebookTerminal(Terminal):
             super().line(text, color)
             return
         self._add(point)
-        self._draw_progress(self._runs[0])
+        self._refresh()
 
     def show(self, *blocks: TableBlock | FactsBlock | NoteBlock) -> None:
         """Shows blocks of a document as HTML, and as text where HTML is not shown."""
@@ -265,12 +276,17 @@ class NotebookTerminal(Terminal):
         _display(as_html(*blocks), text.getvalue())
 
     def _add(self, point: Point) -> None:
-        self._metric = self._metric or next(iter(point.metrics), "")  # the loss is the first one
+        if not self._metric:
+            self._metric = "loss" if "loss" in point.metrics else next(iter(point.metrics), "")
         if self._metric in point.metrics:
             curve = self._curves.setdefault(point.curve, Curve())
             curve.add(point.step, point.metrics[self._metric])
 
-    def _draw_progress(self, run: _Run) -> None:
+    def _refresh(self) -> None:
+        if time.monotonic() - self._runs[0].shown >= _REFRESH:
+            self._draw_progress(self._runs[0])
+
+    def _draw_progress(self, run: _Progress) -> None:
         run.shown, text = time.monotonic(), run.text()
         bar = f'<progress value="{run.done}" max="{run.total}" style="width:12em"></progress>'
         content = f"<div>{bar} {_escaped(text)}</div>{chart(self._metric, self._curves)}"

@@ -1,5 +1,6 @@
 """The record of a run: one reader of everything that a run writes into its folder."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -168,7 +169,11 @@ class Run:
                 (int(step), {name: float(values[n]) for name, values in columns.items()})
                 for n, step in enumerate(steps)
             ]
-        last = {split: lines[-1][1] for split, lines in curves.items() if lines}
+        last = {
+            split: {name: value for name, value in lines[-1][1].items() if not math.isnan(value)}
+            for split, lines in curves.items()
+            if lines
+        }
         status = self.status
         where = f"{status['status']}, step {status['step']:,} saved" if status else "not started"
         return run_html(f"{self.workdir}: {where}", last, curves)

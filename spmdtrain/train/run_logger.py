@@ -273,7 +273,7 @@ class RunLogger:
         speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
         text = "  ".join([*metric_texts(shown), *speed])
         line = f"epoch {metrics['epoch']:.0f} at step {step}: {text}"
-        self.terminal.line(line, point=Point("epoch", step, metrics))
+        self.terminal.line(line, point=Point("epoch", step, shown))
 
     def _write(
         self,

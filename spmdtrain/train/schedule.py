@@ -239,24 +239,23 @@ class History(Mapping[str, list[float]]):
         """Returns the values of a metric as Keras names it.
 
         Args:
-          name: A key of `epochs`, such as "loss", for the value of each epoch; after `val_`, a key
+          name: A metric of `epochs`, such as "loss", for the value of each epoch; after `val_`, one
             of `evaluations` for the value of each evaluation.
 
         Raises:
           KeyError: If no line has the metric.
         """
-        lines = self.evaluations if name.startswith("val_") else self.epochs
-        metric = name.removeprefix("val_")
-        values = [line[metric] for line in lines if metric in line]
-        if not values:
+        if name not in {*self}:
             raise KeyError(f"{name!r} is none of {', '.join(self)}")
-        return values
+        metric = name.removeprefix("val_")
+        evaluated = [line[metric] for line in self.evaluations if metric in line]
+        return [line[name] for line in self.epochs if name in line] or evaluated
 
     def __iter__(self) -> Iterator[str]:
-        for prefix, lines in {"": self.epochs, "val_": self.evaluations}.items():
-            for name in dict.fromkeys(name for line in lines for name in line):
-                if name not in ("step", "epoch"):
-                    yield prefix + name
+        places = {"step", "epoch"}
+        of_epochs = [name for line in self.epochs for name in line if name not in places]
+        others = [name for line in self.evaluations for name in line if name not in places]
+        return iter(dict.fromkeys([*of_epochs, *(f"val_{name}" for name in others)]))
 
     def __len__(self) -> int:
         return len([*iter(self)])

@@ -50,8 +50,11 @@ def test_a_new_project_trains_and_its_tests_pass(
         ("taken", "taken exists"),
         ("two words", "cannot name a package"),
         ("a/b", "cannot name a package"),
-        ("json", "cannot name a package"),
-        ("jax", "the project itself imports"),
+        ("class", "cannot name a package"),
+        ("_x", "cannot name a package"),
+        ("json", "the name of another module"),
+        ("orbax", "the name of another module"),
+        ("pytest", "the name of another module"),
     ],
 )
 def test_a_name_that_cannot_be_a_package_is_refused(

@@ -139,6 +139,9 @@ def test_without_a_workdir_an_interrupted_fit_continues_to_the_same_bits(
     assert "SIGINT: nothing saved (no workdir); the trainer keeps its state" in lines
     at, is_same = eval(shown(outputs["continued"], "text/plain")[-1])
     assert 7 <= at < 20 and is_same
+    # Also if the first point is that of an epoch. After an interrupt no time is left.
+    assert "epoch loss " in shown(outputs["continued"])[0]
+    assert " left" not in shown(outputs["interrupt without a workdir"])[0]
 
 
 def test_a_quiet_fit_prints_its_result_alone(outputs: dict[str, list[Any]]) -> None:

@@ -42,7 +42,11 @@ def build(config):
 
     return Experiment(model=model, objective=objective, optimizer=optax.sgd(0.1), train=X)
 """
-ENTRY_POINTS = "[spmdtrain.experiments]\nsmall = package.inner.experiment\n"
+ENTRY_POINTS = """[spmdtrain.experiments]
+small = package.inner.experiment
+with-dash = package.inner.experiment
+lost = package.gone
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("package", "package/inner"):
         (folder / name / "__init__.py").write_text("")
     (folder / "package" / "broken.py").write_text("import no_such_library\n")
+    (folder / "needs").mkdir()
+    (folder / "needs" / "__init__.py").write_text("import no_such_library\n")
     (folder / "other" / "optax").mkdir(parents=True)
     for name in ("__init__.py", "other.py"):
         (folder / "other" / "optax" / name).write_text("")
@@ -102,7 +108,7 @@ def test_an_experiment_of_a_package_may_import_its_siblings(name: str, folder: P
 
 @pytest.mark.slow
 def test_the_installed_command_finds_modules_of_its_folder_as_well(folder: Path) -> None:
-    for name in ("package.inner.experiment", "small"):
+    for name in ("package.inner.experiment", "small", "with-dash"):
         code, output = run(folder, "--config", name, "--help", script=True)
         assert code == 0 and "--width" in output, output
 
@@ -114,6 +120,8 @@ def test_the_installed_command_finds_modules_of_its_folder_as_well(folder: Path)
         ("no_such.module", "no_such.module: no such file or module; --config takes"),
         ("smal", "smal: no such file or module; --config takes an experiment's .py"),
         ("package.broken", "No module named 'no_such_library'"),
+        ("needs.experiment", "No module named 'no_such_library'"),
+        ("lost", "lost: its entry point names package.gone, which is no module"),
         ("package", "package: is a folder; --config takes"),
         ("optax.other", "no such file or module"),
         ("other/optax/other.py", "is in the package optax, and Python imports another one of this"),

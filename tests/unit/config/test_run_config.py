@@ -471,3 +471,26 @@ def test_a_config_may_have_slots() -> None:
         extra: int = 1
 
     assert (Config().steps, Config(extra=2).extra) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resume_anyway": "no"}, "resume_anyway is 'no': it must be True or False"),
+        ({"jit": None}, "jit is None: it must be True or False"),
+        ({"data_on_device": 2}, "data_on_device is 2: it must be True or False"),
+        ({"epochs": True}, "epochs is True: it must be a whole number"),
+        ({"learning_rate": True}, "learning_rate is True: it must be a number"),
+    ],
+)
+def test_true_and_false_are_no_numbers_and_nothing_else_is_true(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        RunConfig(**options)
+    assert str(error.value) == message
+
+
+def test_a_device_is_given_by_its_index_or_name() -> None:
+    with pytest.raises(UserError, match=r"mesh.devices has 1.5: give the index of a device"):
+        MeshSpec(devices=(0, 1.5))  # type: ignore[arg-type]
