@@ -483,7 +483,7 @@ def test_a_config_may_have_slots() -> None:
         ({"learning_rate": True}, "learning_rate is True: it must be a number"),
     ],
 )
-def test_true_and_false_are_no_numbers_and_nothing_else_is_true(
+def test_a_truth_value_is_not_a_number_and_a_number_not_a_truth_value(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError) as error:
