@@ -16,7 +16,7 @@ from helpers import DIGITS, REPOSITORY, environment, metrics, together
 from spmdtrain import __version__
 
 BOUND = 100  # seconds
-NAMES = ("run", "launch", "plan", "sweep", "report", "cluster", "checkpoints", "replay")
+NAMES = ("run", "launch", "plan", "sweep", "report", "cluster", "checkpoints", "replay", "init")
 
 # In place of JAX, in the working directory.
 NO_JAX = "raise ImportError('this command must not import jax')"
@@ -59,6 +59,7 @@ def test_help_version_cluster_and_launch_do_not_import_jax(
     code, shown, errors = outcome([*spmdtrain, "cluster", "--json"], tmp_path)
     assert (code, errors) == (0, "") and '"num_processes": 1' in shown
     assert outcome([*spmdtrain, "launch", "--processes", "1", "--", "true"], tmp_path)[0] == 0
+    assert outcome([*spmdtrain, "init", "mine"], tmp_path)[0] == 0
     code, _, errors = outcome([*spmdtrain, "run", "--help"], tmp_path)
     assert code == 1 and NO_JAX.split("'")[1] in errors  # the check above can fail
 
