@@ -15,6 +15,7 @@ PAGE = REPOSITORY / "docs" / "tutorial.md"
 def test_the_commands_of_the_tutorial_print_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the page shows a first run
     for name, text in files_of(PAGE).items():
         (tmp_path / name).write_text(text)
     shown = commands_of(PAGE)
