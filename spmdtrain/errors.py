@@ -484,13 +484,10 @@ def _shows_all_frames() -> bool:
     return bool(jax.config.jax_traceback_filtering == "off")
 
 
-def ipython_shell() -> Any:
-    """Returns the shell of IPython that runs this code; None without one.
-
-    That of a notebook has a `kernel`.
-    """
+def in_notebook() -> bool:
+    """Returns whether a cell of a notebook runs this code."""
     ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def is_interactive() -> bool:
@@ -500,7 +497,8 @@ def is_interactive() -> bool:
 
 def _install_in_notebook() -> None:
     """Simplifies errors of IPython's cells, unless the user has set another way to show errors."""
-    shell = ipython_shell()
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
     if shell is None or shell.custom_exceptions:
         return
 

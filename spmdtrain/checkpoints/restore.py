@@ -460,7 +460,8 @@ def export_params(
     if target.suffix not in _SUFFIXES:
         how = ""
         if target.suffix == ".eqx":  # the order of its leaves is that of the module
-            how = ": write eqx.tree_serialise_leaves(file, load_model(model, run))"
+            model = "eqx.nn.inference_mode(load_model(model, run), False)"
+            how = f": write one by eqx.tree_serialise_leaves(file, {model})"
         raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files{how}")
     save = _save_npz if target.suffix == ".npz" else _safetensors()
     variables, manifest = read_variables(path, which=which, averaged=averaged, log=log)

@@ -250,7 +250,7 @@ def _imported(path: Path) -> ModuleType:
     root, names = file.parent, [path.stem]
     while (root / "__init__.py").is_file():  # relative imports need the package
         root, names = root.parent, [root.name, *names]
-    sys.path.append(str(root))  # it may import modules of its folder
+    sys.path += dict.fromkeys([str(file.parent), str(root)])  # it may import modules of its folder
     if len(names) > 1:
         package = importlib.util.find_spec(names[0])
         found = [*map(os.path.realpath, (package and package.submodule_search_locations) or [])]

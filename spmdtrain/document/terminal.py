@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdtrain.document.blocks import FactsBlock, NoteBlock, TableBlock
-from spmdtrain.errors import StorageError, discard_output, foreign, ipython_shell, printable
+from spmdtrain.errors import StorageError, discard_output, foreign, in_notebook, printable
 
 LINE_WIDTH = 80
 """Columns that lines about the start of a run use at most."""
@@ -501,7 +501,7 @@ def _console(*, quiet: bool, stderr: bool = False) -> Console:
         emoji=False,
         markup=False,
         force_jupyter=False,
-        force_terminal=False if hasattr(ipython_shell(), "kernel") else None,
+        force_terminal=False if in_notebook() else None,
     )
     if not console.is_terminal:
         console.width = 1000  # rich would otherwise cut a wide table off in a file

@@ -192,12 +192,13 @@ class RunLogger:
             curves = self.performance.record(step, examples, rate, wait, goodput, self._devices)
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
-        texts = metric_texts(self._shown(metrics))
+        shown = self._shown(metrics)
+        texts = metric_texts(shown)
         texts += [] if examples is None else [f"{number(examples)} examples/s"]
         texts += [] if rate is None else [f"{number(rate)} steps/s"]
         texts += [] if wait is None else [f"input_wait {wait:.1%}"]
         if self.terminal.has_bar:
-            self.terminal.advance(step, texts, self._shown(metrics))
+            self.terminal.advance(step, texts, shown)
         else:
             texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
             self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
@@ -250,11 +251,12 @@ class RunLogger:
         if not is_written:
             self._write(step, split, metrics, trajectory=trajectory)
             self.times.log("evaluation", step)
-        name, sign = self.config.best_metric, 1 if self.config.best_direction == "min" else -1
-        earlier = [m[name] * sign for m in self.written[Split.EVAL].values() if name in m]
-        earlier = [value for value in earlier if not math.isnan(value)]
-        is_better = bool(earlier) and name in metrics and metrics[name] * sign < min(earlier)
-        best = split is Split.EVAL and is_better
+        best, name = False, self.config.best_metric
+        if split is Split.EVAL and name in metrics:
+            sign = 1 if self.config.best_direction == "min" else -1
+            earlier = [m[name] * sign for m in self.written[split].values() if name in m]
+            earlier = [value for value in earlier if not math.isnan(value)]
+            best = bool(earlier) and metrics[name] * sign < min(earlier)
         if split in self.written:
             self.written[split][step] = metrics
         texts = metric_texts(metrics) + (["best"] if best else [])
@@ -347,11 +349,11 @@ class RunLogger:
                         raise
                     self.terminal.warning(str(error))  # the reason of the end matters more
         if status is Status.PREEMPTED:
-            again = "call fit again" if is_interactive() else "run the command again"
+            again = "run it again" if is_interactive() else "run the command again"
             done = f"saved step {step:,}; {again} to resume"
             if not (self.config.workdir and saved):
                 done = "nothing saved" + (" (no workdir)" if not self.config.workdir else "")
-                done += "; the trainer keeps its state" if is_interactive() else ""
+                done += "; a Trainer keeps its state" if is_interactive() else ""
             self.terminal.result(f"{reason}: {done}", LineColor.WARNING)
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""

@@ -48,7 +48,7 @@ from spmdtrain.errors import (
     StorageError,
     UserError,
     did_you_mean,
-    ipython_shell,
+    in_notebook,
     is_interactive,
     option,
 )
@@ -97,7 +97,7 @@ def open_checkpoints(
 
 def terminal_of(config: RunConfig) -> Terminal:
     """Returns the terminal of process 0, by the option `quiet`; one without output elsewhere."""
-    if hasattr(ipython_shell(), "kernel") and process_group.is_chief():
+    if in_notebook() and process_group.is_chief():
         from spmdtrain.document.notebook import NotebookTerminal
 
         return NotebookTerminal(results_only=config.quiet)

@@ -1,4 +1,4 @@
-"""What a fit shows in the cells of a notebook, run by a real kernel."""
+"""The output of a fit in the cells of a notebook, run by a real kernel."""
 
 import re
 from typing import Any
@@ -55,6 +55,30 @@ found = bare.fit(data, steps=20, global_batch_size=32)
 whole = Trainer(model=model, objective=objective, optimizer=optax.sgd(0.01))
 whole.fit(data, steps=20, global_batch_size=32)
 at, (bare.state.params["kernel"] == whole.state.params["kernel"]).all().item()""",
+    "loop": """from spmdtrain import Loop
+import jax.numpy as jnp
+
+def init(key):
+    return {"params": jnp.zeros(4)}
+
+def update(state, batch, key):
+    loss = jnp.mean((batch[0] @ state.params - batch[1][:, 0]) ** 2)
+    return state, {"loss": loss}
+
+def run_loop(**options):
+    with Loop(steps=50, workdir="loop", global_batch_size=32, log_every=1, **options) as loop:
+        state = loop.start(init, train=data)
+        step = loop.compile_step(update)
+        for batch in loop.batches():
+            state, output = step(state, batch)
+            loop.end_step(state, output)
+            if loop.step == INTERRUPTED_AT:
+                os.kill(os.getpid(), signal.SIGINT)
+
+INTERRUPTED_AT = 20
+run_loop()""",
+    "loop again": """INTERRUPTED_AT = 10**9
+run_loop()""",
     "quiet": """options = {"optimizer": optax.sgd(0.01), "quiet": True}
 quiet = Trainer(model=model, objective=objective, **options)
 quiet.fit(data, validation=data, epochs=2, global_batch_size=32)
@@ -125,7 +149,7 @@ def test_an_interrupted_cell_saves_and_leaves_the_trainer_usable(
     outputs: dict[str, list[Any]],
 ) -> None:
     lines = printed(outputs["interrupt"])
-    assert re.search(r"SIGINT: saved step \d+; call fit again to resume", lines)
+    assert re.search(r"SIGINT: saved step \d+; run it again to resume", lines)
     assert "Traceback" not in lines and "exit" not in lines
     ((step, is_small),) = [eval(text) for text in shown(outputs["after"], "text/plain")]
     assert 165 <= step < 1000 and is_small
@@ -136,12 +160,22 @@ def test_without_a_workdir_an_interrupted_fit_continues_to_the_same_bits(
     outputs: dict[str, list[Any]],
 ) -> None:
     lines = printed(outputs["interrupt without a workdir"])
-    assert "SIGINT: nothing saved (no workdir); the trainer keeps its state" in lines
+    assert "SIGINT: nothing saved (no workdir); a Trainer keeps its state" in lines
     at, is_same = eval(shown(outputs["continued"], "text/plain")[-1])
     assert 7 <= at < 20 and is_same
     # Also if the first point is that of an epoch. After an interrupt no time is left.
     assert "epoch loss " in shown(outputs["continued"])[0]
     assert " left" not in shown(outputs["interrupt without a workdir"])[0]
+
+
+def test_a_loop_is_shown_and_interrupted_as_a_fit(outputs: dict[str, list[Any]]) -> None:
+    (display,) = shown(outputs["loop"])
+    assert re.search(r"train 2\d/50  loss ", display) and "train loss " in display
+    lines = printed(outputs["loop"])
+    assert re.search(r"SIGINT: saved step 2\d; run it again to resume", lines)
+    assert "Traceback" not in lines and "SystemExit" not in str(outputs["loop"])
+    assert "train 50/50  loss " in shown(outputs["loop again"])[0]
+    assert "finished at step 50" in printed(outputs["loop again"])
 
 
 def test_a_quiet_fit_prints_its_result_alone(outputs: dict[str, list[Any]]) -> None:

@@ -1024,7 +1024,7 @@ def test_step_0_is_saved_on_request_and_a_run_begins_from_it(
 
 
 class Refusal(NamedTuple):
-    """What is another than that of the checkpoint, and parts of the message."""
+    """Differences from the run of the checkpoint, and parts of the message."""
 
     options: Options
     message: str

@@ -27,6 +27,8 @@ from flax import nnx
 
 from spmdtrain import Experiment, RunConfig
 
+import neighbor  # an absolute import from the folder of the file, as of a file in no package
+
 from .model import X, objective
 
 
@@ -57,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inner.mkdir(parents=True)
     (inner / "model.py").write_text(MODEL)
     (inner / "experiment.py").write_text(EXPERIMENT)
+    (inner / "neighbor.py").write_text("")
     for name in ("package", "package/inner"):
         (folder / name / "__init__.py").write_text("")
     (folder / "package" / "broken.py").write_text("import no_such_library\n")

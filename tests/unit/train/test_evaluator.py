@@ -450,7 +450,7 @@ def test_storage_that_does_not_answer_is_asked_for_a_minute(
 
 
 class Play(NamedTuple):
-    """What a training does beside an evaluator, and what the evaluator makes of it.
+    """Acts of a training beside an evaluator, and the outcome of the evaluator.
 
     `acts` are as `Stage` reads them, `before` what had happened when the evaluator started, and
     `now` the seconds until it ends. `silence` is how long a training may be silent, in place of an
@@ -564,7 +564,7 @@ PLAYS = {
 
 
 def is_slow(play: Play) -> bool:
-    """Whether the evaluator looks at checkpoints over a hundred times."""
+    """True if the evaluator reads the list of checkpoints over a hundred times."""
     return bool(play.steps) and 100 < play.now < 1000
 
 

@@ -401,7 +401,7 @@ def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
 
 @pytest.mark.parametrize(("options", "steps"), [({}, 4), ({"accumulation_size": 5}, 2)], ids=str)
 def test_the_optimizer_may_ask_for_the_loss(options: dict[str, Any], steps: int) -> None:
-    """What is infinite from the start, until so many losses have come, is meant so."""
+    """A value that is infinite until enough losses have come is no fault of the run."""
     plateau = optax.contrib.reduce_on_plateau(patience=1, **options)
     fitted = trainer(optimizer=optax.chain(optax.sgd(0.05), plateau))
     fitted.fit((X, Y), steps=steps)
