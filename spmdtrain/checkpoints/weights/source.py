@@ -157,6 +157,19 @@ def _indices(folder: epath.Path) -> list[epath.Path]:
     return sorted(folder.glob("*.safetensors.index.json"))
 
 
+@contextlib.contextmanager
+def _reported_faults(path: str, kind: str) -> Iterator[None]:
+    """Turns the errors of a corrupted file into a `UserError`; `kind` is its ending."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (zipfile.BadZipFile, OSError, ValueError, EOFError, zlib.error, KeyError) as error:
+        raise UserError(f"{path} is not a valid {kind} file: {in_short(error)}") from error
+    except (NotImplementedError, RuntimeError) as error:  # another compression, encrypted
+        raise UserError(f"{path} cannot be read: {in_short(error)}") from error
+
+
 # -- Weights in one `.safetensors` file or several, perhaps with an index --------------------------
 
 # ml_dtypes registers the names of the narrow dtypes with NumPy.
@@ -331,7 +344,7 @@ class NpzWeights:
         self._file = file
         headers: dict[str, ArrayHeader] = {}
         self._members: dict[str, str] = {}
-        with self._reported_faults(), zipfile.ZipFile(file) as archive:
+        with _reported_faults(self.path, ".npz"), zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
                 if name == info.filename or name in headers:
@@ -354,7 +367,7 @@ class NpzWeights:
         self.headers: Mapping[str, ArrayHeader] = headers
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        with self._reported_faults(), zipfile.ZipFile(self._file) as archive:
+        with _reported_faults(self.path, ".npz"), zipfile.ZipFile(self._file) as archive:
             info = archive.getinfo(self._members[name])
             with archive.open(info) as member:
                 header, fortran, begin = _read_header(member, f"{self.path}: {name}")
@@ -368,17 +381,6 @@ class NpzWeights:
                 values = np.frombuffer(member.read(header.nbytes), header.dtype)
                 shaped = values.reshape(header.shape, order="F" if fortran else "C")
                 return shaped[slices(box)]
-
-    @contextlib.contextmanager
-    def _reported_faults(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError:
-            raise
-        except (zipfile.BadZipFile, OSError, ValueError, EOFError, zlib.error, KeyError) as error:
-            raise UserError(f"{self.path} is not a valid .npz file: {in_short(error)}") from error
-        except (NotImplementedError, RuntimeError) as error:  # another compression, encrypted
-            raise UserError(f"{self.path} cannot be read: {in_short(error)}") from error
 
 
 def _read_header(member: Any, where: str) -> tuple[ArrayHeader, bool, int]:
@@ -581,7 +583,7 @@ class EquinoxWeights:
         self._file = file
         headers: dict[str, ArrayHeader] = {}
         self._arrays: dict[str, tuple[int, bool]] = {}  # the first byte, and if in Fortran order
-        with self._reported_faults(), file.open("rb") as opened:
+        with _reported_faults(self.path, ".eqx"), file.open("rb") as opened:
             size = opened.seek(0, os.SEEK_END)
             opened.seek(0)
             at = len(opened.readline(_LONGEST_LINE)) if opened.read(1) == b"{" else -1
@@ -605,19 +607,10 @@ class EquinoxWeights:
         header, (begin, fortran) = self.headers[name], self._arrays[name]
         first, end = box[0] if box and not fortran else (0, header.shape[0] if box else 1)
         row = header.nbytes // max(1, header.shape[0]) if box else header.nbytes
-        with self._reported_faults(), self._file.open("rb") as opened:
+        with _reported_faults(self.path, ".eqx"), self._file.open("rb") as opened:
             opened.seek(begin + first * row)
             values = np.frombuffer(opened.read((end - first) * row), header.dtype)
             shape = (end - first, *header.shape[1:]) if box else ()
             shaped = values.reshape(shape, order="F" if fortran else "C")
             inner = slices(box) if fortran else (slice(None), *slices(box[1:]))
             return np.asarray(shaped[inner[: len(box)]])
-
-    @contextlib.contextmanager
-    def _reported_faults(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError:
-            raise
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{self.path} is not a valid .eqx file: {in_short(error)}") from error
