@@ -122,7 +122,10 @@ def test_a_hint_proposes_what_is_accepted(receiver: str, tmp_path: Path) -> None
             assert " There are: " in message
     assert len(tried) > 10
     for where, field in tried:
-        value = str(tmp_path / f"{where}-{field}") if field == "workdir" else VALUES.get(field)
+        default = getattr(RunConfig(), field, None)
+        value = VALUES.get(field, default)
+        if field == "workdir":
+            value = str(tmp_path / f"{where}-{field}")
         RECEIVERS[where](**{field: value})
 
 
