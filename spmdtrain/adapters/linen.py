@@ -24,8 +24,12 @@ class LinenModel:
     The objective gets a `BoundLinen` and calls it: `model(x, train=model.training)`.
 
     Args:
-      module: The module.
+      module: The module. If its attribute `deterministic` is None, and its call has no such argument,
+        it is False in training.
       *inputs: Example inputs for `module.init`.
+      eval_module: The module in evaluation, for a module whose attributes decide about dropout and
+        batch statistics: `Net(train=False)`. By default a copy with `deterministic=True` if the
+        module has that attribute, and its call no such argument, and else the module itself.
       streams: Name or names of the random streams that the module draws from.
       **kwargs: Keyword arguments for `module.init`.
 
@@ -41,17 +45,29 @@ class LinenModel:
         self,
         module: Any,
         *inputs: PyTree,
+        eval_module: Any = None,
         streams: str | Sequence[str] = ("dropout",),
         **kwargs: Any,
     ) -> None:
         self.given: PyTree = {}
         self.annotations: dict[str, Annotation] = {}
-        self.module = module
+        self.module = self.eval_module = module
         self.streams = (streams,) if isinstance(streams, str) else tuple(streams)
         self._inputs, self._kwargs = inputs, kwargs
         self._frozen_state: frozenset[str] = frozenset()
         if isinstance(module, type):
             raise UserError(f"LinenModel: {module.__name__} is a class: give an instance")
+        if eval_module is not None:
+            if not isinstance(eval_module, type(module)):
+                raise UserError(
+                    f"LinenModel: eval_module is {eval_module!r:.80}: it must be a "
+                    f"{type(module).__name__} with other attributes"
+                )
+            self.eval_module = eval_module
+        elif _has_mode(module):
+            if module.deterministic is None:
+                self.module = module.clone(deterministic=False)
+            self.eval_module = module.clone(deterministic=True)
         if not inputs and not kwargs:
             call = inspect.unwrap(type(module).__call__)  # flax wraps it
             check_call(call, "LinenModel(module, *inputs): module()", module)
@@ -65,7 +81,8 @@ class LinenModel:
     def run(
         self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
     ) -> tuple[PyTree, PyTree]:
-        bound = BoundLinen(self.module, variables, key, self.streams, training=mode is Mode.TRAIN)
+        module = self.module if mode is Mode.TRAIN else self.eval_module
+        bound = BoundLinen(module, variables, key, self.streams, training=mode is Mode.TRAIN)
         frozen = self._frozen_state if mode is Mode.TRAIN else frozenset()
         axis = current_batch_axis()
         with contextlib.ExitStack() as stack:
@@ -96,7 +113,15 @@ class LinenModel:
 
     def merge(self, variables: Variables) -> "BoundLinen":
         key = jax.random.key(0)
-        return BoundLinen(self.module, variables, key, self.streams, training=False)
+        return BoundLinen(self.eval_module, variables, key, self.streams, training=False)
+
+
+def _has_mode(module: Any) -> bool:
+    """Returns whether a module's attribute `deterministic`, and nothing else, is its mode."""
+    if "deterministic" not in getattr(module, "__dataclass_fields__", {}):
+        return False
+    call = inspect.unwrap(type(module).__call__)  # flax wraps it
+    return "deterministic" not in inspect.signature(call).parameters
 
 
 _NO_MESH = AbstractMesh((), ())

@@ -224,10 +224,10 @@ class RunConfig:
     scaling and table, and `data_dir`.
     """
 
-    epochs: int | None = option_field(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
+    epochs: int | None = option_field(None, Group.LENGTH, usual=True, range=NOT_NEGATIVE)
     """Length of the run in passes over the data: a total, which includes the epochs before a
     resume."""
-    steps: int | None = option_field(None, Group.LENGTH, usual=True, range=ABOVE_ZERO)
+    steps: int | None = option_field(None, Group.LENGTH, usual=True, range=NOT_NEGATIVE)
     """Length of the run in optimizer updates, instead of epochs; also a total."""
     global_batch_size: int | None = option_field(
         None, Group.LENGTH, usual=True, range=ABOVE_ZERO, on_resume=OnResume.REFUSED

@@ -426,7 +426,8 @@ class _Training:
             self.status = Status.FAILED
             self.reason = f"nothing has been heard of it for {MAX_SILENCE / 60:.0f} minutes"
             return True
-        if self.status is Status.FINISHED and self.step >= (self._total_steps or math.inf):
+        total = math.inf if self._total_steps is None else self._total_steps
+        if self.status is Status.FINISHED and self.step >= total:
             return True
         # Otherwise a new status may follow: of a training that starts together with the evaluator,
         # or of this one, if a scheduler restarts it.

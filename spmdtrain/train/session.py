@@ -642,7 +642,8 @@ class RunSession:
         """Returns whether to save the state before the first step."""
         if self.checkpoints is None or step != 0:
             return False
-        return self.config.checkpoint_at_start and not self.checkpoints.holds(0)
+        is_due = self.config.checkpoint_at_start or self.schedule.total == 0
+        return is_due and not self.checkpoints.holds(0)
 
 
 # -- The boundary between two steps ----------------------------------------------------------------

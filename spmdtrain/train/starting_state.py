@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,13 +41,14 @@ from spmdtrain.checkpoints.run_identity import (
     record_rules,
 )
 from spmdtrain.checkpoints.weights.assignment import (
+    WeightAssignment,
     assign_weights,
     check_taken,
     place,
     report,
     rules_of_file,
 )
-from spmdtrain.checkpoints.weights.source import WeightSource
+from spmdtrain.checkpoints.weights.source import GivenArrays, WeightSource
 from spmdtrain.checkpoints.weights.weight_map import WeightMap
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group, progress
@@ -317,22 +318,27 @@ class ValueLoader:
       config: Has the seed, and `init_from`, whose parameters replace the initial ones.
       weight_map: Rules for the arrays of `init_from`.
       terminal: Shows corrupted checkpoints, and the table of what is taken.
+      given: Values of the user that replace the initial ones, without `init_from`.
     """
 
     steps: RunFunctions
     config: RunConfig
     weight_map: WeightMap
     terminal: Terminal
+    given: GivenArrays | None = None
 
     def initial_state(self) -> InitialState:
         steps, config = self.steps, self.config
         state = steps.init(config.seed)
-        if not config.init_from:
+        if not config.init_from and self.given is None:
             return InitialState(state)
         # Freed before others are loaded: the devices need not hold two models.
         freed: dict[str, PyTree] = {name: {} for name in TREES}
         state = dataclasses.replace(state, **freed, extra={})
-        loaded = self.load(config.init_from, config.checkpoint)
+        if config.init_from:
+            loaded = self.load(config.init_from, config.checkpoint)
+        else:
+            loaded = LoadedValues(self.take_given())
         found, places = loaded.variables, steps.shardings
         params, model_state = steps.as_parameters(found)
         params = jax.device_put(params, places.params)
@@ -440,45 +446,82 @@ class ValueLoader:
         check_same_model(saved, config_as_json(self.config), leaves, str(folder))
         return values_of_model(manifest, abstract, shardings)
 
+    def with_given(self, values: PyTree) -> "ValueLoader":
+        """Returns a loader whose initial values are a user's arrays."""
+        return dataclasses.replace(
+            self, given=GivenArrays("the values of Trainer.init", values, self._targets())
+        )
+
+    def take_given(self) -> Variables:
+        """Returns the given arrays in the run's shardings.
+
+        They have all parameters. If they have nothing of the model state, it is initialized.
+        """
+        source, targets = self.given, self._targets()
+        assert source is not None
+        process_group.agree(source.path, source.digests() if process_group.count() > 1 else {})
+        if not source.headers.keys() & named_leaves(self.steps.abstract_state.model_state).keys():
+            params = named_leaves(self.steps.abstract_state.params)
+            targets = {name: leaf for name, leaf in targets.items() if name in params}
+        found = assign_weights(source.path, source.headers, targets, ())
+        advice = "Give all of them: Trainer.init().params has the initial ones"
+        check_taken(source.path, found, strict=True, advice=advice)
+        return self._placed(source, found, targets, UserError)
+
     def _take(
         self, source: WeightSource, weight_map: WeightMap, expected: type[Exception]
     ) -> Variables:
         """Returns the values of a file in their shardings; arrays that it lacks are initialized."""
         headers = {name: str(header) for name, header in source.headers.items()}
         process_group.agree("init_from", headers)
+        steps, what = self.steps, f"init_from {source.path}"
+        added = steps.base.added if steps.base else ()
+        targets = {name: leaf for name, leaf in self._targets().items() if name not in added}
+        rules = weight_map or rules_of_file(source, steps.file_names)
+        found = assign_weights(source.path, source.headers, targets, rules)
+        self.terminal.show(report(source.path, found, source.headers, targets))
+        check_taken(what, found, strict=self.config.init_from_strict == "all")
+        if frozen := [n for n in found.kept if steps.base and steps.update.is_frozen(n)]:
+            raise UserError(
+                f"{what}: it lacks {frozen[0]}, which LoRA freezes, or has it in "
+                "another shape: train that parameter (LoraModel(..., train=[...]))"
+            )
+        return self._placed(source, found, targets, expected)
+
+    def _targets(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape, dtype and sharding of the model's arrays, except random keys."""
+        leaves = _named(self._places())
+        return {n: x for n, x in leaves.items() if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
+
+    def _places(self) -> Variables:
+        """Returns shape, dtype and sharding of all values of the model."""
         steps = self.steps
         abstract = Variables(steps.abstract_state.params, steps.abstract_state.model_state)
         shardings = Variables(steps.shardings.params, steps.shardings.model_state)
-        placed = jax.tree.map(
+        placed: Variables = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
             abstract,
             shardings,
         )
-        leaves = _named(placed)
-        added = steps.base.added if steps.base else ()
-        targets = {
-            name: leaf
-            for name, leaf in leaves.items()
-            if name not in added
-            and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)  # random keys
-        }
-        rules = weight_map or rules_of_file(source, steps.file_names)
-        found = assign_weights(source.path, source.headers, targets, rules)
-        self.terminal.show(report(source.path, found, source.headers, targets))
-        check_taken(source.path, found, strict=self.config.init_from_strict == "all")
-        if frozen := [n for n in found.kept if steps.base and steps.update.is_frozen(n)]:
-            raise UserError(
-                f"init_from {source.path}: it lacks {frozen[0]}, which LoRA freezes, or has it in "
-                "another shape: train that parameter (LoraModel(..., train=[...]))"
-            )
+        return placed
+
+    def _placed(
+        self,
+        source: WeightSource,
+        found: WeightAssignment,
+        targets: Mapping[str, Any],
+        expected: type[Exception],
+    ) -> Variables:
+        """Returns the arrays that a source has in their shardings; others are initialized."""
+        places, steps = self._places(), self.steps
         values: dict[str, jax.Array] = {}
-        if others := leaves.keys() - found.pieces.keys():
+        if others := _named(places).keys() - found.pieces.keys():
             state = steps.init(self.config.seed)
             initial = _named(Variables(state.params, state.model_state))
             values = {name: initial[name] for name in others}
             del state, initial  # freed before others are loaded
         values |= place(source, found, targets, expected)
-        return jax.tree_util.tree_map_with_path(lambda at, _: values[path_name(at[1:])], placed)
+        return jax.tree_util.tree_map_with_path(lambda at, _: values[path_name(at[1:])], places)
 
 
 def values_source(config: RunConfig, which: str | int) -> tuple[str, str | int] | None:

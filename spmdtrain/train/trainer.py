@@ -167,7 +167,6 @@ class Trainer:
         """Called before each batch of an evaluation or prediction; may raise."""
         self._adapter = as_adapter(model)
         self._state: TrainState | None = None  # once a fit has begun
-        self._weight_map = () if weight_map == () else checked_weight_map(weight_map)
         # Of what the user has given, before it is used: objects may change later.
         functions = {"model": model, "objective": objective, "reduction": reduction}
         self._code = {use: code_record(function) for use, function in functions.items()}
@@ -188,6 +187,8 @@ class Trainer:
             },
         )
         self.functions = self._make_functions(config, placement)
+        weight_map = () if weight_map == () else checked_weight_map(weight_map)
+        self._loader = ValueLoader(self.functions, config, weight_map, self.terminal)
         self._evaluation = Evaluation(self.functions, placement, config, self.terminal)
         overrides.check_augment(augment, self.config)
         self._augment, self._code["augment"] = augment, code_record(augment)
@@ -365,6 +366,44 @@ class Trainer:
             check_traced(traced, plan, shapes)
         return traced
 
+    # -- initial values ------------------------------------------------------------------------
+
+    def init(self, values: PyTree = None) -> TrainState:
+        """Returns the state before step 1, and sets what a new run starts from.
+
+        A `fit` makes this state again, so the returned arrays stay valid. As with `init_from`, a
+        workdir with checkpoints is resumed instead.
+
+        Args:
+          values: Arrays to start from, copied: a tree as `state.params`, `state.variables`, or
+            what the model's own library has (the variables of a linen module, an nnx or Equinox
+            module or its state), in any dtype. They have every parameter of the model; its other
+            state may be left out. By default the model's initial values, or those of `init_from`.
+
+        Returns:
+          The state, in the shardings of the run.
+
+        Raises:
+          UserError: If the trainer has been trained, `init_from` or `fork_from` is given as well,
+            or an array is missing, has another shape, is NaN or infinite, or differs between
+            processes.
+        """
+        self._callbacks.check_readable()
+        if self._state is not None:
+            raise UserError(
+                f"init: this trainer has a state already, of step {self.step}: use a new Trainer"
+            )
+        loader = self._loader
+        if values is not None:
+            for name in ("init_from", "fork_from"):
+                if path := getattr(self.config, name):
+                    raise UserError(f"init: values and {name}={path!r} exclude each other")
+            loader = loader.with_given(values)
+        with use_placement(self.placement):
+            state = loader.initial_state().state
+        self._loader, self._restored, self._restored_from = loader, state.variables, None
+        return state
+
     # -- evaluate and predict ------------------------------------------------------------------
 
     def evaluate(
@@ -447,8 +486,7 @@ class Trainer:
 
     def _load_values(self, path: str, which: str | int) -> int:
         """Loads the model's values; returns the step of the checkpoint, 0 for a file of weights."""
-        given = self.functions, self.config, self._weight_map, self.terminal
-        loaded = ValueLoader(*given).load(path, which)
+        loaded = self._loader.load(path, which)
         self._restored, self._restored_from = loaded.variables, loaded.identity
         return loaded.step
 
@@ -505,7 +543,7 @@ class Trainer:
             if (source := values_source(self.config, self.config.checkpoint)) is not None:
                 self._load_values(*source)
             else:
-                self._restored = self.functions.init(self.config.seed).variables
+                self._restored = self._loader.initial_state().state.variables
         assert self._restored is not None
         return self._restored
 
@@ -672,8 +710,7 @@ class Trainer:
         if self._state is None:
             if self._backend.runs_steps:
                 self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
-            values = ValueLoader(self.functions, self.config, self._weight_map, self.terminal)
-            functions = self.functions, values.initial_state, values.base_weights
+            functions = self.functions, self._loader.initial_state, self._loader.base_weights
             self._state, _ = first_state(run, *functions)
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
@@ -738,10 +775,13 @@ class Trainer:
         """Calls the first callbacks, saves step 0, and runs an evaluation that was interrupted."""
         run.name_unsaved_evaluation(first, evaluates=run.validation is not None)
         self._callbacks(CallbackEvent.FIT_START, first)
-        if run.should_save_at_start(first):
+        is_last = first == run.schedule.total == 0
+        if (saves := run.should_save_at_start(first)) or (is_last and run.checkpoints is None):
             # Evaluated before the save, which records the metrics. A signal ends the run here.
-            evaluates = run.config.eval_at_checkpoints
-            run.save(self._current, 0, self._run_validation(run, 0) if evaluates else None)
+            evaluates = is_last or run.config.eval_at_checkpoints
+            metrics = self._run_validation(run, 0) if evaluates else None
+            if saves:
+                run.save(self._current, 0, metrics)
         if run.missed_evaluation(first):  # a signal interrupted it before this start
             metrics = self._run_validation(run, first)
             if metrics and run.checkpoints and run.checkpoints.add_metrics(first, metrics):
@@ -844,7 +884,8 @@ def check_continues(run: RunSession, earlier: Identity, step: int) -> None:
 class ProfiledSteps:
     """Traces the steps of `profile_steps` (both ends included) into the workdir, if it is set.
 
-    The run resumes from step `first`. `log` receives a line if there is nothing left to trace.
+    The run resumes from step `first`. `log` receives a line that says where the trace is, or that
+    there is nothing left to trace.
     """
 
     def __init__(self, config: RunConfig, first: int, log: Callable[[str], None]) -> None:
@@ -853,7 +894,7 @@ class ProfiledSteps:
         if steps and first >= steps[1]:
             log(f"nothing to profile: step {first} is past {config.profile_steps}")
         self._first, self._last = steps or (0, 0)
-        self._folder = config.workdir
+        self._folder, self._log = config.workdir, log
         self._running = False
         self._marker: jax.profiler.StepTraceAnnotation | None = None
 
@@ -886,3 +927,8 @@ class ProfiledSteps:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
+            self._log(
+                f"profile from step {self._first}: {self._folder}/plugins/profile; to open it: "
+                f"pip install xprof, xprof {self._folder}, or give its trace.json.gz to "
+                "https://ui.perfetto.dev"
+            )

@@ -185,11 +185,12 @@ def rules_of_file(source: WeightSource, file_names: Mapping[str, str | None]) ->
     return [WeightRule(_literal(name), _literal(path)) for name, path in taken.items()]
 
 
-def check_taken(path: str, found: WeightAssignment, *, strict: bool) -> None:
+def check_taken(what: str, found: WeightAssignment, *, strict: bool, advice: str = "") -> None:
     """Checks that an assignment is what the user asked for.
 
-    `path` is the file, for messages. `strict` demands that each array of the model is taken and
-    that each rule matches. Raises `UserError` if something is missing, or nothing is taken.
+    `what` and `advice` begin and end the message; by default it advises a map. `strict` demands
+    that each array of the model is taken and that each rule matches. Raises `UserError` if
+    something is missing, or nothing is taken.
     """
     faults = []
     if found.missing:
@@ -203,14 +204,13 @@ def check_taken(path: str, found: WeightAssignment, *, strict: bool) -> None:
     if not found.pieces:
         left = f"; it has {_in_short(found.left)}" if found.left else ""
         raise UserError(
-            f"init_from {path}: no array of the model is taken: {'; '.join(faults)}{left}. Give a "
-            "weight_map"
+            f"{what}: no array of the model is taken: {'; '.join(faults)}{left}. "
+            f"{advice or 'Give a weight_map'}"
         )
     if strict and faults:
-        raise UserError(
-            f"init_from {path}: {'; '.join(faults)}. Correct the weight_map, or let these keep "
-            f"their initial values: {option('init_from_strict', 'matching')}"
-        )
+        instead = option("init_from_strict", "matching")
+        by_map = f"Correct the weight_map, or let these keep their initial values: {instead}"
+        raise UserError(f"{what}: {'; '.join(faults)}. {advice or by_map}")
 
 
 def _in_short(names: Sequence[str]) -> str:

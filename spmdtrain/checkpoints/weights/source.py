@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -40,7 +41,7 @@ from spmdtrain.record.validation import (
     read_bytes,
     read_npy_header,
 )
-from spmdtrain.tree import path_name
+from spmdtrain.tree import is_key, named_leaves, path_name
 
 with epy.lazy_imports():  # because importing it takes long
     import orbax.checkpoint as ocp
@@ -614,3 +615,71 @@ class EquinoxWeights:
             shaped = values.reshape(shape, order="F" if fortran else "C")
             inner = slices(box) if fortran else (slice(None), *slices(box[1:]))
             return np.asarray(shaped[inner[: len(box)]])
+
+
+# -- Arrays in memory, for a model whose paths they have -------------------------------------------
+
+
+class GivenArrays:
+    """Arrays in memory by their paths in a model.
+
+    NumPy's arrays and those of this process's devices are copied to the host, because their owner
+    may change or donate them.
+
+    Args:
+      what: Names the arrays in messages.
+      tree: The arrays, perhaps below `params` and `model_state`, or in Flax's boxes or variables.
+      names: The paths of the model's arrays.
+
+    Raises:
+      UserError: If a path of the model has two arrays, or an array is deleted.
+    """
+
+    def __init__(self, what: str, tree: Any, names: Iterable[str]) -> None:
+        self.path, self._arrays = what, dict[str, Any]()
+        names = frozenset(names)
+        for name, leaf in named_leaves(tree).items():
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+                continue  # an activation function of an Equinox module, for example
+            if is_key(leaf):
+                continue
+            inner = name.removeprefix("params/").removeprefix("model_state/")
+            ways = (name, inner, *(way.removesuffix("/value") for way in (name, inner)))
+            found = next((way for way in ways if way in names), name) or "params"
+            if found in self._arrays:
+                raise UserError(f"{what} have {found} twice, the second time as {name}")
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise UserError(f"{what}: {found} was donated to a step: give a copy of it")
+            on_other_processes = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            self._arrays[found] = leaf if on_other_processes else np.array(leaf)
+        self.headers: Mapping[str, ArrayHeader] = {
+            name: ArrayHeader(tuple(array.shape), np.dtype(array.dtype))
+            for name, array in self._arrays.items()
+        }
+
+    def digests(self) -> dict[str, str]:
+        """Returns a text of each array; of one that other processes have, too, its header."""
+        return {
+            name: f"{self.headers[name]} {hashlib.sha256(x.tobytes()).hexdigest()[:16]}"
+            if isinstance(x, np.ndarray)
+            else str(self.headers[name])
+            for name, x in self._arrays.items()
+        }
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        array = self._arrays[name]
+        if isinstance(array, np.ndarray):
+            return array[slices(box)]
+        for shard in array.addressable_shards:
+            bounds = [part.indices(n) for part, n in zip(shard.index, array.shape, strict=True)]
+            inside = zip(box, bounds, strict=True)
+            if all(first >= at[0] and end <= at[1] for (first, end), at in inside):
+                within = [
+                    (first - at[0], end - at[0])
+                    for (first, end), at in zip(box, bounds, strict=True)
+                ]
+                return np.asarray(shard.data)[slices(tuple(within))]
+        raise UserError(
+            f"{self.path}: {name} is split over the processes otherwise than in this run: save it, "
+            "and give the file to init_from"
+        )
