@@ -82,8 +82,8 @@ class Options:
     process_id: int | None = option_field(None, Group.PROCESSES)
     """Number of this process, from 0, with --coordinator."""
     show_sharding: bool = option_field(False, Group.PLACEMENT)
-    """First print the sharding of each parameter, and the memory of a device that it and its
-    optimizer state use."""
+    """Print the sharding of each parameter, and the memory of a device that it and its optimizer
+    state use, and exit. Nothing is compiled or allocated."""
     init_timeout: float = option_field(300.0, Group.PROCESSES)
     """Seconds to wait for the other processes at the start."""
     hang_timeout: float | None = option_field(None, Group.PROCESSES)

@@ -232,6 +232,11 @@ class RunTimes:
         """The productive share of the time, from 0 to 1."""
         return max(0.0, min(self.productive / self.wall, 1.0)) if self.wall > 0 else 0.0
 
+    @property
+    def is_meaningful(self) -> bool:
+        """Whether the goodput says more than that a short run has mostly started."""
+        return self.wall >= 60 or self.lost.get("down", 0.0) > 0
+
 
 def last_step(events: Sequence[RunEvent]) -> int:
     """Returns the last step that a start is known to have reached."""

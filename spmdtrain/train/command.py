@@ -57,6 +57,7 @@ def execute(command: Command) -> int:
     )
     if options.show_sharding:
         backend.print_sharding(trainer.functions, trainer.config, trainer.terminal)
+        return ExitCode.DONE
     if options.mode == "train":
         trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
     else:

@@ -196,7 +196,7 @@ class RunLogger:
         texts = metric_texts(shown)
         texts += [] if examples is None else [f"{number(examples)} examples/s"]
         texts += [] if rate is None else [f"{number(rate)} steps/s"]
-        texts += [] if wait is None else [f"input_wait {wait:.1%}"]
+        texts += [f"input_wait {wait:.1%}"] if (wait or 0.0) >= _NOTABLE_WAIT else []
         if self.terminal.has_bar:
             self.terminal.advance(step, texts, shown)
         else:
@@ -272,7 +272,8 @@ class RunLogger:
         apart = {"epoch", "input_wait", *units}
         shown = {k: x for k, x in self._shown(metrics).items() if k not in apart}
         speed = [f"{number(metrics[name])} {of}" for name, of in units.items() if name in metrics]
-        speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
+        wait = metrics.get("input_wait", 0.0)
+        speed += [f"input_wait {wait:.1%}"] if wait >= _NOTABLE_WAIT else []
         text = "  ".join([*metric_texts(shown), *speed])
         line = f"epoch {metrics['epoch']:.0f} at step {step}: {text}"
         self.terminal.line(line, point=Point("epoch", step, shown))
@@ -358,7 +359,7 @@ class RunLogger:
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
             self.terminal.line(f"finished at step {step:,}{where}", LineColor.SUCCESS)
-            if times := self.times.measure(step):
+            if (times := self.times.measure(step)) and times.is_meaningful:
                 self.terminal.line(goodput_line(times))
             rows = {str(s): self._shown(found) for s, found in self.latest.items() if found}
             self.terminal.results(rows, step)
@@ -661,6 +662,7 @@ class TimeAccount:
             self._lines.append(event)
 
 
+_NOTABLE_WAIT = 0.05  # of the time; a smaller share is not shown
 _PHASES = (
     *(Phase.START, Phase.COMPILE, Phase.RESTORE, Phase.STEP),
     *(Phase.LOAD, Phase.EVALUATE, Phase.SAVE, Phase.HOST),

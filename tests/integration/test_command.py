@@ -98,7 +98,7 @@ def test_the_log_has_a_line_an_interval_and_a_table_at_the_end(
     for line in metrics(finished, "train"):
         found = re.search(
             rf"^step {line['step']}/41  loss (\S+)  accuracy (\S+)  \S+ examples/s  \S+ steps/s  "
-            r"input_wait \S+%  \d:\d\d left$",
+            r"(?:input_wait \S+%  )?\d:\d\d left$",
             ended.stdout,
             re.MULTILINE,
         )
@@ -364,6 +364,8 @@ def test_steps_and_a_per_device_batch_replace_their_defaults_and_are_stored_reso
     assert status(tmp_path) == {"status": "finished", "step": 3}
     traces = [path for path in tmp_path.rglob("*.xplane.pb") if path.stat().st_size > 0]
     assert len(traces) == 1, "no profiler trace"
+    said = f"profile from step 2: {traces[0].parents[1]}; to open it: pip install xprof"
+    assert said in " ".join(ended.stdout.split())
 
 
 def test_a_preset_is_the_default_that_other_options_change(

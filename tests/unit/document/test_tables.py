@@ -74,7 +74,10 @@ def of_runs(folder: Path) -> Iterator[tuple[str, Shown]]:
     )
     given = ("--config", config, "--workdir", folder / "a run", "--log-hash-every", 1)
     start = ("--init-from", folder / "weights.npz", "--init-from-strict", "matching")
-    yield "run", shown_by(run, *given, *start, "--show-sharding", "--strategy", "fully_sharded")
+    options = (*given, *start, "--strategy", "fully_sharded")
+    yield "run --show-sharding", shown_by(run, *options, "--show-sharding")
+    assert not (folder / "a run").exists()
+    yield "run", shown_by(run, *options)
     yield "checkpoints verify", shown_by(checkpoints, "verify", folder / "a run")
     yield "checkpoints show", shown_by(checkpoints, "show", folder / "a run")
     yield "checkpoints show --step", shown_by(checkpoints, "show", folder / "a run", "--step", 4)
@@ -130,7 +133,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Shown]:
 
 
 COMMANDS = (
-    *("run", "checkpoints verify", "checkpoints show", "checkpoints show --step", "replay"),
+    *("run --show-sharding", "run", "checkpoints verify", "checkpoints show"),
+    *("checkpoints show --step", "replay"),
     *("replay --examples", "sweep", "sweep, running", "parameter servers", "plan", "plan, several"),
 )
 
