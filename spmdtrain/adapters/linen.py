@@ -24,8 +24,8 @@ class LinenModel:
     The objective gets a `BoundLinen` and calls it: `model(x, train=model.training)`.
 
     Args:
-      module: The module. If its attribute `deterministic` is None, and its call has no such argument,
-        it is False in training.
+      module: The module. If its attribute `deterministic` is None, and its call has no such
+        argument, it is False in training.
       *inputs: Example inputs for `module.init`.
       eval_module: The module in evaluation, for a module whose attributes decide about dropout and
         batch statistics: `Net(train=False)`. By default a copy with `deterministic=True` if the
