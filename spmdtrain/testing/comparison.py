@@ -19,8 +19,9 @@ from spmdtrain.tree import named_leaves
 
 PyTree = Any
 RTOL = 1e-4
-_AROUND = 2  # steps before and after the first difference that the table shows
-_ENDS = 3  # steps at the beginning and at the end that it shows
+_SHOWN = 10  # more steps are shown in part: around the first difference, and at both ends
+_AROUND = 2
+_ENDS = 3
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,14 @@ class LossComparison:
         )
 
     def blocks(self) -> tuple[TableBlock, NoteBlock]:
-        """Returns the table of the losses, with at most a dozen steps, and the verdict."""
+        """Returns the table of the losses, with a dozen steps at most, and the verdict."""
         last = self.steps[-1].step
         near = None if self.first is None else self.first.step
         rows: list[Sequence[str]] = []
         marked = set()
         for pair in self.steps:
             at_ends = pair.step <= _ENDS or pair.step > last - _ENDS
-            if not at_ends and (near is None or abs(pair.step - near) > _AROUND):
+            if last > _SHOWN and not at_ends and (near is None or abs(pair.step - near) > _AROUND):
                 continue
             if pair.step == near:
                 marked.add(len(rows))
