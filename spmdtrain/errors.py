@@ -285,6 +285,11 @@ def option(name: str, value: object = _NO_VALUE) -> str:
     return " ".join([flag, *(shlex.quote(str(item)) for item in values)])
 
 
+def in_command() -> bool:
+    """Returns whether a command of this package runs, as opposed to a script of the user."""
+    return bool(_COMMANDS)
+
+
 def printable(name: object) -> str:
     """Returns text, such as a file name, in one line: control characters are escaped."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(name))

@@ -1,7 +1,10 @@
 """Asynchronous reading of step metrics."""
 
 import collections
+import contextlib
+import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Never
 
@@ -10,15 +13,24 @@ import numpy as np
 
 from spmdtrain.checkpoints.checksums import check_equal, format_sums, read_parts
 from spmdtrain.checkpoints.host_copy import StateSums, is_on_cpu
+from spmdtrain.config.run_config import RunConfig, file_of_config
 from spmdtrain.data.mixture import components_of
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
+from spmdtrain.errors import (
+    NonFiniteError,
+    ReplicaError,
+    StateError,
+    UserError,
+    in_command,
+    option,
+)
 from spmdtrain.record.lines import StateHash
 from spmdtrain.step.health import FLAGS, first_non_finite, has_norms
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS, component_metric, loss_first
 from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
+from spmdtrain.strategies import strategy
 from spmdtrain.train.callbacks import CallbackEvent
 from spmdtrain.train.session import RunSession
 
@@ -244,3 +256,28 @@ class MetricsReader:
         # First the callbacks, which may add metrics to the line.
         logged = run.callbacks.with_added(CallbackEvent.LOG, step, found)
         run.logger.log_train_step(step, run.schedule.total, logged, done=steps[-1])
+
+
+# -- What to do about a step that is not finite ----------------------------------------------------
+
+
+def add_advice(error: NonFiniteError, config: RunConfig) -> None:
+    """Adds to the message of a trainer's step how to find the examples and the operation.
+
+    Only commands that work for the run are given: a replay needs the experiment's file, parameter
+    servers number steps in the order of pushes, and some options need compiled steps.
+    """
+    if strategy(config.strategy).is_asynchronous:
+        return
+    advice, workdir = [], config.workdir
+    is_known = str(error).startswith(f"step {error.step}:")  # not "one of steps 1 to 4"
+    if is_known and workdir and in_command() and file_of_config(config):
+        replay = ["python", "-m", "spmdtrain.replay", workdir, "--step", str(error.step)]
+        advice.append(shlex.join([*replay, "--examples"]) + " prints the examples")
+    with contextlib.suppress(UserError):
+        dataclasses.replace(config, jit=False)  # raises if another option needs compiled steps
+        is_infinite = " inf" in str(error) and " nan" not in str(error)
+        what = "JAX_DEBUG_INFS" if is_infinite else "JAX_DEBUG_NANS"
+        advice.append(f"{what}=1 with {option('jit', False)} names the operation")
+    if advice:
+        error.args = (f"{error}. {'; '.join(advice)}",)

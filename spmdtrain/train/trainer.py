@@ -32,7 +32,14 @@ from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import OwnExit, PreemptedExit, StateError, StorageError, UserError
+from spmdtrain.errors import (
+    NonFiniteError,
+    OwnExit,
+    PreemptedExit,
+    StateError,
+    StorageError,
+    UserError,
+)
 from spmdtrain.record import no_follow
 from spmdtrain.record.run_files import Split
 from spmdtrain.record.storage import folder_of, one_line
@@ -65,7 +72,7 @@ from spmdtrain.train.executor import (
     is_evaluator,
     join_job,
 )
-from spmdtrain.train.metrics_reader import MetricsReader
+from spmdtrain.train.metrics_reader import MetricsReader, add_advice
 from spmdtrain.train.run_logger import Metrics, Written, checked_media
 from spmdtrain.train.schedule import Epochs, FitResult
 from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
@@ -685,8 +692,10 @@ class Trainer:
                 self._train(run, backend, executors)
                 found = run.finish(self.step, lambda x: self._evaluate_split(run, Split.TEST, x))
                 self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
-            except StateError:
+            except StateError as error:
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
+                if isinstance(error, NonFiniteError):
+                    add_advice(error, run.config)
                 raise
             except Exception as error:
                 # If no step was run, forget this run, so that the next fit may have other data.

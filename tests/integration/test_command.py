@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from helpers import (
     DIGITS,
     LINEAR,
     MNIST,
+    command,
     contents,
     environment,
     events,
@@ -495,6 +497,40 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(tmp_path: Pat
         found = status(workdir)
         assert (found["status"], found["step"]) == ("failed", step - 1)
         assert message in found["reason"]
+
+
+def test_what_the_message_of_a_loss_that_is_not_finite_advises_works(tmp_path: Path) -> None:
+    line = "    y = jax.numpy.log(y)"  # of 3 * x + 2, which is negative for some x
+    changes = ("import numpy", "import jax\nimport numpy"), ("= batch\n", f"= batch\n{line}\n")
+    spoilt = small_experiment(tmp_path, *changes, name="log")
+    given = ("--steps", 20, "--no-shuffle", "--workdir", "runs/of a log")
+    ended = run(spoilt, *given, cwd=tmp_path)
+    found = re.fullmatch(
+        r"stopped: step 1: loss .*such array\)\. (python -m .*) prints the examples; "
+        r"(JAX_DEBUG_NANS)=1 with (--no-jit) names the operation\n",
+        ended.stderr,
+    )
+    assert ended.returncode == 3 and found is not None, ended.stderr
+    replay, variable, option = found.groups()
+    printed = subprocess.run(
+        [sys.executable, *shlex.split(replay)[1:]],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "step 1 used batch 0;" in printed.stdout, printed.stderr
+    again = subprocess.run(
+        command(spoilt, *given, option),
+        cwd=tmp_path,
+        env=environment() | {variable: "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "FloatingPointError: invalid value (nan) encountered in log" in again.stderr
+    assert f"in objective\n{line}\n" in again.stderr
 
 
 def test_any_other_exception_keeps_its_traceback_and_fails_the_run(tmp_path: Path) -> None:

@@ -156,6 +156,35 @@ def test_the_page_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert table == list(get_args(listed)) == list(SHIPPED) and other is str
 
 
+@pytest.mark.slow
+def test_the_page_of_debugging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped: list[str] = []  # `p answer` of the debugger
+
+    def stop() -> None:
+        stopped.append(repr(inspect.stack()[1].frame.f_locals["answer"]))
+
+    monkeypatch.setattr(sys, "breakpointhook", stop)
+    found = run_in(tmp_path, monkeypatch, blocks("debugging.md"))
+    shown, text = capfd.readouterr().out, (DOCS / "debugging.md").read_text()
+    # Two steps and the two batches of the evaluation, once each, not on each of the 8 devices.
+    printed = [line for line in shown.splitlines() if line.startswith("mean answer")]
+    assert len(printed) == 4 and f"```text\n{printed[0]}\n```" in text
+    assert len(stopped) == 4 and stopped[0].startswith("GradTracer(primal=[")
+    logged = [
+        json.loads(x) for x in Path("runs/activations/metrics.jsonl").read_text().splitlines()
+    ]
+    assert all(0 < line["dead"] < 1 for line in logged)
+    (media,) = map(json.loads, Path("runs/activations/media.jsonl").read_text().splitlines())
+    assert (media["name"], media["step"]) == ("units", 2)
+    assert re.search(r"```text\n(the objective's 'loss' .*)\n```", text)[1] in shown  # type: ignore[index]
+    assert "hidden/kernel (4, 8) replicated" in shown
+    first = found["found"].first
+    assert (first.step, first.array) == (2, "params/hidden/bias")
+    assert found["found"].verdict.replace("5.1e-02", "") in text.replace("5.1e-02", "")
+
+
 NAMES = """
 scope run reduce get_strategy experimental_distribute_dataset experimental_local_results
 make_experimental_numpy_dataset compute_average_loss num_replicas_in_sync

@@ -403,7 +403,7 @@ CASES = [
         NonFiniteError,
         (
             "step 1: loss and params and opt_state not finite (loss nan; params/bias is the first"
-            " such array)"
+            " such array). JAX_DEBUG_NANS=1 with jit=False names the operation"
         ),
     ),
     Case(

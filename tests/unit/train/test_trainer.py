@@ -35,6 +35,7 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.metrics import RESERVED
+from spmdtrain.train.metrics_reader import add_advice
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
@@ -283,6 +284,24 @@ def test_a_non_finite_loss_or_state_stops_the_run_and_is_never_saved(
         assert (found["step"], fitted.state) == (2, None)
         with pytest.raises(NonFiniteError, match="step 3"):  # it resumes from the last save
             fitted.fit((x, Y), steps=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "advice"),
+    [
+        ({"workdir": "runs/a"}, "nan", ". JAX_DEBUG_NANS=1 with jit=False names the operation"),
+        ({}, "inf", ". JAX_DEBUG_INFS=1 with jit=False names the operation"),
+        ({"steps_per_dispatch": 4}, "nan", ""),  # which needs compiled steps
+        ({"strategy": "parameter_server", "workdir": "runs/a"}, "nan", ""),
+    ],
+)
+def test_a_script_gets_only_advice_that_works_for_its_run(
+    options: dict[str, Any], loss: str, advice: str
+) -> None:
+    message = f"step 3: loss not finite (loss {loss})"
+    error = NonFiniteError(message, 3)
+    add_advice(error, RunConfig(**options))
+    assert str(error) == message + advice and error.step == 3
 
 
 @pytest.mark.slow
