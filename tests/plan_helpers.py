@@ -71,8 +71,9 @@ def advised(
     topology = topologies.parse(command.options.topology)
 
     def again(more: Sequence[str]) -> planner.Plan:
-        other = command_line.parse_command_line([*arguments, *more], Options).config
-        found = planner.plan(command.experiment, other, topology)
+        other = command_line.parse_command_line([*arguments, *more], Options)
+        where = topologies.parse(other.options.topology)
+        found = planner.plan(command.experiment, other.config, where)
         return found if change is None else change(found)
 
     with no_compilation_cache():

@@ -1,30 +1,33 @@
 """Advice for a plan, and changes from one topology to the next."""
 
+import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import UserError
 from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.time_model import PlannedCollective
-from spmdtrain.plan.topologies import Topology, has_compiler
+from spmdtrain.plan.topologies import Topology, half_of, has_compiler
 from spmdtrain.sharding.layout import Row
 from spmdtrain.strategies import EXPERT_AXIS, SEQUENCE_AXIS, strategy
 
 # -- Advice for a plan: options that fix known problems, with the figures before and after ---------
 
 Replan = Callable[[Sequence[str]], Plan]
-"""Plans again with additional command-line options. Raises `UserError`."""
+"""Plans again with additional command-line options, also of the command. Raises `UserError`."""
 
 _NEGLIGIBLE = 0.02  # fraction of the estimated time, of the bytes sent, or of a device's memory
 _SHORT = 1e-4  # seconds of a step; the start-up of each operation dominates shorter steps
 _GIANT = 0.1  # fraction of the memory limit
+_WORTHWHILE = 0.95  # part of the estimate that a change of numerics must leave at most
+_IDLE = 0.2  # part of the estimate for products, or for exposed collectives
+_MORE_EXAMPLES = 4  # times the batch
+_BETTER_USE = 0.75  # part of the chips' time for an example that remains
 
 # Without these options a TPU's compiler replaces a gather over several dims of the torus by an
 # all-reduce of each device's part, padded with zeros.
@@ -56,6 +59,21 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Rescaled:
+    """A plan with fewer chips or a larger batch, which needs less of the chips' time per example.
+
+    Attributes:
+      options: Command-line options of that plan.
+      estimate: Seconds of its step.
+    """
+
+    options: str
+    chips: int
+    global_batch_size: int
+    estimate: float
+
+
+@dataclass(frozen=True)
 class Advice:
     """A problem and the options that fix it.
 
@@ -63,6 +81,7 @@ class Advice:
       options: Command-line options that fix it; "" if none of the tried options does.
       with_options: Figures with the options; None if there are no options.
       tried: Options that were tried without success, each with the reason.
+      rescaled: Plans with fewer chips or a larger batch, if no option fixes it.
     """
 
     finding: str
@@ -70,13 +89,17 @@ class Advice:
     without: Figures
     with_options: Figures | None
     tried: tuple[str, ...] = ()
+    rescaled: tuple[Rescaled, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Finding:
+    """A problem; `is_problem` is false of one that is none unless an option improves it."""
+
     text: str
     tries: Sequence[Sequence[str]]
     is_fixed: Callable[[Plan, Plan], bool]
+    is_problem: bool = True
 
 
 def advise(plan: Plan, config: RunConfig, topology: Topology, replan: Replan) -> list[Advice]:
@@ -85,17 +108,27 @@ def advise(plan: Plan, config: RunConfig, topology: Topology, replan: Replan) ->
     Each try is a complete plan: it builds, traces and compiles.
     """
     if plan.fits is False:
-        findings = [_too_big(plan, config)]
+        findings, waiting = [_too_big(plan, config)], []
     else:
+        waiting = [*_reduced_gathers(plan, topology), *_waiting(plan, topology)]
         findings = [
             *_giants(plan, config),
             *_unsharded_params(plan, config),
+            *_in_float32(plan, config, topology),
             *_reduced_twice(plan, config),
-            *_reduced_gathers(plan, topology),
-            *_waiting(plan, topology),
+            *waiting,
         ]
-    tried: dict[tuple[str, ...], Plan | UserError] = {}
-    return [_try(finding, plan, replan, tried) for finding in findings]
+    known: dict[tuple[str, ...], Plan | UserError] = {}
+    tried = [(finding, _try(finding, plan, replan, known)) for finding in findings]
+    advised = [advice for finding, advice in tried if advice.options or finding.is_problem]
+    if any(advice.options for advice in advised) or not _is_idle(plan, topology):
+        return advised
+    if rescaled := tuple(_rescaled(plan, config, topology, replan)):
+        if not waiting:
+            advised.append(Advice(_little_work(plan), "", _figures(plan), None))
+        *others, last = advised
+        return [*others, dataclasses.replace(last, rescaled=rescaled)]
+    return advised
 
 
 def _try(
@@ -104,12 +137,7 @@ def _try(
     failed: list[str] = []
     for options in map(tuple, finding.tries):
         if options not in known:
-            try:
-                known[options] = replan(options)
-            except UserError as error:  # invalid for this experiment or topology
-                known[options] = error
-            except jax.errors.JaxRuntimeError as error:  # an error of the compiler
-                known[options] = UserError(str(error).partition("\n")[0][:200])
+            known[options] = _replanned(options, replan)
         other = known[options]
         if isinstance(other, Plan) and finding.is_fixed(plan, other):
             return Advice(
@@ -121,6 +149,15 @@ def _try(
             why = f"needs {least}{byte_size(other.memory.peak)}"
         failed.append(f"{' '.join(options)}: {why}")
     return Advice(finding.text, "", _figures(plan), None, tuple(failed))
+
+
+def _replanned(options: Sequence[str], replan: Replan) -> Plan | UserError:
+    try:
+        return replan(options)
+    except UserError as error:  # invalid for this experiment or topology
+        return error
+    except RuntimeError as error:  # of the compiler, or of a library that it lacks
+        return UserError(str(error).partition("\n")[0][:200])
 
 
 def _figures(plan: Plan) -> Figures:
@@ -210,6 +247,25 @@ def _unsharded_params(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
         f"devices: {byte_size(size)} are replicated on each",
         [[*fully, "--sharding.max-shards", str(shards)]],
         lambda now, other: other.memory.peak < now.memory.peak,
+    )
+
+
+def _in_float32(plan: Plan, config: RunConfig, topology: Topology) -> Iterator[_Finding]:
+    """Finds a model that computes in float32 on a chip that is made for bfloat16."""
+    chip, times = topology.chip, plan.times
+    if chip is None or topology.platform == "cpu" or config.compute_dtype != "float32":
+        return
+    if times is None or times.estimate < _SHORT:
+        return
+    products = "which a TPU multiplies in bfloat16 anyway"
+    if chip.float32_flops is not None:
+        slower = chip.flops / chip.float32_flops
+        products = f"whose products take {slower:.2g} times as long as those of bfloat16"
+    yield _Finding(
+        f"the model computes in float32, {products}, and whose arrays have twice the bytes",
+        [["--compute-dtype", "bfloat16"]],
+        lambda now, other: _is_faster(now, other, _WORTHWHILE),
+        is_problem=False,
     )
 
 
@@ -303,10 +359,54 @@ def _compiler(options: Sequence[str]) -> list[str]:
     return [word for option in options for word in ("--compiler-options", option)]
 
 
-def _is_faster(now: Plan, other: Plan) -> bool:
+def _is_faster(now: Plan, other: Plan, part: float = 0.99) -> bool:
     if now.times is None or other.times is None:
         return False
-    return other.times.estimate < 0.99 * now.times.estimate
+    return other.times.estimate < part * now.times.estimate
+
+
+# -- fewer chips, or a larger batch ----------------------------------------------------------------
+
+
+def _is_idle(plan: Plan, topology: Topology) -> bool:
+    """Returns whether a chip waits for others, or computes few products, most of the time."""
+    if plan.times is None or topology.platform == "cpu":
+        return False
+    idle = plan.times.useful < _IDLE * plan.times.estimate
+    return idle or plan.times.waiting > _IDLE * plan.times.estimate
+
+
+def _little_work(plan: Plan) -> str:
+    assert plan.times is not None
+    products, alone = (
+        seconds / plan.times.estimate for seconds in (plan.times.useful, plan.times.waiting)
+    )
+    examples = plan.global_batch_size / plan.used
+    text = f"products take {products:.1%} of a step with {examples:,g} examples per chip"
+    return f"{text}, exposed collectives {alone:.0%}" if alone >= _NEGLIGIBLE else text
+
+
+def _rescaled(
+    plan: Plan, config: RunConfig, topology: Topology, replan: Replan
+) -> Iterator[Rescaled]:
+    """Yields plans with half the chips, and with a larger batch, that use the chips better."""
+    assert plan.times is not None
+    given = config.batch_size_per_device
+    tries = []
+    if fewer := half_of(topology):
+        # The same global batch.
+        more = [] if given is None else ["--batch-size-per-device", str(2 * given)]
+        tries.append(["--topology", str(fewer), *more])
+    name = "--global-batch-size" if given is None else "--batch-size-per-device"
+    tries.append([name, str(_MORE_EXAMPLES * (given or plan.global_batch_size))])
+    now = plan.times.estimate * plan.chips / plan.global_batch_size
+    for options in tries:
+        other = _replanned(options, replan)
+        if isinstance(other, UserError) or other.fits is False or other.times is None:
+            continue
+        estimate = other.times.estimate
+        if estimate * other.chips / other.global_batch_size < _BETTER_USE * now:
+            yield Rescaled(" ".join(options), other.chips, other.global_batch_size, estimate)
 
 
 # -- Qualitative changes from the plan for one topology to the plan for the next -------------------

@@ -233,7 +233,7 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         measured = measurement.from_json(json.loads(os.environ[_MEASURED]))
         topology = measured.known(topology)
 
-    def plan_with(config: RunConfig, prefix: str) -> planner.Plan:
+    def plan_with(config: RunConfig, topology: Topology, prefix: str) -> planner.Plan:
         return planner.plan(
             command.experiment,
             config,
@@ -242,10 +242,13 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         )
 
     def replan(options: Sequence[str]) -> planner.Plan:
-        config = parse_command_line([*arguments, *options], Options, _COMMAND).config
-        return plan_with(config, f"with {' '.join(options)}: ")
+        words = [*arguments, "--topology", str(topology), *options]
+        again = parse_command_line(words, Options, _COMMAND)
+        other = topologies.parse(again.options.topology)
+        other = topology if other.text == topology.text else other  # which has measured rates
+        return plan_with(again.config, other, f"with {' '.join(options)}: ")
 
-    plan = plan_with(command.config, "")
+    plan = plan_with(command.config, topology, "")
     send(_PLANNED, plan_as_json(plan, (), measured))
     advised = advise(plan, command.config, topology, replan) if command.options.advice else []
     return plan_as_json(plan, advised, measured)

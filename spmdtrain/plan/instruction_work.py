@@ -346,6 +346,18 @@ def products(module: Module) -> float:
     )
 
 
+@reading_program()
+def opaque_calls(module: Module) -> list[str]:
+    """Returns the custom calls that make `products` NaN, as their targets and source lines."""
+    calls = []
+    for instruction, within, times in module.instructions():
+        if times and math.isnan(_operations(instruction, within)):
+            target = _TARGET.search(instruction.attributes)
+            line = module.line_of(instruction) or instruction.op_name
+            calls.append(f"{target[1] if target else instruction.name} ({line})")
+    return list(dict.fromkeys(calls))
+
+
 def _operations(instruction: Instruction, within: Computation) -> float:
     match instruction.opcode:
         case "dot":

@@ -42,8 +42,10 @@ from spmdtrain.plan.tables import (
     assumptions,
     buffer_rows,
     chip_hours,
+    compiled_by,
     measured_sentence,
     memory_by_kind,
+    rescaling,
     run_time,
     scaled,
     sentence,
@@ -53,6 +55,7 @@ from spmdtrain.plan.tables import (
     utilization_kind,
 )
 from spmdtrain.plan.time_model import Overlap, overlapped_seconds
+from spmdtrain.plan.topologies import Compiler
 from spmdtrain.record import no_follow
 from spmdtrain.record.storage import failures, folder_of, is_url, one_line
 from spmdtrain.step.flops import SHORT_CONVENTION
@@ -121,7 +124,12 @@ def _sections(result: dict[str, Any]) -> list[Section]:
         f"{result['topology']}: {chips}, {result['placement']}; global batch "
         f"{result['global_batch_size']:,}"
     )
-    overview: list[Block] = [*errors, _stats(result)]
+    tone = Tone.WARNING if result["compiler"] in (None, Compiler.STAND_IN) else Tone.PLAIN
+    overview: list[Block] = [
+        *errors,
+        NoteBlock(sentence(compiled_by(result)), tone),
+        _stats(result),
+    ]
     if result["measured"]:
         overview.append(NoteBlock(sentence(measured_sentence(result))))
     notes = [NoteBlock(sentence(note), Tone.WARNING) for note in all_notes(result)]
@@ -156,7 +164,7 @@ def _stats(plan: dict[str, Any]) -> StatsBlock:
             facts.append(Fact("MFU", f"{time['utilization']:.1%}", detail))
         hours = "" if on_cpu else f"{chip_hours(time)} chip-hours"
         facts.append(Fact(f"all {time['steps']:,} steps", run_time(time["run"]), hours))
-    if plan["flops"]["device"] is not None:  # the step is compiled
+    if plan["compiler"] is not None:
         least = sent["least"]
         needed = "" if least is None else f"the strategy needs {byte_size(round(least))}"
         facts.append(Fact("sent by each device", byte_size(round(sent["bytes"])), needed))
@@ -191,6 +199,8 @@ def _advice(plan: dict[str, Any]) -> list[Block]:
             )
         else:
             text = f"{sentence(each['finding'])} No known option fixes it."
+            if each["rescaled"]:
+                text += f" {sentence(rescaling(each))}"
             blocks.append(NoteBlock(text, Tone.WARNING))
         if each["tried"]:
             tried = [text.partition(": ")[::2] for text in each["tried"]]
@@ -442,11 +452,18 @@ def _facts(plan: dict[str, Any]) -> FactsBlock:
         facts.append(Fact("recomputed", f"{scaled(flops['again'])}FLOP", "all devices"))
     if flops["device"] is not None:
         facts.append(Fact("compiled program", f"{scaled(flops['device'])}FLOP", "a device"))
+    elif plan["time"]:
+        facts.append(Fact("compiled program", "unknown", "see the notes"))
     if chip is not None:
         per = "a chip" if chip["devices"] == 1 else f"a chip of {chip['devices']} devices"
         peak = "products" if uses_measured_rates(plan) else "bfloat16 peak"
         facts += [
             Fact(peak, f"{scaled(chip['flops'])}FLOP/s", per),
+            *(
+                [Fact("float32 peak (TF32)", f"{scaled(chip['float32_flops'])}FLOP/s", per)]
+                if chip["float32_flops"]
+                else []
+            ),
             Fact("memory bandwidth", f"{scaled(chip['bandwidth'])}B/s", per),
             *(
                 Fact(kind, f"{scaled(rate)} elements/s", per)
@@ -460,7 +477,7 @@ def _facts(plan: dict[str, Any]) -> FactsBlock:
             "unknown" if each["flops"] is None else f"{scaled(each['flops'])}FLOP",
             f"{each['times']:g} times, {step_seconds(each['seconds'])}; from {each['basis']}"
             if each["basis"]
-            else f"{each['times']:g} times, {step_seconds(each['seconds'])}",
+            else f"{each['times']:g} times, {step_seconds(each['seconds'])}; see the notes",
         )
         for each in plan["kernels"]
     ]

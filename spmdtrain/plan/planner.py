@@ -31,7 +31,9 @@ from spmdtrain.plan.time_model import (
     traffic_of,
 )
 from spmdtrain.plan.topologies import (
+    Compiler,
     Topology,
+    compiler_of,
     devices_of,
     gpu_config,
     has_compiler,
@@ -201,6 +203,8 @@ class Plan:
     """Kernels of the compiled program, of Pallas and of cuDNN's attention."""
     times: time_model.Times | None
     """None if the rates of the devices are unknown."""
+    compiler: Compiler | None = None
+    """None if nothing was compiled, because the state and the batch alone do not fit."""
     chip: Chip | None = None
     """Peak rates, or rates measured on CPU; None if they are unknown."""
     links: list[time_model.TopologyLink] = field(default_factory=list)
@@ -286,9 +290,10 @@ def plan(
             traced = trainer.trace_step(batch, decided)
             flops = count_flops(traced.jaxpr)
             useful = model_flops(traced.jaxpr, lambda: trainer.trace_step(batch, decided).jaxpr)
-            summary = CompiledSummary({}, [], 0, 0, [])
+            summary, compiler = CompiledSummary({}, [], 0, 0, []), None
             if memory.fits is not False:  # if the state alone does not fit, nothing is compiled
                 on_progress("compiling")
+                compiler = compiler_of(topology)
                 target = [str(topology), repr(sorted(trainer.compiler_options.items()))]
                 target += [_device_key(device) for device in trainer.placement.devices]
                 if topology.platform == "gpu" and topology.chip is not None:
@@ -333,6 +338,7 @@ def plan(
             times=_times(topology, flops, useful, trainer, planned, summary, kernels)
             if is_compiled
             else None,
+            compiler=compiler,
             chip=topology.chip,
             links=time_model.topology_links(topology),
             notes=[
@@ -524,8 +530,11 @@ def _times(
         if each.link != time_model.WITHIN
     )
     products = flops.total / used if math.isnan(summary.products) else summary.products
+    # The jaxpr has the dtypes of the products; virtual devices compute 16-bit products in float32.
+    in_float32 = flops.float32 / flops.total if flops.total else 0.0
+    slower = 1.0 if chip.float32_flops is None else chip.flops / chip.float32_flops
     return time_model.Times(
-        compute=products / peak,
+        compute=products / peak * (1 + in_float32 * (slower - 1)),
         useful=useful.once / used / peak,
         memory=traffic * chip.devices / chip.bandwidth,
         waiting=sum(each.seconds for each in timed if not each.overlapped),
@@ -584,6 +593,12 @@ def notes_of(
         for line in summary.unknown
     ]
     notes += [
+        f"the FLOPs of {call} are unknown, because XLA does not say what it computes: products of "
+        "the compiled program are unknown, and their time is that of the products in the traced "
+        "step"
+        for call in summary.opaque
+    ]
+    notes += [
         f"only the most expensive branch is counted, in the lower bound too: {line}"
         for line in dict.fromkeys(summary.choices)
     ]
@@ -608,9 +623,9 @@ def notes_of(
         )
     if virtual:
         notes.append(
-            "compiled for virtual CPU devices because the CUDA plugin is not installed (pip "
-            "install 'spmdtrain[cuda12]' or 'spmdtrain[cuda13]'): all times, temporaries and "
-            "16-bit collectives are rough estimates, and kernels are those of a CPU"
+            "the GPU's compiler is not installed (pip install 'spmdtrain[cuda12]' or "
+            "'spmdtrain[cuda13]'), so the step was compiled for virtual CPU devices: all times, "
+            "temporaries and 16-bit collectives are rough estimates, and kernels are those of a CPU"
         )
     share = flops.total / len(trainer.placement.devices)
     if share and products > _EXCESS_PRODUCTS * share:

@@ -24,6 +24,7 @@ from spmdtrain.plan.instruction_work import (
     element_operations,
     is_kernel,
     kernel_calls,
+    opaque_calls,
     products,
     work_of,
 )
@@ -232,6 +233,7 @@ class CompiledSummary:
       collectives: Collectives in the order of the program.
       traffic: Bytes read and written; see `bytes_moved`.
       products: Floating-point operations on one device, without kernels; NaN if unknown.
+      opaque: Custom calls that make `products` NaN, each with its source line.
       unknown: Source lines that were compiled to loops with an unknown trip count.
       choices: Source lines that were compiled to a conditional; its largest branch counts.
       rare: Source lines of conditionals whose rarely taken branch does not count.
@@ -250,6 +252,7 @@ class CompiledSummary:
     traffic: float
     products: float
     unknown: list[str]
+    opaque: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
     rare: list[str] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
@@ -387,6 +390,7 @@ def _summarize(
         collectives=[] if on is None else collectives_of(module, on, origins),
         traffic=bytes_moved(module),
         products=products(module),
+        opaque=opaque_calls(module),
         unknown=[module.line_of(loop) or loop.name for loop in module.unknown_loops],
         choices=[module.line_of(choice) or choice.name for choice in module.choices],
         rare=[module.line_of(choice) or choice.name for choice in module.with_rare_branch],

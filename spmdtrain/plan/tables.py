@@ -33,6 +33,7 @@ def plan_blocks(plan: dict[str, Any]) -> list[TableBlock | NoteBlock]:
     batch = f"global batch {plan['global_batch_size']}"
     blocks: list[TableBlock | NoteBlock] = [
         NoteBlock(f"{plan['topology']}: {chips}, {plan['placement']}; {batch}"),
+        NoteBlock(compiled_by(plan)),
         _memory(memory),
         NoteBlock(verdict(plan)),
     ]
@@ -132,7 +133,8 @@ def _time(plan: dict[str, Any]) -> TableBlock:
 def _advice(advice: dict[str, Any]) -> str:
     if advice["with_options"] is None:
         tried = f" (tried {'; '.join(advice['tried'])})" if advice["tried"] else ""
-        return f"{advice['finding']}\n  no known option fixes it{tried}"
+        text = f"{advice['finding']}\n  no known option fixes it{tried}"
+        return f"{text}\n  {rescaling(advice)}" if advice["rescaled"] else text
     changes = [
         f"{name} {before} -> {after}" if before else f"{name} {after}"
         for name, before, after in advice_figures(advice)
@@ -190,9 +192,9 @@ _MEASURED_HERE = (
     "convolutions are slower than products."
 )
 _ASSUMED = (
-    "All times are estimates: products at the chip's bfloat16 peak, memory and links at their peak "
-    "bandwidths, inputs always ready. The lower bound holds for any step of this program; the "
-    "estimate adds the memory traffic of all instructions and ignores caches."
+    "All times are estimates: products at the chip's peak for their dtype, memory and links at "
+    "their peak bandwidths, inputs always ready. The lower bound holds for any step of this "
+    "program; the estimate adds the memory traffic of all instructions and ignores caches."
 )
 _CYCLES = (
     " Instructions take the cycles of the compiler's model, which may be too many for elementwise "
@@ -250,6 +252,13 @@ class CollectiveGroup:
     seconds: float | None
     carries: str
     sent: dict[str, float]
+
+
+def compiled_by(plan: dict[str, Any]) -> str:
+    """Returns which compiler the figures of a plan come from."""
+    if plan["compiler"] is None:
+        return "not compiled, because the state and the batch alone do not fit"
+    return f"compiled by {plan['compiler']}"
 
 
 def verdict(plan: dict[str, Any]) -> str:
@@ -479,6 +488,21 @@ def _rematerialized(array: dict[str, Any]) -> str:
     )
 
 
+def rescaling(advice: dict[str, Any]) -> str:
+    """Returns a sentence about the plans with fewer chips or a larger batch."""
+    now = step_seconds(advice["without"]["estimate"])
+    parts = [
+        f"with {each['options']} ({each['chips']} chip{'s' if each['chips'] > 1 else ''}, batch "
+        f"{each['global_batch_size']}) a step takes {step_seconds(each['estimate'])}"
+        for each in advice["rescaled"]
+    ]
+    kinds = [
+        "fewer chips" if "--topology" in each["options"] else "a larger batch"
+        for each in advice["rescaled"]
+    ]
+    return f"use {' or '.join(kinds)}: {', '.join(parts)} (now {now})"
+
+
 def advice_figures(advice: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns the figures that the options of an advice change: name, without, with.
 
@@ -513,6 +537,7 @@ def plan_as_json(
         "devices": plan.devices,
         "placement": plan.placement,
         "global_batch_size": plan.global_batch_size,
+        "compiler": plan.compiler,
         "fits": plan.fits,
         "memory": memory | {"buffers": _buffers_as_json(plan.buffers)},
         "state": [_parameter(row) for row in plan.rows],

@@ -1,6 +1,7 @@
 """Target topologies by name, and ahead-of-time compilers for their absent chips."""
 
 import contextlib
+import enum
 import importlib.metadata
 import importlib.util
 import math
@@ -23,6 +24,7 @@ from spmdtrain.xla.chips import CHIPS, Chip
 
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 MOST_CPU_DEVICES = 4096
+_HOST_CHIPS = 4  # of a TPU
 _HELP = (
     "a topology is TPU:SHAPE (v5e:4x4, v5p:8x8x8; v5e:16x16@2 is two slices), "
     "gpu:MODEL:HOSTSxGPUS (gpu:h100:2x8) or cpu:DEVICES"
@@ -137,6 +139,28 @@ def parse(text: str) -> Topology:
     return Topology(text, "tpu", chip, shape, int(slices or 1))
 
 
+def half_of(topology: Topology) -> Topology | None:
+    """Returns a topology with half the chips: fewer slices or hosts, else a shorter largest dim.
+
+    None if there is no such topology, or if the chips belong to one host of a TPU, or to a CPU.
+    """
+    if topology.platform == "cpu" or topology.chip is None:
+        return None
+    shape, slices = list(topology.shape), topology.slices
+    dim = shape.index(max(shape)) if topology.platform == "tpu" or shape[0] < 2 else 0
+    if slices > 1:
+        slices = slices // 2 if slices % 2 == 0 else 0
+    elif shape[dim] % 2 or (topology.platform == "tpu" and topology.chips <= _HOST_CHIPS):
+        return None
+    else:
+        shape[dim] //= 2
+    if not slices:
+        return None
+    prefix = "gpu:" if topology.platform == "gpu" else ""
+    at = f"@{slices}" if slices > 1 else ""
+    return parse(f"{prefix}{topology.chip.name}:{'x'.join(map(str, shape))}{at}")
+
+
 def _chip(text: str, name: str, known: Collection[str]) -> Chip:
     if name not in known:
         raise UserError(
@@ -202,6 +226,20 @@ def has_compiler(topology: Topology) -> bool:
     return topology.platform != "gpu" or installed_cuda() is not None
 
 
+class Compiler(enum.StrEnum):
+    """The compiler of a plan's step."""
+
+    TPU = "the TPU's own compiler"
+    GPU = "the GPU's own compiler, without autotuning"
+    CPU = "the CPU's own compiler"
+    STAND_IN = "the CPU's compiler, not by the GPU's: its figures are rough"
+
+
+def compiler_of(topology: Topology) -> Compiler:
+    """Returns the compiler that a plan for a topology uses."""
+    return Compiler[topology.platform.upper()] if has_compiler(topology) else Compiler.STAND_IN
+
+
 def devices_of(topology: Topology) -> list[jax.Device]:
     """Returns devices of a topology to compile for.
 
@@ -218,7 +256,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
                 f"at most {MOST_CPU_DEVICES:,} virtual devices are supported. Install it with "
                 "pip install 'spmdtrain[cuda12]' or 'spmdtrain[cuda13]'"
             )
-        return jax.devices("cpu")
+        return jax.devices("cpu")[: topology.devices]
     options: dict[str, Any] = {}
     shape = "x".join(map(str, topology.shape))
     if topology.platform == "gpu":

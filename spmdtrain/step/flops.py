@@ -411,7 +411,7 @@ class _Body:
 # `cost_analysis` is not used because it counts the body of a loop only once.
 
 _CHECKS = frozenset({health.__file__})
-_UNKNOWN = "unknown"  # source line
+_NOT_USERS = (", in a library", " without a line")  # ends of the names of other lines
 _RECOMPUTED = "rematted_computation"  # name stack entry of `jax.checkpoint`
 
 
@@ -438,7 +438,9 @@ class Flops:
 
     Attributes:
       again: Part of `total` that rematerialization recomputes.
-      by_line: `total` by source line of the user, as `file.py:12 (name)`.
+      by_line: `total` by source line of the user, as `file.py:12 (name)`. Operations without one
+        have the line of the library that computes them, followed by ", in a library".
+      float32: Part of `total` that multiplies float32 values; without kernels.
       unknown_loops: Lines with a `while` of unknown trip count, whose body counts once.
       kernels: The Pallas kernels that it calls, whose operations `total` includes.
       has_reference: Whether it contains kernels or optimized implementations, so that its products
@@ -448,6 +450,7 @@ class Flops:
     total: int = 0
     again: int = 0
     by_line: Counter[str] = field(default_factory=Counter)
+    float32: int = 0
     unknown_loops: list[str] = field(default_factory=list)
     kernels: list[KernelFlops] = field(default_factory=list)
     has_reference: bool = False
@@ -523,7 +526,10 @@ class _Count:
             results: Sequence[np.ndarray | None] = ()
             if (count := PRODUCT_FLOPS.get(name)) is not None:
                 line = _line(equation)
-                self._add_operations(equation, line, times * count(equation), again=repeated)
+                operations = times * count(equation)
+                if self._add_operations(equation, line, operations, again=repeated):
+                    is_float32 = equation.invars[0].aval.dtype == np.float32
+                    self._flops.float32 += operations * is_float32
             elif name in KERNEL_CALLS:
                 self._add_kernel(equation, operands, times, again=repeated)
             elif name == "cond":
@@ -559,7 +565,7 @@ class _Count:
         self, equation: Any, operands: Sequence[np.ndarray | None], times: int, *, again: bool
     ) -> None:
         line = _line(equation)
-        kernel = kernel_flops(equation, "" if line == _UNKNOWN else line, operands)
+        kernel = kernel_flops(equation, "" if line.endswith(_NOT_USERS) else line, operands)
         if kernel is None:
             self._flops.has_reference = True
             return
@@ -582,6 +588,7 @@ class _Count:
         largest, flops = max(branches, key=lambda branch: branch.total), self._flops
         flops.total += largest.total
         flops.again += largest.again
+        flops.float32 += largest.float32
         flops.by_line.update(largest.by_line)
         flops.unknown_loops += largest.unknown_loops
         flops.kernels += largest.kernels
@@ -654,11 +661,17 @@ def _repeats(equation: Any) -> int:
 
 
 def _line(equation: Any) -> str:
-    """Returns the innermost source line outside of libraries."""
-    for frame in _frames(equation):
+    """Returns the innermost source line outside of libraries, else the innermost one in a library.
+
+    JAX keeps no lines of some operations that it derives: these have the operation's name.
+    """
+    inner = equation.primitive.name + _NOT_USERS[1]
+    for number, frame in enumerate(_frames(equation)):
+        line = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
         if not is_library(frame.file_name):
-            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return _UNKNOWN
+            return line
+        inner = inner if number else line + _NOT_USERS[0]
+    return inner
 
 
 def _frames(equation: Any) -> Iterator[Any]:

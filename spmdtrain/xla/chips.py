@@ -25,6 +25,8 @@ class Chip:
       latency: Seconds that a tiny collective takes; 0 if the hops determine it.
       clock: Cycles per second in which the compiler's estimates count; None if unknown.
       element_rates: Operations on elements, by their kind; empty if unknown.
+      float32_flops: Floating-point operations on float32 at JAX's default precision: TensorFloat-32
+        on a GPU. None if they are as fast as those on bfloat16: a TPU rounds the values to it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Chip:
     latency: float = 0.0
     clock: float | None = None
     element_rates: Mapping[str, float] = field(default_factory=dict, hash=False)
+    float32_flops: float | None = None
 
 
 _TPU = "https://cloud.google.com/tpu/docs/"
@@ -138,6 +141,7 @@ CHIPS = {
             torus=0,
             devices=1,
             source=_NVIDIA + "a100/",
+            float32_flops=156 * TERA,
         ),
         Chip(
             name="h100",
@@ -150,6 +154,7 @@ CHIPS = {
             torus=0,
             devices=1,
             source=_NVIDIA + "h100/",
+            float32_flops=494.5 * TERA,
         ),
         Chip(
             name="h200",
@@ -162,6 +167,7 @@ CHIPS = {
             torus=0,
             devices=1,
             source=_NVIDIA + "h200/",
+            float32_flops=494.5 * TERA,
         ),
     )
 }

@@ -16,8 +16,9 @@ from spmdtrain.plan.advice import events
 from spmdtrain.plan.command import Options
 from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.summary import Live, Use, read_dump
+from spmdtrain.plan.tables import advice_blocks, step_seconds
 from spmdtrain.plan.time_model import least_sent, traffic_of
-from spmdtrain.plan.topologies import CompilerLog, kept_log
+from spmdtrain.plan.topologies import CompilerLog, half_of, kept_log, parse
 from spmdtrain.sharding.layout import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried, Collective
 
@@ -231,6 +232,69 @@ def test_dims_that_do_not_divide_and_into_how_many_parts_they_do(tmp_path: Path)
     assert one.with_options.peak < one.without.peak
 
 
+@pytest.mark.slow
+def test_bfloat16_is_advised_where_products_of_float32_limit_the_step(tmp_path: Path) -> None:
+    wide = tmp_path / "wide.py"
+    wide.write_text(ONE_MATRIX.replace("np.ones((64,", "np.zeros((131072,"))
+    options = ("--width", 4096, "--strategy", "mirrored", "--batch-size-per-device", 16384)
+    where = ("--topology", "gpu:h100:1x8")
+    (one,) = advised(wide, *options, *where)
+    assert "the model computes in float32, whose products take 2 times as long" in one.finding
+    assert one.options == "--compute-dtype bfloat16" and one.with_options is not None
+    narrow, full = (
+        planned(wide, *options, *where, "--compute-dtype", dtype)["time"]
+        for dtype in ("bfloat16", "float32")
+    )
+    assert one.with_options.estimate == narrow["estimate"]
+    assert one.without.estimate == full["estimate"]
+    assert full["compute"] == pytest.approx(2 * narrow["compute"])  # TensorFloat-32
+    assert advised(wide, *options, *where, "--compute-dtype", "bfloat16") == []
+    assert advised(wide, *options, "--topology", "cpu:8") == []
+
+
+@pytest.mark.slow
+def test_where_no_option_helps_fewer_chips_or_a_larger_batch_do(tmp_path: Path) -> None:
+    """With an example per device, the gradient of the matrix is most of the work of a step."""
+    wide = tmp_path / "wide.py"
+    wide.write_text(ONE_MATRIX)
+    options = ("--width", 4096, "--strategy", "mirrored", "--compute-dtype", "bfloat16")
+    (one,) = advised(wide, *options, "--topology", "gpu:h100:1x8")
+    assert one.options == "" and one.finding.startswith("products take 0.")
+    fewer, larger = one.rescaled
+    assert fewer.options == "--topology gpu:h100:1x4 --batch-size-per-device 2"
+    assert larger.options == "--batch-size-per-device 4"
+    assert (fewer.chips, fewer.global_batch_size) == (4, 8)
+    assert (larger.chips, larger.global_batch_size) == (8, 32)
+    again = planned(wide, *options, "--topology", "gpu:h100:1x8", *larger.options.split())
+    assert larger.estimate == again["time"]["estimate"]
+    now = one.without.estimate
+    assert now is not None and fewer.estimate * 4 < 0.75 * now * 8
+    assert larger.estimate / 32 < 0.75 * now / 8
+    shown = planned(wide, *options, "--topology", "gpu:h100:1x8")
+    shown["advice"] = [dataclasses.asdict(one)]
+    (line,) = (block.text for block in advice_blocks(shown))
+    assert "use fewer chips or a larger batch: with --topology gpu:h100:1x4 --batch-si" in line
+    assert f"(now {step_seconds(now)})" in line
+
+    def slower(plan: Plan) -> Plan:
+        assert plan.times is not None
+        return replace(plan, times=replace(plan.times, waiting=1.0))
+
+    assert advised(wide, *options, "--topology", "gpu:h100:1x8", change=slower) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        ("v5e:4x4", "v5e:2x4"), ("v5e:4x8", "v5e:4x4"), ("v5e:16x16@2", "v5e:16x16"),
+        ("v5e:2x2", None), ("v5e:4x4@3", None), ("gpu:h100:4x8", "gpu:h100:2x8"),
+        ("gpu:h100:1x8", "gpu:h100:1x4"), ("gpu:h100:1x1", None), ("cpu:8", None),
+    ],
+)  # fmt: skip
+def test_half_the_chips_of_a_topology(name: str, half: str | None) -> None:
+    assert half_of(parse(name)) == (None if half is None else parse(half))
+
+
 ONE_MATRIX = """
 from dataclasses import dataclass
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -246,7 +310,8 @@ def build(config):
     def init(key):
         return {"weights": jnp.zeros((config.width, config.width))}
     def loss(model, batch):
-        return {"loss": jnp.square(batch["x"] @ model["weights"]).mean(-1)}
+        y = (batch["x"] @ model["weights"]).astype(jnp.float32)
+        return {"loss": jnp.square(y).mean(-1)}
     data = {"x": np.ones((64, config.width), np.float32)}
     return Experiment(model=FunctionModel(init), objective=loss, train=data,
                       optimizer=optax.adam(1e-3))

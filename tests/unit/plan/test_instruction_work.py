@@ -22,6 +22,7 @@ from spmdtrain.plan.instruction_work import (
     bytes_moved,
     element_operations,
     kernel_calls,
+    opaque_calls,
     planned_kernels,
     products,
     work_of,
@@ -209,6 +210,20 @@ def test_a_kernel_with_metadata_on_several_lines_does_not_end_the_program() -> N
     ]
     # A minor dim of 64 is stored as 128.
     assert {call.bytes for call in calls} == {(WIDE, NARROW)}
+
+
+def test_custom_calls_of_unknown_operations_are_named_with_their_lines() -> None:
+    text = """HloModule m
+ENTRY %main (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} custom-call(%a), custom_call_target="__cudnn$fusion", metadata={op_name="f/conv"}
+  ROOT %c = f32[8,8]{1,0} custom-call(%b), custom_call_target="Sharding"
+}
+"""
+    module = Module(text)
+    assert opaque_calls(module) == ["__cudnn$fusion (f/conv)"]
+    assert math.isnan(products(module))
+    assert opaque_calls(Module(text.replace("__cudnn$fusion", "Sharding"))) == []
 
 
 def test_the_time_of_a_kernel_is_that_of_its_padded_operations_or_of_its_bytes() -> None:

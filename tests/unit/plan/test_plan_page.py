@@ -11,13 +11,13 @@ from browser import chromium
 from helpers import DIGITS
 from plan_helpers import HOSTILE, MB, MEMORY, TIMES, report
 
-from spmdtrain.document.blocks import TableBlock
+from spmdtrain.document.blocks import NoteBlock, TableBlock, Tone
 from spmdtrain.document.html import render_page
 from spmdtrain.errors import UserError
 from spmdtrain.plan import command, topologies
 from spmdtrain.plan.page import Part, open_page_file, plan_page, timeline
 from spmdtrain.plan.page_links import draw_topology, link_loads
-from spmdtrain.plan.tables import time_parts
+from spmdtrain.plan.tables import plan_blocks, time_parts
 from spmdtrain.plan.time_model import InstructionTimes, Overlap, TimeSource, topology_links
 
 OF_PLAN = "#v5e-4x4"
@@ -173,6 +173,33 @@ def test_parameters_are_in_the_order_of_their_bytes() -> None:
         ("kernel", "P('data')", "100 MB", "300 MB"),
         (HOSTILE, "P('data')", "1.00 MB", "3.00 MB"),
     ]
+
+
+def test_a_plan_begins_with_the_compiler_of_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    h100 = topologies.parse("gpu:h100:1x8")
+    stand_in = topologies.compiler_of(h100)
+    monkeypatch.setattr(topologies, "installed_cuda", lambda: "cuda12")
+    own = topologies.compiler_of(h100)
+    shown = {}
+    for compiler in (stand_in, own, None):
+        plan = report("gpu:h100:1x8", compiler=compiler)
+        first, *_ = plan_page([plan], [], "title", "command").sections[0].blocks
+        assert isinstance(first, NoteBlock)
+        shown[plan_blocks(plan)[1]] = (first.text, first.tone)
+    assert shown == {
+        NoteBlock("compiled by the CPU's compiler, not by the GPU's: its figures are rough"): (
+            "Compiled by the CPU's compiler, not by the GPU's: its figures are rough.",
+            Tone.WARNING,
+        ),
+        NoteBlock("compiled by the GPU's own compiler, without autotuning"): (
+            "Compiled by the GPU's own compiler, without autotuning.",
+            Tone.PLAIN,
+        ),
+        NoteBlock("not compiled, because the state and the batch alone do not fit"): (
+            "Not compiled, because the state and the batch alone do not fit.",
+            Tone.WARNING,
+        ),
+    }
 
 
 def test_a_missing_library_is_known_before_the_plan_is_made(

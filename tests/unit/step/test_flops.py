@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -203,6 +205,15 @@ def test_under_shard_map_each_device_counts() -> None:
     spec = PartitionSpec("data")
     mapped = jax.shard_map(lambda x: x @ W, mesh=mesh, in_specs=spec, out_specs=spec)
     assert count_flops(jax.make_jaxpr(mapped)(jnp.ones((32, 8)))).total == 4 * ONE
+
+
+def test_operations_of_a_library_alone_have_its_line() -> None:
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with ThreadPoolExecutor() as pool:  # whose stack has no line of this file
+        found = count_flops(pool.submit(jax.make_jaxpr(layer), jnp.ones((8, 8))).result())
+    assert found.total == found.float32 == ONE
+    (line,) = found.by_line
+    assert re.search(r"linear\.py:\d+ \(.*\), in a library$", line)
 
 
 def test_a_loop_of_unknown_trip_count_is_named() -> None:
