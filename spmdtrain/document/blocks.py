@@ -34,6 +34,29 @@ _POINTS_BELOW = 60  # a series with fewer values has a mark at each of them
 _LONGEST_NAME = 120
 _LOGARITHMIC_FROM = 8
 _FAINT = 0.35
+# d3's own format for `g` has as few digits as distinguish the ticks: `7e+1` for 70. Ticks are round
+# numbers, and nine digits only leave out what floating point adds to them. A logarithmic axis
+# leaves labels out by making them empty.
+TICK_LABEL = (
+    "!datum.label ? '' : datum.value === 0 ? '0'"
+    " : abs(datum.value) < 1e-4 || abs(datum.value) >= 1e15"
+    " ? replace(format(datum.value, '.9~e'), 'e+', 'e')"
+    " : format(datum.value, abs(datum.value) < 1e6 ? ',.9~r' : '.9~s')"
+)
+"""Vega expression for the label of an axis: what `tick_label` returns."""
+PERCENT_LABEL = "datum.value === 0 ? '0' : datum.label"  # d3 writes `0%`
+
+
+def tick_label(value: float) -> str:
+    """Returns a number as a person writes it beside an axis: `0.07`, `1,200`, `1.2M`, `1.2e-5`."""
+    size = abs(value)
+    if size and not 1e-4 <= size < 1e15:
+        mantissa, _, exponent = f"{value:.3e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if size >= 0.9995 * unit:
+            return f"{value / unit:,.4g}{prefix}"
+    return f"{value:,.0f}" if size >= 9999.5 else f"{value:,.4g}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,7 @@ def line_chart(
     *,
     values: Sequence[str] = (),
     x_title: str = "step",
-    y_format: str = "~s",
+    percent: bool = False,
     zero: bool = False,
     height: int = 220,
     note: str = "",
@@ -137,7 +160,7 @@ def line_chart(
 
     Args:
       values: The text beside each name in the legend, such as the last value.
-      y_format: The format of the vertical axis, in the notation of d3-format.
+      percent: Whether the values are fractions that the vertical axis shows in percent.
       zero: Whether the vertical axis starts at zero.
       height: The height in pixels.
     """
@@ -162,7 +185,7 @@ def line_chart(
     ]
     return ChartBlock(
         title,
-        copy.deepcopy(_line_spec(x_title, y_format, zero, height)),
+        copy.deepcopy(_line_spec(x_title, percent, zero, height)),
         {"series": {"series": data}, "hover": {"rows": []}},
         legend=legend,
         note=note,
@@ -179,12 +202,13 @@ def _spans_magnitudes(series: Sequence[Series]) -> bool:
 
 
 @functools.cache
-def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str, Any]:
+def _line_spec(x_title: str, percent: bool, zero: bool, height: int) -> dict[str, Any]:
     """Returns the specification of `line_chart`, cached because Altair takes 50 ms to make it."""
     alt = altair()
-    x = alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False))
-    label = "datum.value === 0 ? '0' : datum.label"  # d3 writes `0k` and `0%`
-    axis = alt.Axis(format=y_format, tickCount=5, title=None, labelExpr=label)
+    axis = alt.Axis(grid=False, labelExpr=TICK_LABEL)
+    x = alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False), axis=axis)
+    label = {"format": "~%", "labelExpr": PERCENT_LABEL} if percent else {"labelExpr": TICK_LABEL}
+    axis = alt.Axis(tickCount=5, title=None, **label)
     y = alt.Y("y:Q", scale=alt.Scale(zero=zero, nice=True), axis=axis)
     color = alt.Color("color:N", legend=None, scale=alt.Scale(domain=list(range(COLORS))))
     lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=color)

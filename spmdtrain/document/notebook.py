@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdtrain.document.blocks import FactsBlock, NoteBlock, TableBlock
+from spmdtrain.document.blocks import FactsBlock, NoteBlock, TableBlock, tick_label
 from spmdtrain.document.terminal import LineColor, Point, Terminal, duration, number, splits_table
 from spmdtrain.errors import foreign
 
@@ -80,7 +80,7 @@ def chart(title: str, curves: Mapping[str, Curve]) -> str:
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" '
             'stroke="currentColor" stroke-opacity="0.15"/>'
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick_label(value)}</text>'
         )
     for step, anchor in {first: "start", last: "end"}.items():
         x, y = across(step), _HEIGHT - 4

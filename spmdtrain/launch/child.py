@@ -5,6 +5,7 @@ import contextlib
 import enum
 import functools
 import itertools
+import math
 import os
 import re
 import select
@@ -35,6 +36,7 @@ _CONNECTED = re.compile(
 _STREAMS = {"stdout": 1, "stderr": 2}
 _TITLES = {"stdout": "output", "stderr": "error"}
 _PATIENCE = 5.0  # seconds for the reader of a stream to read a line, and for the reaper to end
+_MOST_DRAINING = 10.0  # seconds for the last lines of a task that has exited
 _MAX_WAITING = 1 << 20  # bytes of lines that wait for it
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -118,7 +120,8 @@ class Output:
 
     Lines wait for a slow reader, and so do the tasks. If the reader has stopped, such as a pager,
     or if a disk is full, the tasks continue and the other stream says so. The names of the tasks
-    prefix their lines.
+    prefix their lines. Where both streams are one file, such as a terminal, their lines are in the
+    order in which they came.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -127,6 +130,9 @@ class Output:
             stream: _Stream(file, functools.partial(self._note, stream))
             for stream, file in _STREAMS.items()
         }
+        with contextlib.suppress(OSError):  # one of them is closed
+            if os.path.sameopenfile(*_STREAMS.values()):
+                self._streams["stderr"] = self._streams["stdout"]
 
     def line(self, name: str, stream: str, text: bytes) -> None:
         """Writes a line with the prefix of its task; waits for a reader that is slow."""
@@ -278,6 +284,8 @@ class Child:
         )
         self.pid = self._process.pid
         reaper.notify("+", self.pid)
+        self._moves = dict.fromkeys(_STREAMS, 0)  # odd while a line waits for the launcher's reader
+        self._drained_by = math.inf
         self._readers = [
             threading.Thread(target=self._forward, args=(stream,), daemon=True)
             for stream in _STREAMS
@@ -291,7 +299,7 @@ class Child:
         return b"\n".join(self._errors).decode(errors="replace")
 
     def poll(self) -> bool:
-        """Returns whether it has exited; if so, kills its process group and flushes its output."""
+        """Returns whether it has exited and its output is read; kills what is left of its group."""
         if self.status is not None:
             return True
         # WNOWAIT does not reap it, so that no other process group can get its number.
@@ -299,16 +307,28 @@ class Child:
             self.address_space = max(self.address_space, out_of_memory.address_space(self.pid))
             return False
         self._signal_group(signal.SIGKILL)
-        # At most 1 s, because a process that has left the group may keep the pipes open.
-        until = time.monotonic() + 1
-        for reader in self._readers:
-            reader.join(timeout=max(0, until - time.monotonic()))
+        if not self._is_drained():
+            return False
         self._reaper.notify("-", self.pid)
         self.address_limit = out_of_memory.address_limit(self.pid)
         _, status, usage = os.wait4(self.pid, 0)
         self.peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
         return True
+
+    def _is_drained(self) -> bool:
+        """Returns whether all output is read, or seems to be: no line has come or waited for 1 s.
+
+        A process that has left the group may keep the pipes open.
+        """
+        before, began = dict(self._moves), time.monotonic()
+        self._drained_by = min(self._drained_by, began + _MOST_DRAINING)
+        for reader in self._readers:
+            reader.join(timeout=max(0, began + 1 - time.monotonic()))
+        if not any(reader.is_alive() for reader in self._readers):
+            return True
+        is_quiet = self._moves == before and not any(n % 2 for n in before.values())
+        return is_quiet or time.monotonic() >= self._drained_by
 
     def send(self, number: int, pid: int | None = None) -> None:
         """Sends a signal to process `pid` if it is in the child's session, else to the child."""
@@ -340,7 +360,9 @@ class Child:
                 if stream == "stderr":
                     self._errors.append(line)
                 if not _CONNECTED.fullmatch(line):
+                    self._moves[stream] += 1
                     self._output.line(self.name, stream, line)
+                    self._moves[stream] += 1
 
 
 def lines(file: int) -> Iterator[bytes]:

@@ -242,13 +242,13 @@ class Launcher:
 
     def _request_stop(self, running: Sequence[Child], received: signal.Signals) -> None:
         self.deadline = time.monotonic() + self.options.grace
-        for child in running:
-            record = progress.read(self.folder, child.name)
-            child.send(signal.SIGTERM, record.pid if record else None)
-        self.log(
+        self.log(  # first, because the tasks may print that they were asked
             f"{received.name}: asked the tasks to save and exit within "
             f"{self.options.grace:g} s; a second signal kills them"
         )
+        for child in running:
+            record = progress.read(self.folder, child.name)
+            child.send(signal.SIGTERM, record.pid if record else None)
 
     def exit_of(self, child: Child) -> TaskExit:
         """Returns the exit of a child with its record, its reason and evidence of its cause."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdtrain.document.blocks import (
     COLORS,
+    TICK_LABEL,
     Block,
     ChartBlock,
     LegendEntry,
@@ -449,7 +450,7 @@ def color_scale(alt: Any) -> Any:
 
 def time_axis(alt: Any, unit: str) -> Any:
     """Returns an axis of times in a unit."""
-    label = f"datum.value === 0 ? '0' : datum.label + ' {unit}'"
+    label = f"datum.value === 0 ? '0' : ({TICK_LABEL}) + ' {unit}'"
     return alt.Axis(title=None, labelSeparation=8, labelExpr=label)
 
 

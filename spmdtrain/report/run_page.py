@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from spmdtrain.document.blocks import (
+    TICK_LABEL,
     Block,
     ChartBlock,
     Fact,
@@ -130,14 +133,27 @@ def _facts(run: RunData) -> list[Fact]:
         facts.append(Fact(f"best {name}", number(value), f"at step {step:,}"))
     for name, value in list(last_values(run, Split.TEST).items())[:_MOST_METRICS]:
         facts.append(Fact(f"test {name}", number(value)))
-    speed = run.performance.columns.get("examples_per_second") or run.metrics.get(
-        Split.EPOCH, "examples_per_second"
-    )
-    if speed is not None and speed.last is not None:
-        facts.append(Fact("examples/s", number(speed.last[1])))
+    if (speed := _speed(run)) is not None:
+        facts.append(speed)
     if (share := goodput(run)) is not None:
         facts.append(Fact("goodput", f"{share:.0%}", "in new steps"))
     return facts
+
+
+def _speed(run: RunData) -> Fact | None:
+    """Returns the median of examples/s without the first interval of each start, which compiles."""
+    name = "examples_per_second"
+    column = run.performance.columns.get(name) or run.metrics.get(Split.EPOCH, name)
+    if column is None:
+        return None
+    steps, values = column.by_step()
+    begins = [0, *(start.step for start in run.events.starts)]
+    firsts = np.searchsorted(steps, begins, side="right")
+    is_steady = ~np.isin(np.arange(len(steps)), firsts)
+    for chosen, detail in ((is_steady, "median after the first steps"), (~is_steady, "at first")):
+        if (known := values[chosen & ~np.isnan(values)]).size:
+            return Fact("examples/s", number(float(np.median(known))), detail)
+    return None
 
 
 def _progress(run: RunData) -> Fact:
@@ -374,11 +390,12 @@ def _timeline(starts: Sequence[RunStart], name: str) -> ChartBlock:
             }
         )
     alt = altair()
+    axis = alt.Axis(labelExpr=TICK_LABEL)
     chart = (
         alt.Chart(alt.NamedData("spans"))
         .mark_bar(height={"band": 0.72})
         .encode(
-            x=alt.X("begin:Q", title=unit_name, scale=alt.Scale(nice=False)),
+            x=alt.X("begin:Q", title=unit_name, axis=axis, scale=alt.Scale(nice=False)),
             x2="end:Q",
             y=_rows_axis("start", labels, hidden=False),
             color=_color(),

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from spmdtrain.checkpoints.listing import Listing, list_checkpoints
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.blocks import (
+    TICK_LABEL,
     Block,
     ChartBlock,
     Fact,
@@ -185,15 +185,11 @@ _OF_OPTIMIZER = {
 
 @dataclass(frozen=True)
 class _Quantity:
-    """The title and format of a value of `performance.jsonl`."""
+    """The title and form of a value of `performance.jsonl`."""
 
     title: str
     is_share: bool = False
     unit: float = 1.0
-
-    @property
-    def y_format(self) -> str:
-        return "~%" if self.is_share else "~s"
 
     def text(self, value: float) -> str:
         if self.is_share:
@@ -356,20 +352,11 @@ def _chart(plot: _Plot, most: int, width: Width, height: int) -> ChartBlock:
         plot.title,
         series,
         values=texts,
-        y_format=quantity.y_format if quantity else _format([s.y for s in series]),
+        percent=quantity is not None and quantity.is_share,
         zero=quantity is not None,
         width=width,
         height=height,
     )
-
-
-def _format(values: Sequence[Sequence[float | None]]) -> str:
-    """Returns the format of an axis: `0.002` rather than `2m`, and `1.2k` for large values."""
-    sizes = [abs(v) for line in values for v in line if v]
-    largest = max(sizes, default=0.0)
-    if largest >= 10_000 or not math.isfinite(largest):
-        return "~s"
-    return "~g" if largest >= 1e-4 else "~e"
 
 
 def last_values(run: RunData, split: str) -> Mapping[str, float]:
@@ -451,13 +438,14 @@ def _histogram(item: MediaItem, title: str) -> ChartBlock:
         {"from": low, "to": high, "count": count}
         for low, high, count in zip(item.edges, item.edges[1:], item.counts, strict=False)
     ]
+    axis = alt.Axis(grid=False, labelExpr=TICK_LABEL)
     chart = (
         alt.Chart(alt.NamedData("bins"))
         .mark_bar()
         .encode(
-            x=alt.X("from:Q", title=None, bin="binned", axis=alt.Axis(grid=False, format="~g")),
+            x=alt.X("from:Q", title=None, bin="binned", axis=axis),
             x2="to:Q",
-            y=alt.Y("count:Q", title=None, axis=alt.Axis(tickCount=4, format="~s")),
+            y=alt.Y("count:Q", title=None, axis=alt.Axis(tickCount=4, labelExpr=TICK_LABEL)),
             tooltip=["from:Q", "to:Q", "count:Q"],
         )
     )

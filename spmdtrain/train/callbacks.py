@@ -2,6 +2,7 @@
 
 import enum
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -266,6 +267,8 @@ class CallbackRunner:
         self.states = CallbackStates([x for x in given if not isinstance(x, Mapping)])
         self.event: CallbackEvent | None = None
         """The event whose callbacks are running."""
+        self.fit_thread: int | None = None
+        """The thread of the fit in progress."""
         self.step = 0
         """The step of the last event."""
         self.stop_requested = False
@@ -321,8 +324,13 @@ class CallbackRunner:
             "to do (jax.process_index())",
         )
 
-    def check_readable(self) -> None:
-        """Raises `UserError` in a callback of a step whose state is no longer the newest one."""
+    def check_readable(self) -> bool:
+        """Returns whether the state can be read in place: not while another thread trains.
+
+        Raises `UserError` in a callback of a step whose state is no longer the newest one.
+        """
+        if self.fit_thread not in (None, threading.get_ident()):
+            return False
         late = {CallbackEvent.LOG} | (set() if self._state_at_steps else {CallbackEvent.STEP})
         if self.event in late:
             raise UserError(
@@ -330,6 +338,7 @@ class CallbackRunner:
                 "read later, when the trainer already holds the state of another step. "
                 f"Read it at {', '.join(event for event in CallbackEvent if event not in late)}"
             )
+        return True
 
     def request_stop(self) -> None:
         """Makes the step in progress the last one; see `Trainer.stop`."""

@@ -4,8 +4,10 @@ import ast
 import importlib
 import inspect
 import json
+import logging
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import tomllib
@@ -83,6 +85,28 @@ def test_the_page_of_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             argument, _, value = given.partition("=")
             default = parameters[argument].default
             assert value in ("", "...") or ast.literal_eval(value) == default, (name, given)
+
+
+@pytest.mark.slow
+def test_the_page_of_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "service.training")
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    found = run_in(tmp_path, monkeypatch, blocks("embedding.md"))
+    # The fits that alternate have the bits of a fit alone; `first` has been trained further.
+    alone = found["make_trainer"](seed=1)
+    alone.fit(found["data"], epochs=3)
+    np.testing.assert_array_equal(alone.model.kernel[...], found["second"].model.kernel[...])
+    # The server has answered during the fit and after it, in the order of the rows.
+    assert np.shape(found["during"]) == (1, 1)
+    expected = found["trainer"].predict({"x": np.array([[0.5], [1.0]], np.float32)})
+    np.testing.assert_array_equal(np.float32(found["after"]), expected)
+    np.testing.assert_allclose(found["answered"], 3 * found["x"], atol=0.01)
+    logged = [record.getMessage() for record in caplog.records if record.name == "service.training"]
+    assert [line.partition(":")[0] for line in logged] == ["step 1", "step 8"]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    found["pool"].shutdown()
 
 
 def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 import base64
 import hashlib
+import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
+import vl_convert
 from report_files import png
 
 from spmdtrain.document.blocks import (
@@ -27,6 +32,7 @@ from spmdtrain.document.blocks import (
     altair,
     chart_block,
     line_chart,
+    tick_label,
 )
 from spmdtrain.document.html import page_content, render_page
 
@@ -138,3 +144,50 @@ def test_a_chart_keeps_its_id_if_others_appear() -> None:
 
     assert ids("loss") == ids("accuracy", "loss")[1:]
     assert len(set(ids("loss", "loss"))) == 2
+
+
+# d3's own formats write `7e+1`, `500m`, `0.30000000000004`.
+TICKS = {
+    70: "70",
+    0.07: "0.07",
+    0.1 + 0.2: "0.3",
+    0.0001: "0.0001",
+    1200: "1,200",
+    20_000: "20,000",
+    -2.5: "-2.5",
+    1_200_000: "1.2M",
+    3e9: "3G",
+    4.5e14: "450T",
+    1e15: "1e15",
+    2.5e20: "2.5e20",
+    5e-5: "5e-5",
+    -1.25e-7: "-1.25e-7",
+    0: "0",
+}
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_ticks_of_a_page_and_of_a_notebook_are_written_as_a_person_does(axis: str) -> None:
+    block = line_chart("loss", [Series("train", [*TICKS], [*TICKS])])
+    spec: dict[str, Any] = {**block.spec, "width": 300}
+    spec["layer"] = [layer for layer in block.spec["layer"] if layer["data"]["name"] == "series"]
+    for layer in spec["layer"]:
+        shown = {"values": [*TICKS], "tickCount": len(TICKS), "labelOverlap": False}
+        layer["encoding"][axis]["axis"] |= shown
+    rows = [{"x": x, "y": x, "series": "train", "color": 0, "faint": False} for x in TICKS]
+    svg = vl_convert.vegalite_to_svg(spec | {"datasets": {"series": rows}})
+    drawn = re.search(f'aria-label="{axis.upper()}-axis.*?role-axis-label(.*?)</g>', svg, re.S)
+    assert drawn is not None
+    labels = [text.replace("\u2212", "-") for text in re.findall(">([^<>]+)</text>", drawn[1])]
+    assert sorted(labels) == sorted(TICKS.values())
+    assert [tick_label(x) for x in TICKS] == [*TICKS.values()]
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(st.floats(-1e300, 1e300))
+def test_a_tick_s_label_is_short_and_is_its_value_to_four_digits(value: float) -> None:
+    label = tick_label(value)
+    units = {"M": 1e6, "G": 1e9, "T": 1e12}
+    read = float(label.rstrip("MGT").replace(",", "")) * units.get(label[-1], 1.0)
+    assert math.isclose(read, value, rel_tol=6e-4)
+    assert len(label) <= 11 and ("e" in label) == bool(value and not 1e-4 <= abs(value) < 1e15)

@@ -412,6 +412,72 @@ def test_who_reads_no_more_does_not_end_the_training(tmp_path: Path) -> None:
     assert (tmp_path / "worker 0").exists()
 
 
+# The order of lines, where standard output and standard error are the same pipe.
+
+WRITE = """
+with open(1 if {stream!r} == "stdout" else 2, "wb", closefd=False) as out:
+    out.write(b"x" * 99 + b"\\n")
+    mark("begun")
+    for _ in range({count}): out.write(b"x" * 99 + b"\\n")
+    out.write(b"the last line\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stream", "count", "end", "message"),
+    [
+        ("stdout", 5_000, "", "finished"),
+        ("stdout", 5_000, "os._exit(7)", "chief failed (code 7); no restarts left of 0"),
+        ("stdout", 5_000, "os.kill(os.getpid(), 9)", None),
+        # More than waits in the launcher for a reader: it has not read all when the task exits.
+        ("stdout", 10_700, "", "finished"),
+    ],
+    ids=["finished", "failed", "killed", "slow reader"],
+)
+def test_what_a_task_has_printed_stands_before_the_line_about_its_end(
+    stream: str, count: int, end: str, message: str | None, tmp_path: Path
+) -> None:
+    script = WRITE.format(stream=stream, count=count) + end
+    command = launcher(tmp_path, script, "--processes", 1, "--max-restarts", 0)
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=around(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        wait_for(tmp_path, "begun")
+        wait_until(lambda: not [p for p in processes_in(tmp_path) if p != process.pid], tmp_path)
+        time.sleep(1.5)  # the launcher could say now that the task has ended
+        assert process.stdout is not None
+        read = process.stdout.read().decode().splitlines()
+    assert len(read) >= count + 2
+    about = [n for n, line in enumerate(read) if line.startswith("[launch] ")]
+    assert about[0] == count + 2 and read[count + 1] == "[chief] the last line"
+    if message:
+        assert read[-1] == f"[launch] {message}"
+
+
+@pytest.mark.slow
+def test_what_tasks_print_at_a_signal_stands_behind_the_line_that_they_were_asked(
+    tmp_path: Path,
+) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: (os.write(2, b"asked\\n"), os._exit(75)))
+mark(task + " ready")
+while True: time.sleep(100)
+"""
+    names = ["chief", *(f"worker {n}" for n in range(7))]
+    with started(launcher(tmp_path, script, "--processes", 8), tmp_path) as process:
+        wait_for(tmp_path, *(f"{name} ready" for name in names))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(BOUND) == 75
+    first, *read = (tmp_path / "err").read_text().splitlines()
+    assert first.startswith("[launch] SIGINT: asked the tasks to save and exit")
+    assert sorted(read[:8]) == [f"[{name}] asked" for name in names]
+
+
 # Ends, and who is named.
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_files import CONFIG, metric_lines, png, write_lines, write_run
+from report_files import BEGAN, CONFIG, metric_lines, png, write_lines, write_run
 
 from spmdtrain import UserError
 from spmdtrain.document.blocks import ChartBlock, GalleryBlock, Page, StatsBlock, TableBlock
@@ -90,6 +90,27 @@ def test_a_run_with_all_files_has_all_sections(tmp_path: Path) -> None:
     text = text_of(page)
     assert "all-reduce data 1 473 kB" in text and "layers/0/kernel 64 x 128 float32" in text
     assert "learning_rate 0.001 default: not set" in text and "hidden 128, 128" in text
+
+
+def test_the_card_of_speed_shows_the_median_without_the_first_interval_of_each_start(
+    tmp_path: Path,
+) -> None:
+    workdir = write_run(tmp_path / "run")  # its second start began at step 300
+    speeds = {10: 1.0, 20: 30_000.0, 300: 40_000.0, 310: 2.0, 320: 50_000.0, 600: 90_000.0}
+
+    def card() -> tuple[str, str]:
+        (stats,) = blocks(page_of(workdir), StatsBlock)
+        (fact,) = (fact for fact in stats.facts if fact.name == "examples/s")
+        return fact.value, fact.detail
+
+    def write(*steps: int) -> None:
+        lines = ({"step": n, "time": BEGAN, "examples_per_second": speeds[n]} for n in steps)
+        write_lines(workdir / "performance.jsonl", lines)
+
+    write(*speeds)
+    assert card() == ("45,000", "median after the first steps")
+    write(10)
+    assert card() == ("1", "at first")
 
 
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:

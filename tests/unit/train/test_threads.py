@@ -1,0 +1,156 @@
+"""Trainers of a process with several threads."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from spmdtrain import Dataset, MeshSpec, Trainer, UserError
+from spmdtrain.document.terminal import Terminal
+
+X = np.ones((16, 1), np.float32)
+MANY = 100_000  # steps; each fit is stopped long before
+DEADLINE = 120  # seconds
+
+
+class Counter(nnx.Module):
+    """A model whose two parameters are the number of steps, if the learning rate is 1."""
+
+    def __init__(self) -> None:
+        self.first, self.second = nnx.Param(jnp.zeros(())), nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.stack([self.first[...] + 0 * x[:, 0], self.second[...] + 0 * x[:, 0]], axis=1)
+
+
+def counting(**options: Any) -> Trainer:
+    return Trainer(
+        model=Counter(),
+        objective=lambda model, x: {"loss": -model(x).sum(-1)},
+        optimizer=optax.sgd(1.0, momentum=0.0),
+        global_batch_size=8,
+        mesh=MeshSpec(devices=(0, 1)),
+        terminal=Terminal(quiet=True),
+        **options,
+    )
+
+
+@pytest.mark.slow
+def test_another_thread_reads_a_whole_state_while_the_steps_continue() -> None:
+    has_begun = threading.Event()
+    trainer = counting(callbacks={"fit_start": lambda event: has_begun.set()})
+    predicted: list[np.ndarray] = []
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(trainer.fit, X, steps=MANY)
+        try:
+            assert has_begun.wait(DEADLINE)
+            while len({rows[0, 0] for rows in predicted}) < 10 and not fit.done():
+                predicted.append(trainer.predict(X))
+            model, state = trainer.model, trainer.state
+            counted = trainer.evaluate(X)["loss"]
+            late = trainer.predict(X)[0, 0]
+        finally:
+            trainer.stop()
+        result = fit.result(DEADLINE)
+    # Each row and both parameters are those of one step, and no later read is of an earlier step.
+    steps = [rows[0, 0] for rows in predicted]
+    assert all((rows == rows[0, 0]).all() for rows in predicted)
+    assert steps == sorted(steps) and len({*steps}) == 10
+    # They are copies: later steps have not deleted them.
+    assert state is not None and int(state.step) == float(state.params["first"])
+    read = [steps[-1], float(model.first[...]), int(state.step), -counted / 2, late, result.step]
+    assert read == sorted(read)
+
+
+@pytest.mark.slow
+def test_a_fit_that_has_no_state_yet_says_when_it_has_one() -> None:
+    refused: list[str] = []
+
+    class Examples(Dataset):
+        def __len__(self) -> int:
+            with ThreadPoolExecutor(1) as pool:
+                error = pool.submit(trainer.predict, X).exception(DEADLINE)
+            if isinstance(error, UserError):
+                refused.append(str(error))
+            return 16
+
+        def rows(self, indices: np.ndarray) -> Any:
+            return X[indices]
+
+    trainer = counting()
+    trainer.fit(Examples(), steps=1)
+    assert refused and refused[0].endswith("wait for the event fit_start of its callbacks")
+
+
+@pytest.mark.slow
+def test_a_fit_waits_for_a_prediction_that_reads_the_state_before_it_donates_it() -> None:
+    reads, begins = threading.Event(), threading.Event()
+
+    class Slow(Dataset):
+        """Examples that are read only once the fit has begun."""
+
+        def __len__(self) -> int:
+            return 16
+
+        def rows(self, indices: np.ndarray) -> Any:
+            reads.set()
+            assert begins.wait(DEADLINE)
+            return X[indices]
+
+    trainer = counting(callbacks={"fit_start": lambda event: begins.set()})
+    begins.set()
+    trainer.fit(X, steps=3)
+    begins.clear()
+    with ThreadPoolExecutor(1) as pool:
+        predicted = pool.submit(trainer.predict, Slow())
+        assert reads.wait(DEADLINE)
+        trainer.fit(X, steps=6)
+        assert (predicted.result(DEADLINE) == 3).all()
+    assert (trainer.predict(X) == 6).all()
+
+
+@pytest.mark.slow
+def test_a_trainer_is_in_one_fit_at_a_time() -> None:
+    second: list[str] = []
+
+    def fit_again(event: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(trainer.fit, X, steps=9).exception(DEADLINE)
+        assert isinstance(error, UserError)
+        second.append(str(error))
+
+    trainer = counting(callbacks={"fit_start": fit_again})
+    assert trainer.fit(X, steps=2).step == 2
+    assert second == ["this Trainer is in a fit: wait until it ends, or use another one"]
+    trainer = counting()
+    with pytest.raises(UserError, match="global_batch_size is 64"):
+        trainer.fit(X, steps=1, global_batch_size=64)
+    assert trainer.fit(X, steps=1).step == 1  # a fit that has failed is over
+
+
+@pytest.mark.slow
+def test_fits_of_two_trainers_at_once_have_the_bits_of_fits_alone() -> None:
+    inputs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+
+    def trained(seed: int) -> np.ndarray:
+        trainer = Trainer(
+            model=nnx.Linear(4, 2, rngs=nnx.Rngs(seed)),
+            objective=lambda model, x: {"loss": ((model(x) - x[:, :2]) ** 2).mean(-1)},
+            optimizer=optax.adam(0.01),
+            global_batch_size=8,
+            seed=seed,
+            mesh=MeshSpec(devices=(0, 1)),
+            terminal=Terminal(quiet=True),
+        )
+        trainer.fit(inputs, steps=60, validation=inputs)
+        return np.asarray(trainer.model.kernel[...])
+
+    with ThreadPoolExecutor(2) as pool:
+        together = [*pool.map(trained, (0, 1))]
+    for seed, kernel in enumerate(together):
+        np.testing.assert_array_equal(kernel, trained(seed))
