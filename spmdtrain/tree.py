@@ -1,5 +1,6 @@
 """Paths of pytree leaves, and leaves as NumPy arrays."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,19 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns the leaves by path, in the order of `jax.tree.leaves`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): leaf for path, leaf in leaves}
+
+
+def leaves_by_path(tree: Any, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a tree of any library with the paths that a model has for them.
+
+    A tree may have its parameters below `params`, and Flax's boxes and variables hold arrays below
+    `value`. A leaf whose path is not among `paths` has its own.
+    """
+    known = frozenset(paths)
+    for name, leaf in named_leaves(tree).items():
+        inner = name.removeprefix("params/").removeprefix("model_state/")
+        ways = (name, inner, *(way.removesuffix("/value") for way in (name, inner)))
+        yield next((way for way in ways if way in known), name), leaf
 
 
 def with_own_containers(tree: Any) -> Any:

@@ -15,7 +15,7 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean, foreign
 from spmdtrain.strategies import strategy
 from spmdtrain.train.trainer import Trainer
-from spmdtrain.tree import named_leaves
+from spmdtrain.tree import leaves_by_path, named_leaves
 
 PyTree = Any
 RTOL = 1e-4
@@ -317,14 +317,8 @@ def _as_arrays(tree: PyTree) -> dict[str, np.ndarray]:
 def _matched(
     params: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], step: int
 ) -> dict[str, np.ndarray]:
-    """Returns the loop's parameters by the trainer's paths.
-
-    Flax adds to a path: nnx a last part "value", and linen, in its variables, a first one "params".
-    """
-    found = {}
-    for name, array in params.items():
-        forms = (name, name.removesuffix("/value"), name.removeprefix("params/"))
-        found[next((form for form in forms if form in own), name)] = array
+    """Returns the loop's parameters by the trainer's paths."""
+    found = dict(leaves_by_path(params, own))
     missing, more = ([n for n in a if n not in b] for a, b in ((own, found), (found, own)))
     if missing or more:
         facts = [

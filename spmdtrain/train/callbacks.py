@@ -324,13 +324,18 @@ class CallbackRunner:
             "to do (jax.process_index())",
         )
 
-    def check_readable(self) -> bool:
-        """Returns whether the state can be read in place: not while another thread trains.
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a fit is in progress in another thread."""
+        return self.fit_thread not in (None, threading.get_ident())
 
-        Raises `UserError` in a callback of a step whose state is no longer the newest one.
-        """
-        if self.fit_thread not in (None, threading.get_ident()):
-            return False
+    def check_readable(self) -> None:
+        """Raises `UserError` where the state is that of another step, or is donated meanwhile."""
+        if self.is_elsewhere:
+            raise UserError(
+                "a fit of this Trainer is in progress in another thread, and its steps donate the "
+                "state: read it in a callback; event.trainer.model is a copy, which stays valid"
+            )
         late = {CallbackEvent.LOG} | (set() if self._state_at_steps else {CallbackEvent.STEP})
         if self.event in late:
             raise UserError(
@@ -338,7 +343,6 @@ class CallbackRunner:
                 "read later, when the trainer already holds the state of another step. "
                 f"Read it at {', '.join(event for event in CallbackEvent if event not in late)}"
             )
-        return True
 
     def request_stop(self) -> None:
         """Makes the step in progress the last one; see `Trainer.stop`."""

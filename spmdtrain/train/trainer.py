@@ -6,12 +6,11 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never, Self, TypeVar, Unpack
+from typing import Any, Never, Self, Unpack
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -81,7 +80,6 @@ from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_o
 from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, values_source
 
 PyTree = Any
-T = TypeVar("T")
 
 
 def _make_functions(
@@ -210,12 +208,7 @@ class Trainer:
         self._last: tuple[Epochs, Written, StreamProgress] | None = None
         self._examples = DeviceExamples(self.placement, self.terminal)
         self._trackers: RunTrackers | None = None  # during a fit
-        # A thread may read the state while another one is in a fit, whose steps donate it.
-        self._fitting, self._readers, self._steps = (
-            threading.Lock(),
-            threading.Lock(),
-            threading.RLock(),
-        )
+        self._in_use = threading.RLock()  # by a fit, which donates the state, or by its readers
 
     @classmethod
     def from_experiment(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> Self:
@@ -279,18 +272,21 @@ class Trainer:
     @property
     def step(self) -> int:
         """Number of updates so far."""
-        if not self._callbacks.check_readable():
+        if self._callbacks.is_elsewhere:
             return self._callbacks.step
+        self._callbacks.check_readable()
         return 0 if self._state is None else int(self._state.step)
 
     @property
     def state(self) -> TrainState | None:
-        """The state after `step` updates; None before `fit`. In another thread, a copy of it.
+        """The state after `step` updates; None before `fit`.
 
         Raises:
-          UserError: In a callback whose step has another state (see `CallbackEvent`).
+          UserError: In a callback whose step has another state (see `CallbackEvent`), and in
+            another thread than that of a fit in progress.
         """
-        return self._state if self._callbacks.check_readable() else self._copied(lambda x: x)
+        self._callbacks.check_readable()
+        return self._state
 
     @state.setter
     def state(self, state: TrainState | None) -> None:
@@ -442,7 +438,8 @@ class Trainer:
         """
         overrides.check_arguments(self.evaluate, data, others, unknown)
         dataset = run_dataset(data, self.config)
-        with self._reading():
+        self._callbacks.check_readable()
+        with self._in_use:
             variables = self._variables()  # first: those of a checkpoint have a batch size
             batch_size = self._eval_batch(global_batch_size)
             check_same_data(dataset, batch_size)
@@ -469,7 +466,8 @@ class Trainer:
         """
         overrides.check_arguments(self.predict, data, others, unknown)
         dataset = run_dataset(data, self.config)
-        with self._reading():
+        self._callbacks.check_readable()
+        with self._in_use:
             variables = self._variables()
             self._check_classes(dataset)
             batch_size = self._eval_batch(global_batch_size)
@@ -558,8 +556,7 @@ class Trainer:
 
     def _variables(self) -> Variables:
         """Returns the values trained so far, or else of a checkpoint, or the initial ones."""
-        if not self._callbacks.check_readable():
-            return self._copied(lambda state: state.variables)
+        self._callbacks.check_readable()
         if self._state is not None:
             return self._state.variables
         if self._restored is None:
@@ -569,31 +566,6 @@ class Trainer:
                 self._restored = self._loader.initial_state().state.variables
         assert self._restored is not None
         return self._restored
-
-    def _copied(self, part: Callable[[TrainState], T]) -> T:
-        """Returns a copy of a part of the state for a thread beside the fit, which donates it."""
-        if process_group.count() > 1 or not self._backend.runs_steps:
-            raise UserError(
-                "a fit is in progress in another thread, and its state cannot be copied with "
-                "several processes or parameter servers: read it in a callback"
-            )
-        with self._readers, self._steps:
-            if self._state is None:
-                raise UserError(
-                    "a fit has begun in another thread and has no state yet: wait for the event "
-                    "fit_start of its callbacks"
-                )
-            copied: T = jax.tree.map(jnp.copy, part(self._state))
-            return copied
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Makes a fit of another thread wait before it donates the arrays that are read."""
-        if self._callbacks.fit_thread is not None:  # the own fit waits, another one's is copied
-            yield
-        else:
-            with self._steps:
-                yield
 
     # -- media ---------------------------------------------------------------------------------
 
@@ -708,9 +680,9 @@ class Trainer:
         config = resolve(config, batch_shards=self.placement.batch_shards)
         data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
-            if not self._fitting.acquire(blocking=False):
+            if self._callbacks.fit_thread is not None:
                 raise UserError("this Trainer is in a fit: wait until it ends, or use another one")
-            stack.callback(self._fitting.release)
+            stack.enter_context(self._in_use)
             stack.enter_context(use_placement(self.placement))
             self._callbacks.fit_thread = threading.get_ident()
             stack.callback(setattr, self._callbacks, "fit_thread", None)
@@ -810,9 +782,7 @@ class Trainer:
                 program, batch = executor.load(steps, self._current)
                 executor.check_devices(step, self._current, batch)
                 profile.before(steps[0])
-                with self._readers:  # those that wait go first
-                    pass
-                with phase(Phase.STEP), self._steps:
+                with phase(Phase.STEP):
                     self._state, output = program(self._current, batch)
                 profile.after(step, output)
                 if steps[0] == first + 1:

@@ -41,7 +41,7 @@ from spmdtrain.record.validation import (
     read_bytes,
     read_npy_header,
 )
-from spmdtrain.tree import is_key, named_leaves, path_name
+from spmdtrain.tree import is_key, leaves_by_path, path_name
 
 with epy.lazy_imports():  # because importing it takes long
     import orbax.checkpoint as ocp
@@ -637,21 +637,18 @@ class GivenArrays:
 
     def __init__(self, what: str, tree: Any, names: Iterable[str]) -> None:
         self.path, self._arrays = what, dict[str, Any]()
-        names = frozenset(names)
-        for name, leaf in named_leaves(tree).items():
+        for path, leaf in leaves_by_path(tree, names):
+            name = path or "params"
             if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
                 continue  # an activation function of an Equinox module, for example
             if is_key(leaf):
                 continue
-            inner = name.removeprefix("params/").removeprefix("model_state/")
-            ways = (name, inner, *(way.removesuffix("/value") for way in (name, inner)))
-            found = next((way for way in ways if way in names), name) or "params"
-            if found in self._arrays:
-                raise UserError(f"{what} have {found} twice, the second time as {name}")
+            if name in self._arrays:
+                raise UserError(f"{what} have {name} twice")
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise UserError(f"{what}: {found} was donated to a step: give a copy of it")
+                raise UserError(f"{what}: {name} was donated to a step: give a copy of it")
             on_other_processes = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            self._arrays[found] = leaf if on_other_processes else np.array(leaf)
+            self._arrays[name] = leaf if on_other_processes else np.array(leaf)
         self.headers: Mapping[str, ArrayHeader] = {
             name: ArrayHeader(tuple(array.shape), np.dtype(array.dtype))
             for name, array in self._arrays.items()

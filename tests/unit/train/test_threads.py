@@ -1,6 +1,8 @@
 """Trainers of a process with several threads."""
 
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,50 +43,37 @@ def counting(**options: Any) -> Trainer:
 
 
 @pytest.mark.slow
-def test_another_thread_reads_a_whole_state_while_the_steps_continue() -> None:
-    has_begun = threading.Event()
-    trainer = counting(callbacks={"fit_start": lambda event: has_begun.set()})
-    predicted: list[np.ndarray] = []
+def test_another_thread_gets_a_published_copy_and_no_state_that_steps_donate() -> None:
+    has_begun, published = threading.Event(), []
+
+    def publish(event: Any) -> None:
+        published.append((event.step, event.trainer.model))
+        has_begun.set()
+
+    trainer = counting(callbacks={"fit_start": publish, "evaluation": publish}, eval_every_steps=1)
+    reads: list[Callable[[], Any]] = [
+        lambda: trainer.predict(X),
+        lambda: trainer.evaluate(X),
+        lambda: trainer.model,
+        lambda: trainer.state,
+    ]
     with ThreadPoolExecutor(1) as pool:
-        fit = pool.submit(trainer.fit, X, steps=MANY)
+        fit = pool.submit(trainer.fit, X, validation=X, steps=MANY)
         try:
             assert has_begun.wait(DEADLINE)
-            while len({rows[0, 0] for rows in predicted}) < 10 and not fit.done():
-                predicted.append(trainer.predict(X))
-            model, state = trainer.model, trainer.state
-            counted = trainer.evaluate(X)["loss"]
-            late = trainer.predict(X)[0, 0]
+            for read in reads:
+                with pytest.raises(UserError, match=r"in another thread.*trainer.model is a copy"):
+                    read()
+            until = time.monotonic() + DEADLINE
+            while len(published) < 5 and time.monotonic() < until:
+                time.sleep(0.01)
+            first = trainer.step
         finally:
             trainer.stop()
-        result = fit.result(DEADLINE)
-    # Each row and both parameters are those of one step, and no later read is of an earlier step.
-    steps = [rows[0, 0] for rows in predicted]
-    assert all((rows == rows[0, 0]).all() for rows in predicted)
-    assert steps == sorted(steps) and len({*steps}) == 10
-    # They are copies: later steps have not deleted them.
-    assert state is not None and int(state.step) == float(state.params["first"])
-    read = [steps[-1], float(model.first[...]), int(state.step), -counted / 2, late, result.step]
-    assert read == sorted(read)
-
-
-@pytest.mark.slow
-def test_a_fit_that_has_no_state_yet_says_when_it_has_one() -> None:
-    refused: list[str] = []
-
-    class Examples(Dataset):
-        def __len__(self) -> int:
-            with ThreadPoolExecutor(1) as pool:
-                error = pool.submit(trainer.predict, X).exception(DEADLINE)
-            if isinstance(error, UserError):
-                refused.append(str(error))
-            return 16
-
-        def rows(self, indices: np.ndarray) -> Any:
-            return X[indices]
-
-    trainer = counting()
-    trainer.fit(Examples(), steps=1)
-    assert refused and refused[0].endswith("wait for the event fit_start of its callbacks")
+        last = fit.result(DEADLINE).step
+    assert 4 <= first <= last == trainer.step == trainer.predict(X)[0, 0]
+    for step, model in published:  # later steps have not deleted them
+        assert float(model.first[...]) == float(model.second[...]) == step
 
 
 @pytest.mark.slow
@@ -92,7 +81,7 @@ def test_a_fit_waits_for_a_prediction_that_reads_the_state_before_it_donates_it(
     reads, begins = threading.Event(), threading.Event()
 
     class Slow(Dataset):
-        """Examples that are read only once the fit has begun."""
+        """Examples whose first ones are read late."""
 
         def __len__(self) -> int:
             return 16
@@ -102,13 +91,12 @@ def test_a_fit_waits_for_a_prediction_that_reads_the_state_before_it_donates_it(
             assert begins.wait(DEADLINE)
             return X[indices]
 
-    trainer = counting(callbacks={"fit_start": lambda event: begins.set()})
-    begins.set()
+    trainer = counting()
     trainer.fit(X, steps=3)
-    begins.clear()
     with ThreadPoolExecutor(1) as pool:
         predicted = pool.submit(trainer.predict, Slow())
         assert reads.wait(DEADLINE)
+        threading.Timer(1.0, begins.set).start()
         trainer.fit(X, steps=6)
         assert (predicted.result(DEADLINE) == 3).all()
     assert (trainer.predict(X) == 6).all()
