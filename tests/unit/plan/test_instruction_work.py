@@ -216,12 +216,12 @@ def test_custom_calls_of_unknown_operations_are_named_with_their_lines() -> None
     text = """HloModule m
 ENTRY %main (a: f32[8,8]) -> f32[8,8] {
   %a = f32[8,8]{1,0} parameter(0)
-  %b = f32[8,8]{1,0} custom-call(%a), custom_call_target="__cudnn$fusion", metadata={op_name="c"}
+  %b = f32[8,8]{1,0} custom-call(%a), custom_call_target="__cudnn$fusion", metadata={op_name="conv"}
   ROOT %c = f32[8,8]{1,0} custom-call(%b), custom_call_target="Sharding"
 }
 """
     module = Module(text)
-    assert opaque_calls(module) == ["__cudnn$fusion (c)"]
+    assert opaque_calls(module) == ["__cudnn$fusion (conv)"]
     assert math.isnan(products(module))
     assert opaque_calls(Module(text.replace("__cudnn$fusion", "Sharding"))) == []
 
