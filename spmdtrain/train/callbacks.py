@@ -324,14 +324,9 @@ class CallbackRunner:
             "to do (jax.process_index())",
         )
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a fit is in progress in another thread."""
-        return self.fit_thread not in (None, threading.get_ident())
-
     def check_readable(self) -> None:
         """Raises `UserError` where the state is that of another step, or is donated meanwhile."""
-        if self.is_elsewhere:
+        if self.fit_thread not in (None, threading.get_ident()):
             raise UserError(
                 "a fit of this Trainer is in progress in another thread, and its steps donate the "
                 "state: read it in a callback; event.trainer.model is a copy, which stays valid"

@@ -272,7 +272,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Number of updates so far."""
-        if self._callbacks.is_elsewhere:
+        if self._callbacks.fit_thread not in (None, threading.get_ident()):
             return self._callbacks.step
         self._callbacks.check_readable()
         return 0 if self._state is None else int(self._state.step)
