@@ -212,6 +212,10 @@ class _Start:
         return before
 
 
+LONG = 60.0
+"""Seconds of a run whose goodput says more than that it has started."""
+
+
 @dataclass(frozen=True)
 class RunTimes:
     """Seconds of a run by use, over all of its starts.
@@ -234,8 +238,8 @@ class RunTimes:
 
     @property
     def is_meaningful(self) -> bool:
-        """Whether the goodput says more than that a short run has mostly started."""
-        return self.wall >= 60 or self.lost.get("down", 0.0) > 0
+        """Whether the goodput says something: of a long run, or of several starts."""
+        return self.wall >= LONG or self.lost.get("down", 0.0) > 0
 
 
 def last_step(events: Sequence[RunEvent]) -> int:

@@ -26,6 +26,7 @@ from spmdtrain.document.blocks import (
 )
 from spmdtrain.document.terminal import number
 from spmdtrain.errors import UserError, foreign
+from spmdtrain.record.lines import LONG
 from spmdtrain.record.readers import Activity, Column, RunStart, Span, shares, spans
 from spmdtrain.record.run_files import Split, Status
 from spmdtrain.report.sections import (
@@ -135,7 +136,8 @@ def _facts(run: RunData) -> list[Fact]:
         facts.append(Fact(f"test {name}", number(value)))
     if (speed := _speed(run)) is not None:
         facts.append(speed)
-    if (share := goodput(run)) is not None:
+    is_long = len(run.events.starts) > 1 or (taken is not None and taken[0] >= LONG)
+    if is_long and (share := goodput(run)) is not None:
         facts.append(Fact("goodput", f"{share:.0%}", "in new steps"))
     return facts
 
