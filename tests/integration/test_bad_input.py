@@ -53,9 +53,9 @@ def refused(capsys: pytest.CaptureFixture[str], config: object, *options: object
         ("--preset huge", "has no preset 'huge'. It has none"),
         ("--preset", "--preset: expected one argument"),
         # sizes
-        ("--steps 0", "steps is 0: it must be above 0"),
+        ("--steps -1", "steps is -1: it must be 0 or more"),
         ("--steps -5", "steps is -5"),
-        ("--epochs 0", "epochs is 0"),
+        ("--epochs -1", "epochs is -1"),
         ("--global-batch-size 0", "global_batch_size is 0"),
         ("--global-batch-size -4", "global_batch_size is -4"),
         ("--batch-size-per-device 0", "batch_size_per_device is 0"),

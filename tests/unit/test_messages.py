@@ -162,9 +162,9 @@ CASES = [
     ),
     Case(
         "value out of range",
-        lambda _: RunConfig(steps=0),
+        lambda _: RunConfig(log_every=0),
         UserError,
-        "steps is 0: it must be above 0",
+        "log_every is 0: it must be above 0",
     ),
     Case(
         "value of another form",

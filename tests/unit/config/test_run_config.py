@@ -144,8 +144,6 @@ def test_the_defaults_pass() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "epochs",
-        "steps",
         "global_batch_size",
         "batch_size_per_device",
         "learning_rate_base_batch_size",
@@ -161,7 +159,7 @@ def test_what_must_be_above_zero_is_named_with_its_value(name: str, value: float
     assert f"{name} is {value}: it must be" in refusal(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["keep_best", "data_threads"])
+@pytest.mark.parametrize("name", ["epochs", "steps", "keep_best", "data_threads"])
 def test_what_may_be_zero_may_not_be_less(name: str) -> None:
     assert f"{name} is -1: it must be 0 or more" in refusal(**{name: -1})
 
@@ -264,15 +262,15 @@ class Silent(RunConfig):
 
 def test_a_config_with_fields_that_it_computes_itself_is_checked_before_them() -> None:
     assert Derived(hidden=4, steps=2).parameters == 16
-    with pytest.raises(UserError, match="steps is 0"):
-        Derived(steps=0)
+    with pytest.raises(UserError, match="steps is -1"):
+        Derived(steps=-1)
 
 
 def test_a_config_that_overrides_the_checks_is_checked_where_it_is_used() -> None:
-    config = Silent(steps=0)
-    with pytest.raises(UserError, match="steps is 0"):
+    config = Silent(steps=-1)
+    with pytest.raises(UserError, match="steps is -1"):
         resolve(config, batch_shards=1)
-    with pytest.raises(UserError, match="steps is 0"):
+    with pytest.raises(UserError, match="steps is -1"):
         Loop(config)
 
 

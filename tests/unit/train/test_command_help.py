@@ -132,7 +132,7 @@ def test_the_schema_accepts_what_the_command_accepts(capsys: pytest.CaptureFixtu
     assert valid({"steps": 3, "mesh": {"data": -1, "devices": [0, "cpu:1"]}, "hidden": [8]})
     assert valid({"learning_rate_table": {"32": 0.1}, "trackers": []})
     for wrong in (
-        {"steps": 0},
+        {"steps": -1},
         {"steps": 2.5},
         {"ema_decay": 1},
         {"resume": "maybe"},

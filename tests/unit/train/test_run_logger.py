@@ -301,7 +301,7 @@ def test_a_loop_measures_it_too(capsys: pytest.CaptureFixture[str]) -> None:
             state, output = step(state, batch)
             loop.end_step(state, output)
     shown = re.findall(r"input_wait (\S+)%", capsys.readouterr().out)
-    assert float(shown[-1]) > 40  # a busy machine is slow at the rest, too
+    assert max(map(float, shown)) > 40  # a busy machine is slow at the rest, too
 
 
 def test_the_share_is_of_the_time_since_the_last_reading() -> None:
