@@ -122,7 +122,7 @@ def test_a_wrong_option_is_named(
 
 
 def test_the_process_itself_exits_2_and_writes_the_message_to_standard_error() -> None:
-    for options in (["--steps", "0"], ["--steps", "many"]):
+    for options in (["--steps", "-1"], ["--steps", "many"]):
         ended = run(DIGITS, *options)
         assert ended.returncode == 2
         assert ended.stdout == ""

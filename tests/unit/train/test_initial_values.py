@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,11 @@ def losses_of_first(values: Any) -> float:
 def test_given_arrays_may_change_and_be_donated() -> None:
     model = FunctionModel(lambda key: jax.numpy.zeros((4, 1)), lambda w, x: x @ w)
     changed, donated = np.ones((4, 1)), jax.numpy.ones((4, 1))
-    for given, end in ((changed, lambda: changed.fill(7)), (donated, donated.delete)):
+    ends: list[tuple[Any, Callable[[], None]]] = [
+        (changed, lambda: changed.fill(7)),
+        (donated, donated.delete),
+    ]
+    for given, end in ends:
         started = trainer_of(model)
         assert started.init(given).params.dtype == np.float32
         end()
