@@ -47,6 +47,8 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.data.sources.parquet import ParquetSource as ParquetSource
     from spmdtrain.data.sources.text_files import JsonLinesSource as JsonLinesSource
     from spmdtrain.data.sources.text_files import TextSource as TextSource
+    from spmdtrain.data.sources.tf_record import RecordFeature as RecordFeature
+    from spmdtrain.data.sources.tf_record import TFRecordSource as TFRecordSource
     from spmdtrain.data.sources.token_files import TokenDocuments as TokenDocuments
     from spmdtrain.data.sources.token_files import TokenFile as TokenFile
     from spmdtrain.data.streams import Stream as Stream

@@ -1,10 +1,12 @@
-"""Streams for tests: numbers that a class, Grain and Hugging Face datasets give."""
+"""Streams for tests: numbers that a class, Grain and Hugging Face datasets give; TFRecords."""
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import grain
 import numpy as np
 import pytest
@@ -107,3 +109,14 @@ def hugging_face(folder: Path) -> Any:
 
     files = [str(folder / f"{name}.jsonl") for name in range(4)]
     return datasets.IterableDataset.from_generator(read, gen_kwargs={"files": files})
+
+
+def tf_record(content: bytes) -> bytes:
+    """The definition of a record of a TFRecord file."""
+
+    def masked(part: bytes) -> bytes:
+        crc = crc32c.crc32c(part)
+        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32)
+
+    length = struct.pack("<Q", len(content))
+    return length + masked(length) + content + masked(content)

@@ -21,6 +21,7 @@ import pytest
 from flax import linen, nnx
 from helpers import DIGITS, REPOSITORY
 from PIL import Image
+from stream_helpers import tf_record
 
 import spmdtrain
 from spmdtrain import (
@@ -116,6 +117,11 @@ def scope_of(folder: Path, loop: Loop) -> dict[str, Any]:
     def image_folder(root: str = str(folder / "images"), size: Any = (4, 4), **options: Any) -> Any:
         return spmdtrain.ImageFolder(root, size, **options)
 
+    (folder / "a.tfrecord").write_bytes(tf_record(b""))
+
+    def records(_: str, features: dict[str, Any]) -> Any:
+        return spmdtrain.TFRecordSource(folder / "a.tfrecord", features)
+
     def experiment(**parts: Any) -> Experiment:
         return Experiment(**{**PARTS, "train": (x, y), **parts})
 
@@ -140,7 +146,7 @@ def scope_of(folder: Path, loop: Loop) -> dict[str, Any]:
         **{"n": 2, "b": 16, "e": 1, "batch_size": 16, "weight": 1.0, "name": "a"},
         **{"rows": dataset.rows, "__len__": dataset.__len__, "example": x[0], "generator": draw},
         **{"folder": str(folder / "images"), "size": (4, 4)},
-        **{"ImageFolder": image_folder, "Experiment": experiment},
+        **{"ImageFolder": image_folder, "TFRecordSource": records, "Experiment": experiment},
         # A coordinator needs a cluster: only the arguments of its methods are checked.
         "Coordinator": create_autospec(Coordinator),
         "coordinator": create_autospec(Coordinator, instance=True),

@@ -6,6 +6,7 @@ import functools
 import glob
 import hashlib
 import os
+import re
 import stat
 import threading
 import time
@@ -223,7 +224,7 @@ def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]
             why = f"the folder holds no {kind} ({', '.join(suffixes)})"
         raise UserError(f"{printable(path)}: {why}")
     if not is_pattern and found[0].path != path:
-        found = [file for file in found if file.path.lower().endswith(tuple(suffixes))]
+        found = [file for file in found if _ends_with(file.path, suffixes)]
         if not found:
             raise UserError(
                 f"{printable(path)}: the folder holds no {kind} ({', '.join(suffixes)})"
@@ -231,11 +232,19 @@ def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]
     return sorted(found, key=lambda file: file.path)
 
 
+_SHARD = re.compile(r"-\d+-of-\d+(?=$|\.(?:gz|zst)$)")
+
+
+def _ends_with(path: str, suffixes: Sequence[str]) -> bool:
+    """Returns whether a path has one of the endings, perhaps before `-00000-of-00010`."""
+    return _SHARD.sub("", path.lower()).endswith(tuple(suffixes))
+
+
 def _in_folder(path: str, suffixes: Sequence[str]) -> Iterator[str]:
     """Yields the visible files of a local folder with these endings, at any depth."""
     for folder, names in _visible_folders(path):
         for name in filter(_is_visible, names):
-            if name.lower().endswith(tuple(suffixes)):
+            if _ends_with(name, suffixes):
                 yield os.path.join(folder, name)
 
 

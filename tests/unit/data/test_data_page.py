@@ -19,10 +19,12 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from helpers import REPOSITORY
 from PIL import Image
+from stream_helpers import tf_record
 
 import spmdtrain
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.images import ImageFolder
+from spmdtrain.data.sources.tf_record import example_class
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")
@@ -61,6 +63,17 @@ def write_records(path: Path, records: list[bytes]) -> None:
     writer.close()
 
 
+def example(index: int) -> bytes:
+    """A `tf.train.Example` of one of the records."""
+    message = example_class()()
+    for name, values in (("x", X[index]), ("y", Y[index : index + 1])):
+        entry = message.context.feature.add(key=name)
+        kind = entry.value.float_list if name == "x" else entry.value.int64_list
+        kind.value.extend(values.tolist())
+    found: bytes = message.SerializeToString()
+    return found
+
+
 def write_table(path: Path, columns: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     pyarrow.parquet.write_table(pa.table(columns), path)
@@ -80,6 +93,12 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     write_table(folder / "tokens" / "0.parquet", {"tokens": [[1, 2, 3], [4], [5, 6], [7]]})
     write_records(folder / "records" / "0.array_record", [json.dumps(x).encode() for x in RECORDS])
     write_records(folder / "text" / "0.array_record", [text.encode() for text in TEXTS])
+    for number in range(2):  # of three records each
+        examples = b"".join(tf_record(example(i)) for i in range(3 * number, 3 * number + 3))
+        name, content = [("0.tfrecord", examples), ("1.tfrecord.gz", gzip.compress(examples))][
+            number
+        ]
+        (folder / "records" / name).write_bytes(content)
     np.tile(np.array([5, 6, 7, 0], np.uint16), 64).tofile(folder / "tokens" / "0.bin")
     lines = [json.dumps(record) for record in RECORDS]
     (folder / "lines").mkdir()

@@ -21,6 +21,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from flax import nnx
 from PIL import Image
+from stream_helpers import tf_record
 
 from spmdtrain import (
     ImageFolder,
@@ -35,6 +36,7 @@ from spmdtrain import (
 from spmdtrain.data.sources.array_record import ArrayRecordSource
 from spmdtrain.data.sources.files import find_files
 from spmdtrain.data.sources.parquet import ParquetSource
+from spmdtrain.data.sources.tf_record import TFRecordSource
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError
@@ -285,7 +287,7 @@ def copied(path: Path) -> Any:
 
 
 def in_blocks(path: Path) -> Any:
-    with mock.patch("spmdtrain.data.sources.text_files.LARGE", 0):  # as from 1 GiB on
+    with mock.patch("spmdtrain.data.sources.indexed_parts.LARGE", 0):  # as from 1 GiB on
         return text(path)
 
 
@@ -299,6 +301,13 @@ def documents(path: Path) -> Any:
 
 def row_groups(path: Path) -> Any:
     return parquet(path, 16)
+
+
+def tf_records(path: Path) -> Any:
+    path.write_bytes(b"".join(tf_record(f"{x}".encode()) for x in range(160)))
+    return TFRecordSource(
+        path, decode=lambda content: {"x": int(content)}, cache_dir=path.parent / "cache"
+    )
 
 
 def mapped(path: Path) -> Any:
@@ -332,7 +341,9 @@ def replace(path: Path) -> None:
 
 
 CHANGED = "changed since"
-_READERS = (text, copied, in_blocks, tokens, documents, row_groups, array_record, mapped)
+_READERS = (
+    *(text, copied, in_blocks, tokens, documents, row_groups, array_record, tf_records, mapped),
+)
 
 
 @pytest.mark.parametrize("read", _READERS, ids=lambda read: read.__name__)

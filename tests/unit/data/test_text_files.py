@@ -86,8 +86,8 @@ def test_the_example_at_an_index_is_that_of_the_definition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, large: bool
 ) -> None:
     if large:
-        monkeypatch.setattr("spmdtrain.data.sources.text_files.LARGE", 1)
-        monkeypatch.setattr("spmdtrain.data.sources.text_files.BLOCK", 30)
+        monkeypatch.setattr("spmdtrain.data.sources.indexed_parts.LARGE", 1)
+        monkeypatch.setattr("spmdtrain.data.sources.indexed_parts.BLOCK", 30)
     random, expected = np.random.default_rng(0), []
     pieces = ["one", "two words", "drei ä", "\n", "\r\n", "\n\n", END, "\t", "4"]
     (tmp_path / "data").mkdir()
