@@ -80,7 +80,25 @@ class StateError(ArithmeticError):
 
 
 class NonFiniteError(StateError):
-    """A loss or state that is NaN or infinite. The exit code is 3."""
+    """A loss or state that is NaN or infinite. The exit code is 3.
+
+    Args:
+      message: What is not finite.
+      step: The step that computed it; None if that is not known.
+      loss: The loss of the step; None if that is not known.
+      is_infinite: Whether what was looked at is infinite, and nothing of it NaN.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        step: int | None = None,
+        *,
+        loss: float | None = None,
+        is_infinite: bool = False,
+    ) -> None:
+        super().__init__(message, step)
+        self.loss, self.is_infinite = loss, is_infinite
 
 
 class ReplicaError(StateError):

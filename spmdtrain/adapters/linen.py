@@ -3,14 +3,15 @@
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
-from spmdtrain.adapters.base import Function, Mode, Variables, check_call
+from spmdtrain.adapters.base import Function, Mode, Variables
 from spmdtrain.errors import UserError
+from spmdtrain.record.storage import one_line
 from spmdtrain.sharding.placement import current_batch_axis
 from spmdtrain.sharding.rules import Annotation
 from spmdtrain.tree import path_name
@@ -24,12 +25,13 @@ class LinenModel:
     The objective gets a `BoundLinen` and calls it: `model(x, train=model.training)`.
 
     Args:
-      module: The module. If its attribute `deterministic` is None, and its call has no such
-        argument, it is False in training.
+      module: The module. Attributes of its mode that are None (see `eval_module`) are those of
+        training in training.
       *inputs: Example inputs for `module.init`.
       eval_module: The module in evaluation, for a module whose attributes decide about dropout and
-        batch statistics: `Net(train=False)`. By default a copy with `deterministic=True` if the
-        module has that attribute, and its call no such argument, and else the module itself.
+        batch statistics. By default a copy in which `deterministic` and `use_running_average` are
+        True, and `train`, `training` and `is_training` False, if they are attributes of the module,
+        and not arguments of its call.
       streams: Name or names of the random streams that the module draws from.
       **kwargs: Keyword arguments for `module.init`.
 
@@ -37,6 +39,8 @@ class LinenModel:
       UserError: If the module is a class, or needs inputs that are not given.
 
     Attributes:
+      modes: Whether the module is given in evaluation mode, with the path ""; empty if no attribute
+        is its mode.
       annotations: The names in the boxes of the variables (`nn.Partitioned`) by path; known after
         `init`. The variables themselves are unboxed.
     """
@@ -52,6 +56,7 @@ class LinenModel:
         self.given: PyTree = {}
         self.annotations: dict[str, Annotation] = {}
         self.module = self.eval_module = module
+        self.modes: dict[str, bool] = {}
         self.streams = (streams,) if isinstance(streams, str) else tuple(streams)
         self._inputs, self._kwargs = inputs, kwargs
         self._frozen_state: frozenset[str] = frozenset()
@@ -64,13 +69,12 @@ class LinenModel:
                     f"{type(module).__name__} with other attributes"
                 )
             self.eval_module = eval_module
-        elif _has_mode(module):
-            if module.deterministic is None:
-                self.module = module.clone(deterministic=False)
-            self.eval_module = module.clone(deterministic=True)
-        if not inputs and not kwargs:
-            call = inspect.unwrap(type(module).__call__)  # flax wraps it
-            check_call(call, "LinenModel(module, *inputs): module()", module)
+        elif modes := _modes_of(module):
+            unset = {name: not modes[name] for name in modes if getattr(module, name) is None}
+            self.module = module.clone(**unset) if unset else module
+            self.eval_module = module.clone(**modes)
+            # Attributes that are set say so of the whole module, as those of a layer of nnx do.
+            self.modes = {"": any(getattr(module, name) is x for name, x in modes.items())}
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         rngs = _stream_keys(key, ("params", *self.streams))
@@ -116,12 +120,25 @@ class LinenModel:
         return BoundLinen(self.eval_module, variables, key, self.streams, training=False)
 
 
-def _has_mode(module: Any) -> bool:
-    """Returns whether a module's attribute `deterministic`, and nothing else, is its mode."""
-    if "deterministic" not in getattr(module, "__dataclass_fields__", {}):
-        return False
+_MODES: Mapping[str, bool] = {
+    **dict.fromkeys(("deterministic", "use_running_average"), True),
+    **dict.fromkeys(("train", "training", "is_training"), False),
+}
+"""The values that attributes of linen modules have in evaluation."""
+
+
+def _modes_of(module: Any) -> dict[str, bool]:
+    """Returns the attributes that are a module's mode, with their values in evaluation.
+
+    Not those that an objective gives as arguments of the call.
+    """
     call = inspect.unwrap(type(module).__call__)  # flax wraps it
-    return "deterministic" not in inspect.signature(call).parameters
+    given = inspect.signature(call).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in given.values()):
+        return {}
+    fields = getattr(module, "__dataclass_fields__", {})
+    own = {name: x for name, x in _MODES.items() if name in fields and name not in given}
+    return {n: x for n, x in own.items() if isinstance(getattr(module, n), bool | None)}
 
 
 _NO_MESH = AbstractMesh((), ())
@@ -224,12 +241,21 @@ class BoundLinen:
         """Calls `module.apply` with the arguments; in training, updates the model state."""
         key = jax.random.fold_in(self._key, self._calls)  # so a second call draws different masks
         self._calls += 1
-        result, changed = self._module.apply(
-            {"params": self._params, **self.model_state},
-            *args,
-            rngs=_stream_keys(key, self._streams),
-            mutable=list(self.model_state) if self.training else [],
-            **kwargs,
-        )
+        from flax import errors  # slow to import
+
+        try:
+            result, changed = self._module.apply(
+                {"params": self._params, **self.model_state},
+                *args,
+                rngs=_stream_keys(key, self._streams),
+                mutable=list(self.model_state) if self.training else [],
+                **kwargs,
+            )
+        except errors.ModifyScopeVariableError as error:
+            raise UserError(
+                f"in evaluation, {type(self._module).__name__} updates its state, as in training: "
+                "call it with model.training, or give LinenModel(..., eval_module=...), the module "
+                f"with attributes of evaluation. {one_line(error)}"
+            ) from error
         self.model_state = {**self.model_state, **changed}
         return result

@@ -55,6 +55,8 @@ class KerasCallbacks:
 
     name = "keras"
 
+    writes_into_model = True
+
     def __init__(
         self,
         model: Any,

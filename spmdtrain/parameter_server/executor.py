@@ -246,6 +246,8 @@ class ServerBackend(Backend):
     def join_command(self, command: Command) -> None:
         """Takes the role of TF_CONFIG if the command trains; otherwise the process is alone."""
         options = command.options
+        if options.show_sharding:
+            return  # each task prints the table, and ends
         if options.mode != "train":
             if (tasks := len(from_environment().tasks)) > 1:
                 raise UserError(

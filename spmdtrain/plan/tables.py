@@ -133,8 +133,11 @@ def _time(plan: dict[str, Any]) -> TableBlock:
 def _advice(advice: dict[str, Any]) -> str:
     if advice["with_options"] is None:
         tried = f" (tried {'; '.join(advice['tried'])})" if advice["tried"] else ""
-        text = f"{advice['finding']}\n  no known option fixes it{tried}"
-        return f"{text}\n  {rescaling(advice)}" if advice["rescaled"] else text
+        if advice["rescaled"]:
+            return (
+                f"{advice['finding']}\n  no option of the step fixes it{tried}; {rescaling(advice)}"
+            )
+        return f"{advice['finding']}\n  no known option fixes it{tried}"
     changes = [
         f"{name} {before} -> {after}" if before else f"{name} {after}"
         for name, before, after in advice_figures(advice)

@@ -147,7 +147,8 @@ def half_of(topology: Topology) -> Topology | None:
     if topology.platform == "cpu" or topology.chip is None:
         return None
     shape, slices = list(topology.shape), topology.slices
-    dim = shape.index(max(shape)) if topology.platform == "tpu" or shape[0] < 2 else 0
+    last = len(shape) - 1 - shape[::-1].index(max(shape))  # a host has the first two dims
+    dim = last if topology.platform == "tpu" or shape[0] < 2 else 0
     if slices > 1:
         slices = slices // 2 if slices % 2 == 0 else 0
     elif shape[dim] % 2 or (topology.platform == "tpu" and topology.chips <= _HOST_CHIPS):

@@ -15,13 +15,14 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean, foreign
 from spmdtrain.strategies import strategy
 from spmdtrain.train.trainer import Trainer
-from spmdtrain.tree import leaves_by_path, named_leaves
+from spmdtrain.tree import is_key, leaves_by_path, named_leaves
 
 PyTree = Any
 RTOL = 1e-4
 _SHOWN = 10  # more steps are shown in part: around the first difference, and at both ends
 _AROUND = 2
 _ENDS = 3
+_SMALL = 0.01  # of the root mean square of all parameters
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class LossComparison:
       rtol: The largest relative difference that counts as equal.
       first: The first difference; None if all steps are equal.
       compares_params: Whether the loop has yielded parameters.
+      shuffles: Whether the trainer has taken the examples in another order than theirs.
       stopped: The message of the trainer's `NonFiniteError`, which ends the comparison; "" without.
     """
 
@@ -71,6 +73,7 @@ class LossComparison:
     rtol: float
     first: FirstDifference | None
     compares_params: bool
+    shuffles: bool
     stopped: str = ""
 
     @property
@@ -86,6 +89,10 @@ class LossComparison:
                 f"{self.rtol:.0e}; the largest of a loss is {largest:.1e}"
             ) + (end if self.stopped else "")
         first = f"first difference: {found.array} of step {found.step}, {found.relative:.1e}"
+        pair = self.steps[found.step - 1]
+        ratio = pair.loop / pair.trainer if pair.trainer else 0.0
+        if math.isfinite(ratio) and not 0.5 < ratio < 2:
+            first += f" (a factor of {max(ratio, 1 / ratio if ratio else 0.0):.4g})"
         if found.array != "loss":
             first = f"first difference: {found.array} after step {found.step}, {found.relative:.1e}"
             others = len(found.arrays) - 1
@@ -98,7 +105,10 @@ class LossComparison:
         if found.array != "loss":
             return "its loss is equal, so its gradient or the optimizer's update differs"
         if found.step == 1:
-            return "the initial parameters, the batch or the objective differ"
+            return (
+                "the initial parameters, the batch, the random numbers (dropout) or the objective "
+                "differ" + (", and the trainer shuffles: shuffle=False" if self.shuffles else "")
+            )
         if self.compares_params:
             return "the parameters before it are equal, so its batch or its random numbers differ"
         return (
@@ -115,6 +125,7 @@ class LossComparison:
         for pair in self.steps:
             at_ends = pair.step <= _ENDS or pair.step > last - _ENDS
             if last > _SHOWN and not at_ends and (near is None or abs(pair.step - near) > _AROUND):
+                rows += [("...",) * 4] if rows[-1:] != [("...",) * 4] else []
                 continue
             if pair.step == near:
                 marked.add(len(rows))
@@ -171,7 +182,8 @@ def compare_losses(
       steps: The number of steps to compare.
       train: The training data, as for `Trainer.fit`.
       rtol: The largest relative difference that counts as equal: of losses, and of the L2 norm of
-        the difference of two arrays to the larger of their norms.
+        the difference of two arrays to the larger of their norms, or to a hundredth of what is
+        usual in the model, if that is larger.
       global_batch_size: As for `Trainer.fit`.
       batch_size_per_device: As for `Trainer.fit`.
 
@@ -182,7 +194,7 @@ def compare_losses(
       UserError: If the trainer would not make the steps of a new run, or the loop ends early or
         yields something else.
     """
-    _check(loop, trainer, steps)
+    _check(loop, trainer, steps, rtol)
     pairs: list[LossPair] = []
     first, compares_params, stopped = None, False, ""
     made = _steps_of(loop, steps)
@@ -201,16 +213,14 @@ def compare_losses(
                 pairs.append(LossPair(step, loss, result.train["loss"]))
             except NonFiniteError as error:
                 stopped = str(error)
-                values = [np.asarray(loss), *(params or {}).values()]
-                both = not all(np.isfinite(x).all() for x in values)
-                pairs.append(LossPair(step, loss, loss if both else math.nan))
+                pairs.append(LossPair(step, loss, math.nan if error.loss is None else error.loss))
             if pairs[-1].relative > rtol:
                 found = {"loss": pairs[-1].relative}
             elif params is not None and not stopped:
                 assert trainer.state is not None
                 compares_params, own = True, _as_arrays(trainer.state.params)
-                same = _matched(params, own, step)
-                relative = {f"params/{name}": _relative(same[name], own[name]) for name in own}
+                same, scale = _matched(params, own, step), _scale(own)
+                relative = {f"params/{n}": _relative(same[n], own[n], scale) for n in own}
                 found = {name: x for name, x in relative.items() if x > rtol}
             if found and first is None:
                 array = max(found, key=found.__getitem__)
@@ -218,14 +228,27 @@ def compare_losses(
                 first = FirstDifference(step, array, found[array], ordered)
             if stopped:
                 break
-    return LossComparison(pairs, rtol, first, compares_params, stopped)
+    return LossComparison(pairs, rtol, first, compares_params, trainer.config.shuffle, stopped)
 
 
-def _check(loop: Any, trainer: Trainer, steps: int) -> None:
+def _check(loop: Any, trainer: Trainer, steps: int, rtol: float) -> None:
     """Raises `UserError` if the trainer would not make the steps from 1 of a new run."""
+    if not isinstance(trainer, Trainer):
+        raise UserError(
+            f"trainer is a {type(trainer).__name__}: compare_losses calls the fit of a Trainer; a "
+            "Loop yields its losses to your own code, which can compare them"
+        )
     config = trainer.config
-    if steps < 1:
-        raise UserError(f"steps is {steps}: it must be above 0")
+    if not isinstance(steps, int) or steps < 1:
+        raise UserError(f"steps is {steps!r}: it must be a whole number above 0")
+    if not isinstance(rtol, (int, float)) or not rtol >= 0:
+        raise UserError(f"rtol is {rtol!r}: it must be a number, 0 or more")
+    if trainer.writes_into_model:
+        raise UserError(
+            "the trainer is of from_keras, which writes the trained values into the model after "
+            "each fit, and a loop with this model would go on from them: give compare_losses a "
+            "Trainer(model=KerasModel(model), ...), and the loop another model"
+        )
     if not isinstance(loop, Iterable):
         hint = ": call it, compare_losses(loop(), ...)" if callable(loop) else ""
         raise UserError(
@@ -311,7 +334,8 @@ def _described(value: Any) -> str:
 def _as_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     """Returns copies of the arrays of a pytree by path, on the host."""
     leaves = named_leaves(tree)  # those of an Equinox module may be functions
-    return {name: np.array(leaf) for name, leaf in leaves.items() if hasattr(leaf, "dtype")}
+    arrays = {n: x for n, x in leaves.items() if hasattr(x, "dtype") and not is_key(x)}
+    return {name: np.array(leaf) for name, leaf in arrays.items()}
 
 
 def _matched(
@@ -340,12 +364,25 @@ def _matched(
     return found
 
 
-def _relative(first: np.ndarray, second: np.ndarray) -> float:
-    """Returns the norm of the difference relative to the larger norm; NaN equals NaN."""
+def _scale(arrays: Mapping[str, np.ndarray]) -> float:
+    """Returns the size below which an array is compared as if it were of this size.
+
+    A bias before a normalization has no gradient but rounding: all of its digits differ.
+    """
+    squares = sum(float((np.abs(x.astype(np.float64)) ** 2).sum()) for x in arrays.values())
+    return _SMALL * math.sqrt(squares / max(1, sum(x.size for x in arrays.values())))
+
+
+def _relative(first: np.ndarray, second: np.ndarray, scale: float = 0.0) -> float:
+    """Returns the norm of the difference relative to the larger norm; NaN equals NaN.
+
+    `scale` is the root mean square that the larger one has at least.
+    """
     if np.array_equal(first, second, equal_nan=True):
         return 0.0
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         return math.inf
     kind = np.complex128 if np.iscomplexobj(first) or np.iscomplexobj(second) else np.float64
     a, b = first.astype(kind), second.astype(kind)
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(a), np.linalg.norm(b)))
+    norms = float(np.linalg.norm(a)), float(np.linalg.norm(b)), scale * math.sqrt(a.size)
+    return float(np.linalg.norm(a - b)) / max(norms)

@@ -2,7 +2,6 @@
 
 import enum
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -267,8 +266,8 @@ class CallbackRunner:
         self.states = CallbackStates([x for x in given if not isinstance(x, Mapping)])
         self.event: CallbackEvent | None = None
         """The event whose callbacks are running."""
-        self.fit_thread: int | None = None
-        """The thread of the fit in progress."""
+        self.writes_into_model = any(getattr(each, "writes_into_model", False) for each in given)
+        """Whether a callback writes the trained values into the user's model."""
         self.step = 0
         """The step of the last event."""
         self.stop_requested = False
@@ -325,12 +324,7 @@ class CallbackRunner:
         )
 
     def check_readable(self) -> None:
-        """Raises `UserError` where the state is that of another step, or is donated meanwhile."""
-        if self.fit_thread not in (None, threading.get_ident()):
-            raise UserError(
-                "a fit of this Trainer is in progress in another thread, and its steps donate the "
-                "state: read it in a callback; event.trainer.model is a copy, which stays valid"
-            )
+        """Raises `UserError` in a callback of a step whose state is no longer the newest one."""
         late = {CallbackEvent.LOG} | (set() if self._state_at_steps else {CallbackEvent.STEP})
         if self.event in late:
             raise UserError(

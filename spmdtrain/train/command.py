@@ -41,7 +41,8 @@ def execute(command: Command) -> int:
     backend.join_command(command)
     process_group.agree("the file", {file.path.name: file_digest(file.path)})
     process_group.agree("", source_digests())
-    if process_group.count() > 1 and not command.own_workdir:
+    writes = not options.show_sharding
+    if writes and process_group.count() > 1 and not command.own_workdir:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before `build`, which sees the batch size and the learning rate of the run.
     config = resolve_config(config)

@@ -1,6 +1,7 @@
 """Executors of train steps, the backends of strategies, and the roles of processes."""
 
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -332,3 +333,63 @@ def refuse_evaluator(what: str) -> None:
             f"{what} in task {name} of TF_CONFIG: only Trainer.fit and python -m spmdtrain.run "
             "evaluate checkpoints there; leave the evaluator out of the cluster"
         )
+
+
+# -- The use of a trainer's state by several threads ----------------------------------------------
+
+
+class StateAccess:
+    """Who uses the state of a trainer: a fit, whose steps donate it, or threads that read it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers: list[int] = []  # their threads
+        self._fit: int | None = None  # its thread
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a fit is in progress in another thread."""
+        return self._fit not in (None, threading.get_ident())
+
+    def check(self) -> None:
+        """Raises `UserError` if a fit is in progress in another thread."""
+        if self.is_elsewhere:
+            raise UserError(
+                "a fit of this Trainer is in progress in another thread, and its steps donate the "
+                "state: read it in a callback; event.trainer.model is a copy, which stays valid"
+            )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keeps the fits of other threads waiting; any number of threads may read at once."""
+        thread = threading.get_ident()
+        with self._changed:
+            self.check()
+            self._readers.append(thread)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers.remove(thread)
+                self._changed.notify_all()
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Waits for the threads that read, and keeps others from it; `UserError` in another fit."""
+        thread = threading.get_ident()
+        with self._changed:
+            if thread in self._readers:
+                raise UserError(
+                    "this Trainer is in an evaluation or prediction: call fit when it has ended"
+                )
+            while self._readers and self._fit is None:
+                self._changed.wait()
+            if self._fit is not None:
+                raise UserError("this Trainer is in a fit: wait until it ends, or use another one")
+            self._fit = thread
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._fit = None
+                self._changed.notify_all()

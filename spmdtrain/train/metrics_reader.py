@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Never
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.checkpoints.checksums import check_equal, format_sums, read_parts
@@ -33,6 +34,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.train.callbacks import CallbackEvent
 from spmdtrain.train.session import RunSession
+from spmdtrain.tree import named_leaves
 
 
 def _of_step(value: Any, output: StepOutput, number: int) -> Any:
@@ -235,10 +237,13 @@ class MetricsReader:
         facts = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
         state = self._state()
         where = None if state is None or state.step.is_deleted() else first_non_finite(state)
+        has_nan = any(map(math.isnan, values.values()))
         if where is not None:
             facts.append(f"{where} is the first such array")
+            has_nan = has_nan or bool(jnp.isnan(named_leaves(state)[where]).any())
         message = f"{step}: {wrong} not finite ({'; '.join(facts)})"
-        self._failed = NonFiniteError(message, steps[number])
+        loss = values.get("loss")
+        self._failed = NonFiniteError(message, steps[number], loss=loss, is_infinite=not has_nan)
         raise self._failed
 
     def _log(
@@ -276,8 +281,7 @@ def add_advice(error: NonFiniteError, config: RunConfig) -> None:
         advice.append(shlex.join([*replay, "--examples"]) + " prints the examples")
     with contextlib.suppress(UserError):
         dataclasses.replace(config, jit=False)  # raises if another option needs compiled steps
-        is_infinite = " inf" in str(error) and " nan" not in str(error)
-        what = "JAX_DEBUG_INFS" if is_infinite else "JAX_DEBUG_NANS"
+        what = "JAX_DEBUG_INFS" if error.is_infinite else "JAX_DEBUG_NANS"
         advice.append(f"{what}=1 with {option('jit', False)} names the operation")
     if advice:
         error.args = (f"{error}. {'; '.join(advice)}",)

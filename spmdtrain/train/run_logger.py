@@ -354,7 +354,7 @@ class RunLogger:
             done = f"saved step {step:,}; {again} to resume"
             if not (self.config.workdir and saved):
                 done = "nothing saved" + (" (no workdir)" if not self.config.workdir else "")
-                done += "; a Trainer keeps its state" if is_interactive() else ""
+                done += "; a Trainer keeps its state: call fit again" if is_interactive() else ""
             self.terminal.result(f"{reason}: {done}", LineColor.WARNING)
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""

@@ -235,6 +235,11 @@ class History(Mapping[str, list[float]]):
     epochs: list[dict[str, float]]
     evaluations: list[dict[str, float]]
 
+    def __repr__(self) -> str:
+        """Returns what it has, and not every value: notebooks store it with each result."""
+        names, lines = ", ".join(self) or "no metrics", (len(self.epochs), len(self.evaluations))
+        return f"History({lines[0]} epochs, {lines[1]} evaluations: {names})"
+
     def __getitem__(self, name: str) -> list[float]:
         """Returns the values of a metric as Keras names it.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,7 @@ from spmdtrain.checkpoints.weights.weight_map import WeightMap
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import UserError, option
+from spmdtrain.errors import UserError, did_you_mean, option, printable
 from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.functions import RunFunctions
@@ -448,9 +449,14 @@ class ValueLoader:
 
     def with_given(self, values: PyTree) -> "ValueLoader":
         """Returns a loader whose initial values are a user's arrays."""
-        return dataclasses.replace(
-            self, given=GivenArrays("the values of Trainer.init", values, self._targets())
-        )
+        what = "the values of Trainer.init"
+        if isinstance(values, str | os.PathLike):
+            raise UserError(f"{what}: {os.fspath(values)!r} is a file: give it to init_from")
+        if isinstance(values, TrainState):
+            values = Variables(values.params, values.model_state)
+        elif isinstance(values, Mapping):  # such as that of np.load
+            values = dict(values)
+        return dataclasses.replace(self, given=GivenArrays(what, values, self._targets()))
 
     def take_given(self) -> Variables:
         """Returns the given arrays in the run's shardings.
@@ -464,8 +470,13 @@ class ValueLoader:
             params = named_leaves(self.steps.abstract_state.params)
             targets = {name: leaf for name, leaf in targets.items() if name in params}
         found = assign_weights(source.path, source.headers, targets, ())
-        advice = "Give all of them: Trainer.init().params has the initial ones"
+        advice = "Trainer.init().params has the model's own arrays"
         check_taken(source.path, found, strict=True, advice=advice)
+        if found.left:
+            raise UserError(
+                f"{source.path} have {printable(found.left[0])}, and the model has no such array."
+                f"{did_you_mean(found.left[0], self._targets())}"
+            )
         return self._placed(source, found, targets, UserError)
 
     def _take(

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +68,7 @@ from spmdtrain.train.executor import (
     Backend,
     DeviceExamples,
     Executor,
+    StateAccess,
     backend_of,
     is_evaluator,
     join_job,
@@ -208,7 +208,7 @@ class Trainer:
         self._last: tuple[Epochs, Written, StreamProgress] | None = None
         self._examples = DeviceExamples(self.placement, self.terminal)
         self._trackers: RunTrackers | None = None  # during a fit
-        self._in_use = threading.RLock()  # by a fit, which donates the state, or by its readers
+        self._access = StateAccess()
 
     @classmethod
     def from_experiment(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> Self:
@@ -272,7 +272,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Number of updates so far."""
-        if self._callbacks.fit_thread not in (None, threading.get_ident()):
+        if self._access.is_elsewhere:
             return self._callbacks.step
         self._callbacks.check_readable()
         return 0 if self._state is None else int(self._state.step)
@@ -285,6 +285,7 @@ class Trainer:
           UserError: In a callback whose step has another state (see `CallbackEvent`), and in
             another thread than that of a fit in progress.
         """
+        self._access.check()
         self._callbacks.check_readable()
         return self._state
 
@@ -303,6 +304,11 @@ class Trainer:
     def model(self) -> Any:
         """The model with the values trained so far, in eval mode."""
         return self._adapter.merge(self.functions.in_device_memory(self._variables()))
+
+    @property
+    def writes_into_model(self) -> bool:
+        """Whether a fit writes the trained values into the user's model, as `from_keras` does."""
+        return self._callbacks.writes_into_model
 
     @property
     def has_custom_reduction(self) -> bool:
@@ -389,17 +395,19 @@ class Trainer:
         Args:
           values: Arrays to start from, copied: a tree as `state.params`, `state.variables`, or
             what the model's own library has (the variables of a linen module, an nnx or Equinox
-            module or its state), in any dtype. They have every parameter of the model; its other
-            state may be left out. By default the model's initial values, or those of `init_from`.
+            module or its state), in any dtype of their kind. They have every parameter of the
+            model, and nothing that it has not; its other state may be left out. By default the
+            model's initial values, or those of `init_from`, which only the returned state has.
 
         Returns:
           The state, in the shardings of the run.
 
         Raises:
           UserError: If the trainer has been trained, `init_from` or `fork_from` is given as well,
-            or an array is missing, has another shape, is NaN or infinite, or differs between
-            processes.
+            or an array is missing, unknown, has another shape, is NaN or infinite, or differs
+            between processes.
         """
+        self._access.check()
         self._callbacks.check_readable()
         if self._state is not None:
             raise UserError(
@@ -413,7 +421,8 @@ class Trainer:
             loader = loader.with_given(values)
         with use_placement(self.placement):
             state = loader.initial_state().state
-        self._loader, self._restored, self._restored_from = loader, state.variables, None
+        if values is not None:
+            self._loader, self._restored, self._restored_from = loader, state.variables, None
         return state
 
     # -- evaluate and predict ------------------------------------------------------------------
@@ -438,8 +447,7 @@ class Trainer:
         """
         overrides.check_arguments(self.evaluate, data, others, unknown)
         dataset = run_dataset(data, self.config)
-        self._callbacks.check_readable()
-        with self._in_use:
+        with self._access.reading():
             variables = self._variables()  # first: those of a checkpoint have a batch size
             batch_size = self._eval_batch(global_batch_size)
             check_same_data(dataset, batch_size)
@@ -466,8 +474,7 @@ class Trainer:
         """
         overrides.check_arguments(self.predict, data, others, unknown)
         dataset = run_dataset(data, self.config)
-        self._callbacks.check_readable()
-        with self._in_use:
+        with self._access.reading():
             variables = self._variables()
             self._check_classes(dataset)
             batch_size = self._eval_batch(global_batch_size)
@@ -492,6 +499,7 @@ class Trainer:
         Raises:
           UserError: If there is no such checkpoint, or none of this model.
         """
+        self._access.check()
         if path is not None:
             return self._load_values(path, LATEST if which is None else which)
         which = self.config.checkpoint if which is None else which
@@ -556,6 +564,7 @@ class Trainer:
 
     def _variables(self) -> Variables:
         """Returns the values trained so far, or else of a checkpoint, or the initial ones."""
+        self._access.check()
         self._callbacks.check_readable()
         if self._state is not None:
             return self._state.variables
@@ -676,16 +685,12 @@ class Trainer:
         if is_evaluator():
             self.config = config
             raise OwnExit(evaluator.follow(self, self.config, train, validation))
-        self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
-        config = resolve(config, batch_shards=self.placement.batch_shards)
         data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
-            if self._callbacks.fit_thread is not None:
-                raise UserError("this Trainer is in a fit: wait until it ends, or use another one")
-            stack.enter_context(self._in_use)
+            stack.enter_context(self._access.fitting())
+            self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
+            config = resolve(config, batch_shards=self.placement.batch_shards)
             stack.enter_context(use_placement(self.placement))
-            self._callbacks.fit_thread = threading.get_ident()
-            stack.callback(setattr, self._callbacks, "fit_thread", None)
             run = RunSession.open(
                 stack,
                 config,
@@ -771,20 +776,24 @@ class Trainer:
             examples=self._examples,
         )
         executors.callback(executor.close)
+        profile = None
+        if run.config.profile_steps is not None:
+            profile = executors.enter_context(
+                contextlib.closing(ProfiledSteps(run.config, first, self.terminal.line))
+            )
         reader = MetricsReader(run, executor.max_in_flight, lambda: executor.sync(self._current))
         boundary = TrainerBoundary(run, reader, self, executor)
-        with (
-            self.terminal.progress("train", done=first, total=schedule.total),
-            contextlib.closing(ProfiledSteps(run.config, first, self.terminal.line)) as profile,
-        ):
+        with self.terminal.progress("train", done=first, total=schedule.total):
             for steps in schedule.dispatches(first):  # the range of steps of one dispatch
                 step = steps[-1]
                 program, batch = executor.load(steps, self._current)
                 executor.check_devices(step, self._current, batch)
-                profile.before(steps[0])
+                if profile is not None:
+                    profile.before(steps[0])
                 with phase(Phase.STEP):
                     self._state, output = program(self._current, batch)
-                profile.after(step, output)
+                if profile is not None:
+                    profile.after(step, output)
                 if steps[0] == first + 1:
                     run.check_placed(self._current, self.functions, "after the first step")
                     run.after_first_step()
@@ -816,7 +825,10 @@ class Trainer:
         if self._callbacks.stop_requested:
             run.schedule.total = first
         if first > (total := run.schedule.total):
-            self.terminal.line(f"nothing to do: the run is at step {first} of {total} requested")
+            self.terminal.line(
+                f"nothing to do: the run is at step {first} of {total} requested, and steps and "
+                "epochs are totals: give more, or restart=True to count from 0"
+            )
 
     def _run_validation(self, run: RunSession, step: int) -> Metrics | None:
         if run.validation is None:

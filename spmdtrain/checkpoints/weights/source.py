@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
 
@@ -636,12 +637,13 @@ class GivenArrays:
     """
 
     def __init__(self, what: str, tree: Any, names: Iterable[str]) -> None:
-        self.path, self._arrays = what, dict[str, Any]()
-        for path, leaf in leaves_by_path(tree, names):
+        self.path, self._arrays, known = what, dict[str, Any](), frozenset(names)
+        for path, leaf in leaves_by_path(tree, known):
             name = path or "params"
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-                continue  # an activation function of an Equinox module, for example
-            if is_key(leaf):
+            is_known, is_array = path in known, hasattr(leaf, "dtype")
+            # Not the functions and numbers of an Equinox module, nor the random streams of nnx.
+            is_value = is_array and not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            if not is_known and not is_value:
                 continue
             if name in self._arrays:
                 raise UserError(f"{what} have {name} twice")

@@ -1,6 +1,7 @@
 """The comparison of a training loop with a trainer."""
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,7 +95,7 @@ def late(step: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "step", "array", "cause"),
     [
-        ({"loss": jnp.sum}, 1, "loss", "the batch or the objective differ"),
+        ({"loss": jnp.sum}, 1, "loss", "or the objective differ"),
         ({"optimizer": optax.adam(late)}, 3, "params/b", "or the optimizer's update differs"),
         ({"data": (X, np.where(np.arange(64) == 40, 9, Y))}, 3, "loss", "its batch or its random"),
     ],
@@ -206,3 +207,42 @@ def test_a_trainer_that_would_not_begin_with_step_1_is_refused(tmp_path: Any) ->
         compare_losses(loop(), given, STEPS, train=(X, Y), global_batch_size=BATCH)
     with pytest.raises(UserError, match="steps is 0"):
         compare_losses(loop(), trainer(), 0, train=(X, Y))
+    for rtol in (math.nan, -1.0, "1e-3"):
+        with pytest.raises(UserError, match=f"rtol is {rtol!r}: it must be a number"):
+            compare_losses(loop(), trainer(), 1, train=(X, Y), rtol=rtol)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"trainer is a str: compare_losses calls the fit"):
+        compare_losses(loop(), "trainer", 1, train=(X, Y))  # type: ignore[arg-type]
+
+
+def test_a_keras_model_that_a_fit_writes_into_is_refused() -> None:
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+    keras = pytest.importorskip("keras", reason="Keras is an extra")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    losses = (model.train_on_batch(X[:BATCH], Y[:BATCH]) for _ in range(STEPS))
+    with pytest.raises(UserError, match=r"of from_keras, which writes .* the loop another model"):
+        compare_losses(losses, Trainer.from_keras(model, quiet=True), STEPS, train=(X, Y))
+
+
+def test_rounding_of_a_small_array_is_no_difference() -> None:
+    first = {**FIRST, "b": np.full((), 1e-9, np.float32)}
+    frozen = optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+    options = {
+        "model": FunctionModel(init=lambda key: first, apply=run),
+        "optimizer": optax.chain(OPTIMIZER, frozen),
+    }
+    small = loop(first=first, optimizer=optax.chain(OPTIMIZER, frozen))
+    noisy = ((loss, {**params, "b": params["b"] * 3}) for loss, params in small)
+    assert compare(noisy, **options).first is None
+    large = loop(first=first, optimizer=optax.chain(OPTIMIZER, frozen))
+    moved = ((loss, {**params, "b": params["b"] + 1e-4}) for loss, params in large)
+    found = compare(moved, **options).first
+    assert found is not None and found.array == "params/b"
+
+
+def test_a_run_that_diverges_as_its_loop_does_is_equal() -> None:
+    wild = optax.sgd(1e30)
+    pairs = list(loop(optimizer=wild, steps=2))
+    found = compare((loss for loss, _ in pairs), steps=2, optimizer=wild)
+    assert found.first is None and "not finite" in found.stopped
+    assert found.steps[-1].trainer == found.steps[-1].loop or math.isnan(found.steps[-1].loop)

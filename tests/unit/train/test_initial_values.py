@@ -16,6 +16,7 @@ from flax import linen, nnx
 from helpers import TESTS, run, saved_steps, small_experiment
 
 from spmdtrain import FunctionModel, LinenModel, LoraModel, Trainer, UserError, open_run
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.testing import run_processes
 
 RANDOM = np.random.default_rng(0)
@@ -166,7 +167,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "have BatchNorm_0/bias twice",
     ),
     "nothing": ([], "no array of the model is taken"),
-    "text": ("checkpoint", "no array of the model is taken"),
+    "a file": ("weights.npz", "'weights.npz' is a file: give it to init_from"),
 }
 
 
@@ -208,6 +209,12 @@ def test_a_run_of_no_steps_is_evaluated_saved_and_continued(tmp_path: Path) -> N
     again.fit(**FIT)
     found = [open_run(tmp_path / name).hashes for name in ("run", "whole")]
     assert found[0][4].hash == found[1][4].hash
+    # What `init` returns without values is not what the trainer evaluates.
+    asked = trainer_of(Nnx, **options)
+    assert asked.evaluate((X, Y)) != none.test
+    before = asked.evaluate((X, Y))
+    asked.init()
+    assert asked.evaluate((X, Y)) == before
     # Without a workdir, too.
     alone = trainer_of(nnx_values())
     assert alone.fit((X, Y), epochs=0, validation=(X, Y)).validation == none.validation
@@ -235,6 +242,19 @@ class ByArgument(linen.Module):
         return linen.Dense(1)(x)
 
 
+class Train(linen.Module):
+    """As `Linen`, with an attribute of another name."""
+
+    train: bool | None = True
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = linen.Dense(8)(x)
+        x = linen.BatchNorm(use_running_average=not self.train)(x)
+        x = linen.Dropout(0.5, deterministic=not self.train)(x)
+        return linen.Dense(1)(x)
+
+
 def by_argument(model: Any, batch: Any) -> dict[str, jax.Array]:
     return {"loss": (model(batch[0], train=model.training) - batch[1]) ** 2}
 
@@ -244,6 +264,8 @@ def by_argument(model: Any, batch: Any) -> dict[str, jax.Array]:
     [
         LinenModel(Linen(), X[:1]),
         LinenModel(Linen(deterministic=False), X[:1]),
+        LinenModel(Train(), X[:1]),
+        LinenModel(Train(None), X[:1]),
         LinenModel(Linen(deterministic=False), X[:1], eval_module=Linen(deterministic=True)),
     ],
 )
@@ -262,6 +284,33 @@ def test_a_module_that_is_deterministic_stays_so_in_training() -> None:
     started.init(linen_values(3))
     before = started.evaluate((X[:8], Y[:8]))["loss"]
     assert started.fit((X[:8], Y[:8]), steps=1).train["loss"] == before
+
+
+def test_a_module_given_in_evaluation_mode_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    started = trainer_of(LinenModel(Train(train=False), X[:1]), terminal=Terminal())
+    started.fit((X, Y), steps=1)
+    named = "1 of 1 layers with a mode are in evaluation mode"
+    assert named in capsys.readouterr().out
+    started = trainer_of(LinenModel(Train(), X[:1]), terminal=Terminal())
+    started.fit((X, Y), steps=1)
+    assert named not in capsys.readouterr().out
+
+
+class Noisy(linen.Module):
+    """With a mode whose name is not known."""
+
+    noisy: bool = True
+
+    @linen.compact
+    def __call__(self, x: jax.Array, **others: bool) -> jax.Array:
+        return linen.Dense(1)(linen.BatchNorm(use_running_average=not self.noisy)(x))
+
+
+def test_a_module_that_trains_in_evaluation_is_refused_with_what_to_write() -> None:
+    with pytest.raises(UserError, match=r"Noisy updates its state, as in training: .*eval_module"):
+        trainer_of(LinenModel(Noisy(), X[:1])).evaluate((X, Y))
+    model = LinenModel(Noisy(), X[:1], eval_module=Noisy(noisy=False))
+    assert trainer_of(model).evaluate((X, Y))["loss"] > 0
 
 
 def test_an_argument_of_the_call_is_left_to_the_objective() -> None:

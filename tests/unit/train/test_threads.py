@@ -142,3 +142,31 @@ def test_fits_of_two_trainers_at_once_have_the_bits_of_fits_alone() -> None:
         together = [*pool.map(trained, (0, 1))]
     for seed, kernel in enumerate(together):
         np.testing.assert_array_equal(kernel, trained(seed))
+
+
+@pytest.mark.slow
+def test_data_may_ask_the_trainer_that_evaluates_it() -> None:
+    trainer = counting(data_threads=2)
+    trainer.fit(X, steps=3)
+
+    class Labeled(Dataset):
+        """Examples that a thread reads, with what the trainer predicts for them."""
+
+        def __len__(self) -> int:
+            return 16
+
+        def rows(self, indices: np.ndarray) -> Any:
+            return trainer.predict(X)[indices, :1]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(trainer.evaluate, Labeled()).result(DEADLINE)["loss"] == -6
+
+    class Fitting(Labeled):
+        def rows(self, indices: np.ndarray) -> Any:
+            trainer.fit(X, steps=4)
+            return X[indices]
+
+    alone = counting()
+    trainer = alone
+    with pytest.raises(UserError, match="in an evaluation or prediction"):
+        alone.evaluate(Fitting())

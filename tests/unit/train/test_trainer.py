@@ -291,6 +291,7 @@ def test_a_non_finite_loss_or_state_stops_the_run_and_is_never_saved(
     [
         ({"workdir": "runs/a"}, "nan", ". JAX_DEBUG_NANS=1 with jit=False names the operation"),
         ({}, "inf", ". JAX_DEBUG_INFS=1 with jit=False names the operation"),
+        ({}, "-inf", ". JAX_DEBUG_INFS=1 with jit=False names the operation"),
         ({"steps_per_dispatch": 4}, "nan", ""),  # which needs compiled steps
         ({"strategy": "parameter_server", "workdir": "runs/a"}, "nan", ""),
     ],
@@ -299,7 +300,7 @@ def test_a_script_gets_only_advice_that_works_for_its_run(
     options: dict[str, Any], loss: str, advice: str
 ) -> None:
     message = f"step 3: loss not finite (loss {loss})"
-    error = NonFiniteError(message, 3)
+    error = NonFiniteError(message, 3, is_infinite="inf" in loss)
     add_advice(error, RunConfig(**options))
     assert str(error) == message + advice and error.step == 3
 
@@ -824,3 +825,23 @@ def test_the_state_at_the_start_is_evaluated_before_its_save(tmp_path: Path) -> 
     assert (start["step"], end["step"]) == (0, 5) and start["loss"] > end["loss"]
     manifest = read_manifest(tmp_path / "checkpoints" / "0")
     assert manifest.metrics == {"loss": start["loss"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "rate", "name"),
+    [(np.nan, 0.1, "NANS"), (np.inf, 0.1, "INFS"), (-np.inf, 0.1, "INFS"), (0.0, 3e38, "INFS")],
+)
+def test_a_step_that_is_infinite_and_not_nan_is_looked_for_as_infinite(
+    value: float, rate: float, name: str
+) -> None:
+    fitted = Trainer(
+        model=FunctionModel(lambda key: np.ones(4, np.float32), lambda w, x: x @ w),
+        objective=lambda model, x: {"loss": 100 * model(x) + value},
+        optimizer=optax.sgd(rate),
+        global_batch_size=8,
+        terminal=Terminal(quiet=True),
+    )
+    with pytest.raises(NonFiniteError, match=f"JAX_DEBUG_{name}=1 with jit=False") as caught:
+        fitted.fit(np.abs(X), steps=2)
+    assert caught.value.is_infinite == (name == "INFS")
+    assert caught.value.loss is not None and np.isfinite(caught.value.loss) == (rate > 1)
