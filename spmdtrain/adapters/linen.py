@@ -75,6 +75,9 @@ class LinenModel:
             self.eval_module = module.clone(**modes)
             # Attributes that are set say so of the whole module, as those of a layer of nnx do.
             self.modes = {"": any(getattr(module, name) is x for name, x in modes.items())}
+        if not inputs and not kwargs:
+            call = inspect.unwrap(type(module).__call__)  # flax wraps it
+            check_call(call, "LinenModel(module, *inputs): module()", module)
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         rngs = _stream_keys(key, ("params", *self.streams))

@@ -246,7 +246,7 @@ def _check(loop: Any, trainer: Trainer, steps: int, rtol: float) -> None:
     if trainer.writes_into_model:
         raise UserError(
             "the trainer is of from_keras, which writes the trained values into the model after "
-            "each fit, and a loop with this model would go on from them: give compare_losses a "
+            "each fit, and a loop with this model would continue from them: give compare_losses a "
             "Trainer(model=KerasModel(model), ...), and the loop another model"
         )
     if not isinstance(loop, Iterable):

@@ -732,7 +732,7 @@ except UserError as error:
 @pytest.mark.slow
 def test_the_page_and_its_adapter_of_ten_lines_train_models() -> None:
     page = (REPOSITORY / "docs" / "python.md").read_text()
-    section = page.partition("### Equinox\n")[2].partition("### Modes of layers")[0]
+    section = page.partition("### Equinox\n")[2].partition("### Initial values")[0]
     shown: dict[str, Any] = {"__name__": "shown"}
     for block in re.findall(r"^```python\n(.*?)^```", section, re.M | re.S):
         exec(block, shown)

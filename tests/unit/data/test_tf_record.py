@@ -1,4 +1,4 @@
-"""TFRecord files as sources: files that TensorFlow wrote, framing, features, damaged records."""
+"""TFRecord files as sources: files that TensorFlow wrote, framing, features, corrupted records."""
 
 import base64
 import gzip
