@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from spmdtrain.adapters.base import Function, Mode, Variables
+from spmdtrain.adapters.base import Function, Mode, Variables, check_call
 from spmdtrain.errors import UserError
 from spmdtrain.record.storage import one_line
 from spmdtrain.sharding.placement import current_batch_axis

@@ -339,7 +339,7 @@ def refuse_evaluator(what: str) -> None:
 
 
 class StateAccess:
-    """The uses of a trainer's state: by a fit, whose steps donate it, or by threads that read it."""
+    """The uses of a trainer's state: by a fit, which donates it, or by threads that read it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
