@@ -43,12 +43,13 @@ TICK_LABEL = (
     " ? replace(format(datum.value, '.9~e'), 'e+', 'e')"
     " : format(datum.value, abs(datum.value) < 1e6 ? ',.9~r' : '.9~s')"
 )
-"""Vega expression for the label of an axis: what `tick_label` returns."""
+"""Vega expression for the label of an axis: as `tick_label`, with up to nine digits."""
 PERCENT_LABEL = "datum.value === 0 ? '0' : datum.label"  # d3 writes `0%`
 
 
 def tick_label(value: float) -> str:
     """Returns a number as a person writes it beside an axis: `0.07`, `1,200`, `1.2M`, `1.2e-5`."""
+    value = value or 0.0  # of -0.0
     size = abs(value)
     if size and not 1e-4 <= size < 1e15:
         mantissa, _, exponent = f"{value:.3e}".partition("e")

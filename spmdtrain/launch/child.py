@@ -120,8 +120,8 @@ class Output:
 
     Lines wait for a slow reader, and so do the tasks. If the reader has stopped, such as a pager,
     or if a disk is full, the tasks continue and the other stream says so. The names of the tasks
-    prefix their lines. Where both streams are one file, such as a terminal, their lines are in the
-    order in which they came.
+    prefix their lines. Where both streams are one file, such as a terminal, lines are in the order
+    in which they were read: a task's output and errors come through two pipes.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
