@@ -382,7 +382,8 @@ def _little_work(plan: Plan) -> str:
         seconds / plan.times.estimate for seconds in (plan.times.useful, plan.times.waiting)
     )
     examples = plan.global_batch_size / plan.used
-    text = f"products take {products:.1%} of a step with {examples:,g} examples per chip"
+    text = f"products take {products:.1%} of a step with {examples:,g} "
+    text += f"example{'s' if examples != 1 else ''} per chip"
     return f"{text}, exposed collectives {alone:.0%}" if alone >= _NEGLIGIBLE else text
 
 

@@ -147,8 +147,9 @@ def half_of(topology: Topology) -> Topology | None:
     if topology.platform == "cpu" or topology.chip is None:
         return None
     shape, slices = list(topology.shape), topology.slices
-    last = len(shape) - 1 - shape[::-1].index(max(shape))  # a host has the first two dims
-    dim = last if topology.platform == "tpu" or shape[0] < 2 else 0
+    dim = shape.index(max(shape)) if topology.platform == "tpu" or shape[0] < 2 else 0
+    if len(shape) == 3 and shape[2] == shape[dim]:
+        dim = 2  # chips of a host are neighbors along the first two dims
     if slices > 1:
         slices = slices // 2 if slices % 2 == 0 else 0
     elif shape[dim] % 2 or (topology.platform == "tpu" and topology.chips <= _HOST_CHIPS):

@@ -209,7 +209,9 @@ def test_a_parameter_that_fills_a_device_is_a_giant(tmp_path: Path) -> None:
     # The moments of Adam, in eight parts.
     saved = one.without.peak - one.with_options.peak
     assert saved == pytest.approx(2 * 4 * 40_000**2 * 7 / 8, rel=0.05)
-    assert advised(wide, *options, "fully_sharded") == []
+    (other,) = advised(wide, *options, "fully_sharded")
+    assert "with 1 example per chip" in other.finding and not other.options
+    assert any(each.options.startswith("--batch-size") for each in other.rescaled)
 
 
 @pytest.mark.nightly
