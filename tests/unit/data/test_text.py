@@ -411,7 +411,10 @@ def test_a_shuffled_epoch_holds_every_token_once_in_another_order_than_the_next(
     assert (epochs[0] != epochs[1]).mean() > 0.9
 
 
-def test_a_shuffled_epoch_loads_the_blocks_of_a_window_once() -> None:
+def test_a_shuffled_epoch_loads_the_blocks_of_a_window_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an earlier scan leaves other blocks
     documents = InBlocks([3, 5, 6, 7, 9] * 200)
     packed = Packed(documents, 12, window=25)
     documents.loaded.clear()
