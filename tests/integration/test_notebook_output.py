@@ -160,7 +160,7 @@ def test_without_a_workdir_an_interrupted_fit_continues_to_the_same_bits(
     outputs: dict[str, list[Any]],
 ) -> None:
     lines = printed(outputs["interrupt without a workdir"])
-    assert "SIGINT: nothing saved (no workdir); a Trainer keeps its state" in lines
+    assert "SIGINT: nothing saved (no workdir); a Trainer keeps its state: call fit again" in lines
     at, is_same = eval(shown(outputs["continued"], "text/plain")[-1])
     assert 7 <= at < 20 and is_same
     # Also if the first point is that of an epoch. After an interrupt no time is left.
