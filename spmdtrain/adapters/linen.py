@@ -242,10 +242,10 @@ class BoundLinen:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls `module.apply` with the arguments; in training, updates the model state."""
-        key = jax.random.fold_in(self._key, self._calls)  # so a second call draws different masks
-        self._calls += 1
         from flax import errors  # slow to import
 
+        key = jax.random.fold_in(self._key, self._calls)  # so a second call draws different masks
+        self._calls += 1
         try:
             result, changed = self._module.apply(
                 {"params": self._params, **self.model_state},
@@ -255,6 +255,8 @@ class BoundLinen:
                 **kwargs,
             )
         except errors.ModifyScopeVariableError as error:
+            if self.training:  # another collection than those of the model state
+                raise
             raise UserError(
                 f"in evaluation, {type(self._module).__name__} updates its state, as in training: "
                 "call it with model.training, or give LinenModel(..., eval_module=...), the module "

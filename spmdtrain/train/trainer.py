@@ -39,6 +39,7 @@ from spmdtrain.errors import (
     StateError,
     StorageError,
     UserError,
+    in_command,
 )
 from spmdtrain.record import no_follow
 from spmdtrain.record.run_files import Split
@@ -825,9 +826,10 @@ class Trainer:
         if self._callbacks.stop_requested:
             run.schedule.total = first
         if first > (total := run.schedule.total):
+            instead = "" if in_command() else ", or restart=True to count from 0"
             self.terminal.line(
                 f"nothing to do: the run is at step {first} of {total} requested, and steps and "
-                "epochs are totals: give more, or restart=True to count from 0"
+                f"epochs are totals: give more{instead}"
             )
 
     def _run_validation(self, run: RunSession, step: int) -> Metrics | None:

@@ -670,14 +670,11 @@ class GivenArrays:
         if isinstance(array, np.ndarray):
             return array[slices(box)]
         for shard in array.addressable_shards:
-            bounds = [part.indices(n) for part, n in zip(shard.index, array.shape, strict=True)]
-            inside = zip(box, bounds, strict=True)
-            if all(first >= at[0] and end <= at[1] for (first, end), at in inside):
-                within = [
-                    (first - at[0], end - at[0])
-                    for (first, end), at in zip(box, bounds, strict=True)
-                ]
-                return np.asarray(shard.data)[slices(tuple(within))]
+            held = [part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True)]
+            dims = list(zip(box, held, strict=True))
+            if all(at[0] <= part[0] and part[1] <= at[1] for part, at in dims):
+                within = tuple((part[0] - at[0], part[1] - at[0]) for part, at in dims)
+                return np.asarray(shard.data)[slices(within)]
         raise UserError(
             f"{self.path}: {name} is split over the processes otherwise than in this run: save it, "
             "and give the file to init_from"
