@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.config.options import ParameterServerOptions as ParameterServerOptions
     from spmdtrain.config.options import ShardingOptions as ShardingOptions
     from spmdtrain.config.run_config import RunConfig as RunConfig
+    from spmdtrain.data.chat import Chat as Chat
     from spmdtrain.data.datasets import ArrayDataset as ArrayDataset
     from spmdtrain.data.datasets import Dataset as Dataset
     from spmdtrain.data.datasets import MappedDataset as MappedDataset

@@ -289,6 +289,15 @@ class ByteTokenizer:
         content = name.encode()
         return content[0] if len(content) == 1 else None
 
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns tokens, and the first and last + 1 character of each, int32 (n, 2)."""
+        spans = []
+        for text in texts:
+            sizes = [len(char.encode("utf-8", "surrogateescape")) for char in text]
+            first = np.repeat(np.arange(len(text), dtype=np.int32), sizes)
+            spans.append(np.stack([first, first + 1], axis=-1))
+        return list(zip(self.encode(texts), spans, strict=True))
+
 
 class JsonTokenizer:
     """A tokenizer of Hugging Face's library `tokenizers`.
@@ -325,6 +334,15 @@ class JsonTokenizer:
     def token(self, name: str) -> int | None:
         token: int | None = self._tokenizer.token_to_id(name)
         return token
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns tokens, and the first and last + 1 character of each, int32 (n, 2)."""
+        # Not `encode_batch_fast`, which does not count characters.
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(each.ids, np.int32), np.array(each.offsets, np.int32).reshape(-1, 2))
+            for each in found
+        ]
 
 
 def _size(tokenizer: Any) -> int:
@@ -389,21 +407,50 @@ def check_source(source: Any, what: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class WeightedTokens:
+    """A document whose tokens have weights in the loss, as `Chat` makes them.
+
+    Attributes:
+      tokens: int32 (n,).
+      weights: f32 (n,), the weight of the prediction of each token.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 def read_documents(
     documents: Any, indices: Sequence[int], field: str | None = None
 ) -> list[np.ndarray]:
     """Reads documents, several at once if `documents` has `__getitems__`: int32 (n,) each.
 
-    `documents` has 1-D arrays of integers, or records that hold one in `field`.
+    `documents` has 1-D arrays of integers, `WeightedTokens`, or records that hold one in `field`.
 
     Raises:
       UserError: If a document cannot be read, or is not a 1-D array of integers that fit int32.
     """
+    return [document.tokens for document in read_weighted(documents, indices, field)]
+
+
+def read_weighted(
+    documents: Any, indices: Sequence[int], field: str | None = None
+) -> list[WeightedTokens]:
+    """Reads documents with the weights of their tokens, which are 1 if the documents have none."""
     indices = [int(index) for index in indices]
     if not indices:
         return []
-    found = read_examples(documents, indices)
-    return [_tokens(document, index, field) for document, index in zip(found, indices, strict=True)]
+    read = []
+    for document, index in zip(read_examples(documents, indices), indices, strict=True):
+        if isinstance(document, WeightedTokens):
+            read.append(document)
+        else:
+            tokens = _tokens(document, index, field)
+            read.append(WeightedTokens(tokens, np.ones(len(tokens), np.float32)))
+    return read
 
 
 def _tokens(document: Any, index: int, field: str | None) -> np.ndarray:
@@ -567,20 +614,20 @@ class RecentDocuments:
 
     def __init__(self, tokens: int) -> None:
         self._limit = tokens
-        self._documents: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._documents: OrderedDict[int, WeightedTokens] = OrderedDict()
         self._tokens, self._lock = 0, threading.Lock()
 
     def __reduce__(self) -> Any:
         return type(self), (self._limit,)
 
-    def find(self, index: int) -> np.ndarray | None:
+    def find(self, index: int) -> WeightedTokens | None:
         """Returns a document; None if it is not cached."""
         with self._lock:
             if index in self._documents:
                 self._documents.move_to_end(index)
             return self._documents.get(index)
 
-    def put(self, index: int, document: np.ndarray) -> None:
+    def put(self, index: int, document: WeightedTokens) -> None:
         """Caches a document, and drops the least recently used ones beyond the capacity."""
         with self._lock:
             if index in self._documents:
@@ -612,7 +659,8 @@ class Packed:
     A row is a dictionary: `tokens`, int32 (length,); `segments`, int32 (length,), 1 for the first
     document of the row, 2 for the second and so on, 0 for padding; `positions`, int32 (length,),
     within the piece; `weights`, f32 (length,), 1 where a token is predicted from earlier tokens of
-    its document (position > 0), else 0.
+    its document (position > 0), else 0. Documents of a `Chat` have the weight 1 only for tokens of
+    the assistant.
 
     Args:
       documents: A source of 1-D arrays of integers: an object with `__len__` and
@@ -675,8 +723,12 @@ class Packed:
         sizes = pieces.sizes
         read, of_piece = np.unique(pieces.documents, return_inverse=True)
         texts = self._read(read)
-        parts = zip(of_piece.tolist(), pieces.starts.tolist(), sizes.tolist(), strict=True)
-        tokens = np.concatenate([texts[i][start : start + size] for i, start, size in parts])
+        starts = pieces.starts.tolist()
+        parts = [
+            (texts[i], slice(start, start + size))
+            for i, start, size in zip(of_piece.tolist(), starts, sizes.tolist(), strict=True)
+        ]
+        tokens = np.concatenate([text.tokens[part] for text, part in parts])
 
         number = np.arange(len(sizes)) - np.repeat(np.cumsum(counts) - counts, counts)
         row_of = np.repeat(np.arange(len(indices)), counts)
@@ -689,7 +741,9 @@ class Packed:
         found["positions"][is_token] = np.arange(len(tokens)) - np.repeat(
             np.cumsum(sizes) - sizes, sizes
         )
-        return found | {"weights": (found["positions"] > 0).astype(np.float32)}
+        weights = np.zeros(shape, np.float32)
+        weights[is_token] = np.concatenate([text.weights[part] for text, part in parts])
+        return found | {"weights": np.where(found["positions"] > 0, weights, np.float32(0))}
 
     def describe(self, index: int) -> str:
         """Returns the names of the documents of a row.
@@ -750,16 +804,16 @@ class Packed:
         key.update(self._lengths.data)
         return cached_scan("rows", key.digest(), count_rows, "packing")
 
-    def _read(self, indices: np.ndarray) -> list[np.ndarray]:
+    def _read(self, indices: np.ndarray) -> list[WeightedTokens]:
         """Reads documents; those longer than a row are kept for the rows of their other pieces."""
         lengths = self._lengths[indices]
-        texts: dict[int, np.ndarray] = {}
+        texts: dict[int, WeightedTokens] = {}
         for index in indices[lengths > self.length].tolist():
             if (kept := self._long_documents.find(index)) is not None:
                 texts[index] = kept
         missing = [index for index in indices.tolist() if index not in texts]
         for index, text in zip(
-            missing, read_documents(self.documents, missing, self.field), strict=True
+            missing, read_weighted(self.documents, missing, self.field), strict=True
         ):
             if len(text) != self._lengths[index]:
                 raise UserError(

@@ -16,7 +16,13 @@ from spmdtrain.data.datasets import as_dataset, fingerprint
 from spmdtrain.data.sampling import TrainBatches
 from spmdtrain.data.sources import files
 from spmdtrain.data.sources.files import BlockCache
-from spmdtrain.data.text import RecentDocuments, best_fit, document_lengths, load_tokenizer
+from spmdtrain.data.text import (
+    RecentDocuments,
+    WeightedTokens,
+    best_fit,
+    document_lengths,
+    load_tokenizer,
+)
 
 TEXTS = [f"{i} green bottles, hanging on the wall" for i in range(99, 0, -1)] + ["Grüße, 🐦"]
 SPECIAL = "<|end|>"
@@ -426,14 +432,18 @@ def test_a_shuffled_epoch_loads_the_blocks_of_a_window_once(
     assert len(documents.loaded) <= 140, len(documents.loaded)
 
 
+def document(length: int) -> WeightedTokens:
+    return WeightedTokens(np.zeros(length, np.int32), np.ones(length, np.float32))
+
+
 def test_the_documents_read_least_recently_are_dropped_first() -> None:
     kept = RecentDocuments(tokens=4)
     for index, length in enumerate((2, 1, 1)):
-        kept.put(index, np.zeros(length, np.int32))
+        kept.put(index, document(length))
     assert kept.find(0) is not None
-    kept.put(3, np.zeros(2, np.int32))
+    kept.put(3, document(2))
     assert [index for index in range(5) if kept.find(index) is not None] == [0, 3]
-    kept.put(4, np.zeros(9, np.int32))
+    kept.put(4, document(9))
     assert [index for index in range(5) if kept.find(index) is not None] == [4]
 
 
