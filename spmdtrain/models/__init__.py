@@ -3,6 +3,7 @@
 from spmdtrain.models.generation import (
     GenerationOptions,
     NewTokens,
+    completion_log_probs,
     generate,
     in_order,
     stream,
@@ -44,6 +45,7 @@ __all__ = [
     "TransformerConfig",
     "ViT",
     "ViTConfig",
+    "completion_log_probs",
     "generate",
     "in_order",
     "mlp_rules",

@@ -144,7 +144,7 @@ class DecodingPrograms:
         ended: np.ndarray,
         index: np.ndarray,
         steps: int,
-    ) -> tuple[PyTree, np.ndarray]:
+    ) -> tuple[PyTree, np.ndarray, np.ndarray]:
         """Adds tokens to each row, until all rows have ended.
 
         Args:
@@ -157,12 +157,14 @@ class DecodingPrograms:
           steps: Number of tokens, at most `CHUNK`.
 
         Returns:
-          The extended cache, and int32 (B, `steps`): the tokens, `NO_TOKEN` where there is none.
+          The extended cache; int32 (B, `steps`), the tokens, `NO_TOKEN` where there is none; and
+          f32 (B, `steps`), their log-probabilities.
         """
         arguments = last, position, start, ended, index, steps
         with use_placement(self.placement):
-            cache, written = _write(self._graph, self._values, cache, *arguments, **self._sampling)
-        return cache, np.asarray(written)[:, :steps]
+            cache, *found = _write(self._graph, self._values, cache, *arguments, **self._sampling)
+        written, log_probs = (np.asarray(array)[:, :steps] for array in found)
+        return cache, written, log_probs
 
 
 def _placement_of(values: PyTree) -> Placement:
@@ -175,7 +177,11 @@ def _placement_of(values: PyTree) -> Placement:
 
 @partial(jax.jit, static_argnums=(0, 3))
 def _read(graph: Any, values: PyTree, tokens: jax.Array, length: int) -> PyTree:
-    model: Any = nnx.merge(graph, values)
+    return _read_prompts(nnx.merge(graph, values), tokens, length)
+
+
+def _read_prompts(model: Any, tokens: jax.Array, length: int) -> PyTree:
+    """Returns a cache of some length with tokens (B, T)."""
     rows, count = tokens.shape
     cache: PyTree = model.empty_cache(rows, length)
     if not count:
@@ -211,34 +217,58 @@ def _write(
     top_k: int | None,
     top_p: jax.Array | None,
     stop_tokens: tuple[int, ...],
-) -> tuple[PyTree, jax.Array]:
-    """Returns the extended cache, and tokens (B, `CHUNK`): see `DecodingPrograms.write`."""
+) -> tuple[PyTree, jax.Array, jax.Array]:
+    """Returns the extended cache, and tokens and log-probabilities (B, `CHUNK`).
+
+    See `DecodingPrograms.write`.
+    """
     model: Any = nnx.merge(graph, values)
     layers = model.layers()
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
     written = jnp.full((last.shape[0], CHUNK), NO_TOKEN, jnp.int32)
+    log_probs = jnp.zeros(written.shape, jnp.float32)
     draw = partial(draw_token, temperature=temperature, top_k=top_k, top_p=top_p)
 
     def is_unfinished(carry: Any) -> jax.Array:
-        count, _, _, _, ended, _ = carry
+        count, _, _, _, ended, *_ = carry
         return (count < steps) & ~ended.all()
 
     def add(carry: Any) -> Any:
-        count, cache, last, position, ended, written = carry
-        x, cache = model.extend(layers, last[:, None], cache, position)
-        logits = model.logits(x)[:, 0, : model.config.vocabulary]
-        logits = constrain_sharding(logits, "batch", None)
+        count, cache, last, position, ended, written, log_probs = carry
+        logits, of_tokens, cache = _next_token(model, layers, last, cache, position)
         own_keys = jax.vmap(jax.random.fold_in)(keys, start + position + 1)
         drawn = jnp.where(ended, NO_TOKEN, jax.vmap(draw)(own_keys, logits))
         written = jax.lax.dynamic_update_index_in_dim(written, drawn, count, axis=1)
+        of_drawn = jnp.where(ended, 0, _at(of_tokens, drawn))
+        log_probs = jax.lax.dynamic_update_index_in_dim(log_probs, of_drawn, count, axis=1)
         last = jnp.where(ended, last, drawn)
         position = jnp.where(ended, position, position + 1)
         ended = ended | jnp.isin(drawn, jnp.array(stop_tokens, jnp.int32))
-        return count + 1, cache, last, position, ended, written
+        return count + 1, cache, last, position, ended, written, log_probs
 
-    carry = (jnp.int32(0), cache, last, position, ended, written)
-    _, cache, _, _, _, written = jax.lax.while_loop(is_unfinished, add, carry)
-    return cache, constrain_sharding(written, None, None)
+    carry = (jnp.int32(0), cache, last, position, ended, written, log_probs)
+    _, cache, *_, written, log_probs = jax.lax.while_loop(is_unfinished, add, carry)
+    written, log_probs = (constrain_sharding(x, None, None) for x in (written, log_probs))
+    return cache, written, log_probs
+
+
+def _next_token(
+    model: Any, layers: PyTree, last: jax.Array, cache: PyTree, position: jax.Array
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """Returns logits and log-probabilities of the next tokens (B, V), and the extended cache.
+
+    Generation and `completion_log_probs` both compute it in a loop of their own.
+    """
+    x, cache = model.extend(layers, last[:, None], cache, position)
+    logits = model.logits(x)[:, 0, : model.config.vocabulary]
+    logits = constrain_sharding(logits, "batch", None)
+    return logits, jax.nn.log_softmax(logits), cache
+
+
+def _at(of_tokens: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the values (B,) of tokens (B,), from those of all tokens (B, V)."""
+    found: jax.Array = jnp.take_along_axis(of_tokens, jnp.maximum(tokens, 0)[:, None], axis=-1)
+    return found[:, 0]
 
 
 # -- Generation of text by a decoder with a cache of keys and values, in batches, as a stream ------
@@ -316,11 +346,14 @@ class NewTokens(NamedTuple):
       row: Index of the prompt.
       tokens: int32 (n,), the tokens that follow those already yielded for this row.
       finished: Whether the text has ended. This is true once for each row.
+      log_probs: f32 (n,), the log-probability of each token under the model, whatever temperature,
+        `top_k` and `top_p` are.
     """
 
     row: int
     tokens: np.ndarray
     finished: bool
+    log_probs: np.ndarray
 
 
 def generate(
@@ -482,9 +515,11 @@ class _Batch:
             position = np.array([len(text) for text in self._texts], np.int32) - 1 - start
             until_full = int((programs.context - position)[~self._ended].min())
             steps = min(CHUNK, total - done, until_full)
-            cache, written = programs.write(cache, last, position, start, self._ended, index, steps)
+            cache, written, log_probs = programs.write(
+                cache, last, position, start, self._ended, index, steps
+            )
             done += steps
-            yield from self._add(written, finished=done == total)
+            yield from self._add(written, log_probs, finished=done == total)
 
     def _window(self) -> np.ndarray:
         """Returns the position of the first token that each row sees, int32 (B,).
@@ -501,16 +536,105 @@ class _Batch:
         length = min(at_most, _rounded(max(map(len, seen))))
         return np.array([np.pad(text[:length], (0, max(0, length - len(text)))) for text in seen])
 
-    def _add(self, written: np.ndarray, *, finished: bool) -> Iterator[NewTokens]:
+    def _add(
+        self, written: np.ndarray, log_probs: np.ndarray, *, finished: bool
+    ) -> Iterator[NewTokens]:
         for row in np.flatnonzero(~self._ended):
-            tokens = written[row][written[row] != NO_TOKEN]
+            is_new = written[row] != NO_TOKEN
+            tokens = written[row][is_new]
             self._texts[row] = np.concatenate([self._texts[row], tokens])
             self._ended[row] = finished or int(tokens[-1]) in self._options.stop_tokens
-            yield NewTokens(self._first + int(row), tokens, bool(self._ended[row]))
+            ended = bool(self._ended[row])
+            yield NewTokens(self._first + int(row), tokens, ended, log_probs[row][is_new])
 
 
 def _rounded(length: int) -> int:
     return -(-length // _ROUND) * _ROUND
+
+
+# -- Log-probabilities of completions, for training on what was generated --------------------------
+
+
+def completion_log_probs(
+    model: Decoder, prompts: jax.Array, lengths: jax.Array, completions: jax.Array
+) -> jax.Array:
+    """Returns the log-probability of each token of completions, in f32 with the bits of generation.
+
+    The values are computed in the loop of `generate`: token by token, with a cache. The gradients
+    are those of the model's parallel forward pass, whose values are equal up to rounding.
+
+    The bits are those of `NewTokens.log_probs` if the shapes are the same: all prompts in one batch
+    of `generate`, P the length of the longest one, and C `max_new_tokens`; and if the parameters
+    have the same values, dtype and sharding.
+
+    Args:
+      model: A `Transformer` or `Llama` without dropout.
+      prompts: int (B, P), padded at the end with any token.
+      lengths: int (B,), the number of tokens of each prompt, at least 1.
+      completions: int (B, C), padded at the end with any token.
+
+    Returns:
+      f32 (B, C). Values of padding have no meaning: give them a weight of 0.
+
+    Raises:
+      UserError: If P + C - 1 is larger than the model's context.
+    """
+    needed, context = prompts.shape[1] + completions.shape[1] - 1, model.config.context
+    if needed > context:
+        raise UserError(
+            f"prompts of {prompts.shape[1]} tokens and completions of {completions.shape[1]} need "
+            f"a context of {needed}, but the model's is {context}"
+        )
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    return _as_generated(graph, params, others, prompts, lengths, completions)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _as_generated(
+    graph: Any, params: PyTree, others: PyTree, prompts: Any, lengths: Any, completions: Any
+) -> jax.Array:
+    model: Any = nnx.merge(graph, params, others)
+    rows, count = completions.shape
+    length = min(model.config.context, _rounded(prompts.shape[1] + count - 1))
+    unread = min(length, _rounded(prompts.shape[1] - 1))
+    layers = model.layers()
+    tokens = jnp.pad(prompts, ((0, 0), (0, max(0, unread - prompts.shape[1]))))[:, :unread]
+    cache = _read_prompts(model, tokens, length)
+    position = lengths - 1
+    last = _at(prompts, position)
+
+    def add(carry: Any, token: jax.Array) -> Any:
+        cache, last, position = carry
+        _, of_tokens, cache = _next_token(model, layers, last, cache, position)
+        return (cache, token, position + 1), _at(of_tokens, token)
+
+    _, found = jax.lax.scan(add, (cache, last, position), completions.T)
+    return found.T
+
+
+def _in_parallel(
+    graph: Any, params: PyTree, others: PyTree, prompts: Any, lengths: Any, completions: Any
+) -> jax.Array:
+    """Computes the log-probabilities by the forward pass over whole texts."""
+    model: Any = nnx.merge(graph, params, others)
+    text = jnp.pad(prompts, ((0, 0), (0, completions.shape[1])))
+    at = lengths[:, None] + jnp.arange(completions.shape[1])
+    text = jax.vmap(lambda row, at, new: row.at[at].set(new))(text, at, completions)
+    losses = model.token_losses(text[:, :-1], text[:, 1:]).loss
+    return -jnp.take_along_axis(losses, at - 1, axis=-1)
+
+
+def _forward(graph: Any, *arguments: Any) -> tuple[jax.Array, Any]:
+    return _as_generated(graph, *arguments), arguments
+
+
+def _backward(graph: Any, arguments: Any, gradient: jax.Array) -> Any:
+    params, *fixed = arguments
+    _, pull = jax.vjp(lambda params: _in_parallel(graph, params, *fixed), params)
+    return (*pull(gradient), None, None, None, None)
+
+
+_as_generated.defvjp(_forward, _backward)
 
 
 # -- Draws of tokens from logits: temperature, top-k and top-p -------------------------------------

@@ -48,6 +48,11 @@ def test_ten_lines_of_python_train_a_model(tmp_path: Path, monkeypatch: pytest.M
     np.testing.assert_allclose(found["trainer"].model.kernel[...], [[3]], atol=0.01)
 
 
+def test_the_mask_of_a_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("post-training.md"))
+    assert found["learned"] == "7\n"
+
+
 @pytest.mark.slow
 def test_the_way_over_from_tf_distribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = blocks("coming-from-tf-distribute.md")

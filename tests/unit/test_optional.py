@@ -29,5 +29,13 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(
 def test_tests_install_the_library_of_each_extra_for_data() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for name in ("arrayrecord", "parquet", "huggingface", "zstd", "tokenizers", "sentencepiece"):
+    for name in (
+        "arrayrecord",
+        "parquet",
+        "huggingface",
+        "zstd",
+        "tokenizers",
+        "sentencepiece",
+        "chat",
+    ):
         assert {*extras[name]} <= {*extras["dev"]}, name

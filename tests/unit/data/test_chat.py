@@ -178,7 +178,7 @@ def test_the_default_of_several_templates_and_variables_are_used(tmp_path: Path)
 def test_a_template_that_changes_earlier_messages_is_refused() -> None:
     template = PLAIN.replace("{{ message.content }}", "{{ message.content if loop.last else '' }}")
     assert Chat([talk("a", "b")], "bytes", PLAIN)[0].weights.tolist() == [0] * 8 + [1, 1]
-    with pytest.raises(UserError, match="message 1: .* in another way than the whole one"):
+    with pytest.raises(UserError, match=r"message 1: .* in another way than the whole one"):
         Chat([talk("a", "b", "c", "d")], "bytes", template)[0]
 
 
@@ -192,9 +192,7 @@ def test_a_template_that_changes_earlier_messages_is_refused() -> None:
         ([*talk("a", "b"), {"role": "critic", "content": ""}], "fails: unknown role critic"),
     ],
 )
-def test_a_record_that_is_no_conversation_is_named(
-    record: Any, message: str, folder: Path
-) -> None:
+def test_a_record_that_is_no_conversation_is_named(record: Any, message: str, folder: Path) -> None:
     with pytest.raises(UserError, match=f"^record 1: .*{re.escape(message)}"):
         Chat([TALKS[0], record], folder / "tokenizer.json").__getitems__([0, 1])
 
@@ -206,7 +204,9 @@ def test_long_conversations_are_cut_dropped_or_refused() -> None:
     assert len(Chat(TALKS[4:5], "bytes", PLAIN, length=20, too_long="drop")[0]) == 0
     whole = Chat(TALKS[4:5], "bytes", PLAIN, length=len(tokens), too_long="error")[0]
     assert whole.tokens.tolist() == tokens
-    with pytest.raises(UserError, match=rf"record 0: .* has {len(tokens)} tokens, and length is 20"):
+    with pytest.raises(
+        UserError, match=rf"record 0: .* has {len(tokens)} tokens, and length is 20"
+    ):
         Chat(TALKS[4:5], "bytes", PLAIN, length=20, too_long="error")[0]
 
 

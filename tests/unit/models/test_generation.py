@@ -18,9 +18,12 @@ from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.models import (
     TRANSFORMER_RULES,
     GenerationOptions,
+    Llama,
+    LlamaConfig,
     NewTokens,
     Transformer,
     TransformerConfig,
+    completion_log_probs,
     generate,
     in_order,
     stream,
@@ -151,9 +154,9 @@ def test_a_row_is_not_held_back_longer_than_the_row_before_it() -> None:
     def pieces() -> Any:
         for number, (row, finished) in enumerate([(0, False), (1, True), (0, True), (2, True)]):
             taken.append(number)
-            yield NewTokens(row, np.array([number]), finished)
+            yield NewTokens(row, np.array([number]), finished, np.zeros(1, np.float32))
 
-    found = [(piece.row, int(piece.tokens[0]), len(taken)) for piece in in_order(pieces())]
+    found = [(piece.row, int(piece.tokens), len(taken)) for piece in in_order(pieces())]
     assert found == [(0, 0, 1), (0, 2, 3), (1, 1, 3), (2, 3, 4)]
 
 
@@ -302,3 +305,68 @@ def test_prompts_that_cannot_be_continued(prompt: Any, why: str) -> None:
         generate(small(), [[1], prompt], greedy(3))
     with pytest.raises(UserError, match="a Linear cannot generate"):
         generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [[1]], greedy(3))  # type: ignore[arg-type]
+
+
+# -- log-probabilities -----------------------------------------------------------------------------
+
+
+LLAMA = LlamaConfig(
+    vocabulary=11, layers=1, width=16, heads=4, kv_heads=2, hidden=24, context=32, unroll=False
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["transformer", pytest.param("llama", marks=pytest.mark.nightly)])
+def test_log_probabilities_of_training_are_those_of_generation_to_the_bit(kind: str) -> None:
+    model: Any = small(layers=1) if kind == "transformer" else Llama(LLAMA, rngs=nnx.Rngs(0))
+    count, longest = 6, max(map(len, PROMPTS))
+    options = GenerationOptions(max_new_tokens=count, stop_tokens=(2,), temperature=1.5)
+    tokens = np.zeros((len(PROMPTS), count), np.int32)
+    said = np.full((len(PROMPTS), count), np.nan, np.float32)
+    for piece in stream(model, PROMPTS, options):
+        assert piece.log_probs.dtype == np.float32
+        tokens[piece.row, : len(piece.tokens)] = piece.tokens
+        said[piece.row, : len(piece.tokens)] = piece.log_probs
+    is_token = ~np.isnan(said)
+    prompts = np.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in PROMPTS], np.int32)
+    lengths = np.array([*map(len, PROMPTS)], np.int32)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def trained(params: Any) -> Any:
+        def loss(params: Any) -> Any:
+            found = completion_log_probs(nnx.merge(graph, params, others), prompts, lengths, tokens)
+            return jnp.where(is_token, found, 0).sum(), found
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, found), gradients = trained(params)
+    np.testing.assert_array_equal(np.asarray(found)[is_token], said[is_token])
+    texts = np.zeros((len(PROMPTS), longest + count), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        texts[row, : len(prompt) + count] = [*prompt, *tokens[row]]
+
+    @jax.jit
+    def by_whole_texts(params: Any) -> Any:
+        def loss(params: Any) -> Any:
+            logits = nnx.merge(graph, params, others)(texts)[..., : model.config.vocabulary]
+            at = lengths[:, None] - 1 + np.arange(count)
+            logits = jnp.take_along_axis(logits, at[..., None], axis=1)
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=2)
+            return jnp.where(is_token, chosen[..., 0], 0).sum(), chosen[..., 0]
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, expected), expected_gradients = by_whole_texts(params)
+    np.testing.assert_allclose(said[is_token], np.asarray(expected)[is_token], rtol=1e-4, atol=1e-5)
+    for one, other in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * float(jnp.abs(other).max()))
+
+
+def test_completions_beyond_the_context_are_refused() -> None:
+    model = small()
+    prompts, completions = np.zeros((2, 10), np.int32), np.zeros((2, 8), np.int32)
+    with pytest.raises(UserError, match="need a context of 17, but the model's is 16"):
+        completion_log_probs(model, prompts, np.full(2, 10), completions)
