@@ -10,8 +10,9 @@ for the preferred answer, and the model of experiments/sft.py answers briefly.
     python -m spmdtrain.run --config experiments/sft.py --init-from runs/dpo --mode predict
 
 The second command writes pairs.npz: for each question the tokens of a brief answer, which is
-preferred, and of a polite one; the weights of the answers' tokens; and their log-probabilities under
-the reference, the model in runs/sft. They are computed once, and training needs no second model.
+preferred, and of a polite one; the weights of the answers' tokens; and their log-probabilities
+under the reference, the model in runs/sft. They are computed once, and training needs no second
+model. If the first command has options of the model's shape, the third has the same ones.
 
 The reward of an answer is its log-probability minus that of the reference, times `beta`. The loss
 is that of Rafailov et al. 2023 (arXiv:2305.18290).

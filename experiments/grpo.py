@@ -1,6 +1,7 @@
 """Reinforcement learning from verifiable rewards: a transformer learns to sort digits by GRPO.
 
-Expected: a reward of 1.0 (all digits are right) after 300 steps, from 0.17 at the start.
+Expected: after 300 steps, in about two minutes on two CPU cores, 95 % of the digits of unseen
+prompts are right (17 % at the start), and of 86 % of the prompts all of them.
 
     python -m spmdtrain.run --config experiments/grpo.py
 
@@ -10,8 +11,8 @@ to the same prompt become more probable (group relative policy optimization, Sha
 arXiv:2402.03300). The start is random: nothing is pretrained.
 
 The log-probabilities of the answers in the step are those of generation, to the bit: the metric
-`ratio_error`, the largest difference of their ratio to 1, is 0. Another task is another `make_prompt`
-and `reward`.
+`ratio_error`, the largest difference of their ratio to 1, is 0. Another task is another
+`make_prompt` and `reward`.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdtrain import Loop, Mode, RunConfig, TrainState, UserError, Variables, as_adapter
-from spmdtrain import weighted_mean
+from spmdtrain import (
+    Loop,
+    Mode,
+    RunConfig,
+    TrainState,
+    UserError,
+    Variables,
+    as_adapter,
+    weighted_mean,
+)
 from spmdtrain.models import (
     TRANSFORMER_RULES,
     GenerationOptions,
@@ -113,7 +122,7 @@ def train(config: Config, loop: Loop) -> None:
     )
     policy = as_adapter(partial(Transformer, shape))
     assert loop.config.learning_rate is not None
-    # Without steps, `start` refuses the run: there is no dataset that epochs could count.
+    # Without steps, `start` refuses the run: epochs need a dataset.
     schedule = optax.cosine_decay_schedule(loop.config.learning_rate, config.steps or 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
 

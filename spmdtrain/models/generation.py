@@ -594,7 +594,7 @@ def _as_generated(
     graph: Any, params: PyTree, others: PyTree, prompts: Any, lengths: Any, completions: Any
 ) -> jax.Array:
     model: Any = nnx.merge(graph, params, others)
-    rows, count = completions.shape
+    count = completions.shape[1]
     length = min(model.config.context, _rounded(prompts.shape[1] + count - 1))
     unread = min(length, _rounded(prompts.shape[1] - 1))
     layers = model.layers()
