@@ -87,7 +87,7 @@ def write_pairs(run: str, folder: Path) -> None:
     model = load_model(partial(Transformer, sft.shape(config, chat.vocabulary_size)), run)
     reference = np.asarray(jax.jit(partial(log_probs, model))(rows["tokens"], rows["weights"]))
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {name: each.reshape(-1, 2, 32) for name, each in rows.items()}
+    arrays: dict[str, Any] = {name: each.reshape(-1, 2, 32) for name, each in rows.items()}
     np.savez(folder / "pairs.npz", reference=reference.reshape(-1, 2), **arrays)
 
 

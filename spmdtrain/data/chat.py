@@ -315,8 +315,8 @@ class Chat:
 
     def fingerprint(self) -> str:
         """Returns a hash of tokenizer, template, options, and the source's fingerprint if any."""
-        parts = [self._tokenizer.fingerprint, self._template.text, self._template.variables]
-        parts += [self.field, self._length, self._too_long]
+        parts: list[Any] = [self._tokenizer.fingerprint, self._template.text]
+        parts += [self._template.variables, self.field, self._length, self._too_long]
         if hasattr(self.source, "fingerprint"):
             parts.append(self.source.fingerprint())
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -585,8 +585,8 @@ def completion_log_probs(
             f"prompts of {prompts.shape[1]} tokens and completions of {completions.shape[1]} need "
             f"a context of {needed}, but the model's is {context}"
         )
-    graph, params, others = nnx.split(model, nnx.Param, ...)
-    return _as_generated(graph, params, others, prompts, lengths, completions)
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    return _as_generated(graph, *states, prompts, lengths, completions)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

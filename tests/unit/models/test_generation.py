@@ -330,7 +330,8 @@ def test_log_probabilities_of_training_are_those_of_generation_to_the_bit(kind: 
     is_token = ~np.isnan(said)
     prompts = np.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in PROMPTS], np.int32)
     lengths = np.array([*map(len, PROMPTS)], np.int32)
-    graph, params, others = nnx.split(model, nnx.Param, ...)
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, others = states
 
     @jax.jit
     def trained(params: Any) -> Any:
