@@ -65,6 +65,7 @@ def test_rewards_on_one_device_are_those_on_eight(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_chat_is_learned_and_preferences_change_its_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
