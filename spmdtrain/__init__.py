@@ -106,6 +106,9 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.train.callbacks import CallbackEvent as CallbackEvent
     from spmdtrain.train.loop import Loop as Loop
     from spmdtrain.train.schedule import FitResult as FitResult
+    from spmdtrain.train.serving import ExportedModel as ExportedModel
+    from spmdtrain.train.serving import export_predict as export_predict
+    from spmdtrain.train.serving import load_exported as load_exported
     from spmdtrain.train.shipped_callbacks import EarlyStopping as EarlyStopping
     from spmdtrain.train.shipped_callbacks import LogSamples as LogSamples
     from spmdtrain.train.shipped_callbacks import ReduceOnPlateau as ReduceOnPlateau
