@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.adapters.lora import LoraModel as LoraModel
     from spmdtrain.adapters.lora import LoraRule as LoraRule
     from spmdtrain.checkpoints.manifest import Manifest as Manifest
+    from spmdtrain.checkpoints.restore import export_huggingface as export_huggingface
     from spmdtrain.checkpoints.restore import export_params as export_params
     from spmdtrain.checkpoints.restore import load_model as load_model
     from spmdtrain.checkpoints.restore import load_params as load_params

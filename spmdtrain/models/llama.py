@@ -218,7 +218,7 @@ class LlamaConfig:
                 f"rope_scaling is {self.rope_scaling}, and Hugging Face's layout of "
                 f"{'Mixtral' if routed else 'Llama'} has no such scaling"
             )
-        config = {
+        config: dict[str, Any] = {
             "architectures": ["MixtralForCausalLM" if routed else "LlamaForCausalLM"],
             "model_type": "mixtral" if routed else "llama",
             "vocab_size": self.vocabulary,

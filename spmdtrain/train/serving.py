@@ -50,7 +50,7 @@ PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "tpu")
 # -- The predict function of a trainer, as a function of dictionaries of arrays --------------------
 
 _BATCH = "batch"
-_TRIED = 3  # rows of a trial
+_TRIED = 64  # rows of a trial: halves and quarters of a batch have a size
 _LARGEST_PROGRAM = 2**31 - 2**20  # bytes; serialized programs have 32-bit offsets
 
 
@@ -102,8 +102,7 @@ def program_of(
         name: jax.ShapeDtypeStruct((size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
         for name, x in named_leaves(rows).items()
     }
-    structures = [jax.tree.structure(tree) for tree in (targets, rows)]
-    draw = np.zeros(2, np.uint32)  # the outputs of a predict function with a key are fixed
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (targets, rows)]
 
     def run(given: Mapping[str, Any], inputs: Mapping[str, Any]) -> PyTree:
         rows_given = next(iter(inputs.values())).shape[0]
@@ -121,6 +120,7 @@ def program_of(
         )
         with use_placement(functions.placement):
             mask = jnp.ones(rows_given, jnp.float32)
+            draw = jnp.zeros(2, jnp.uint32)  # outputs of a predict function with a key are fixed
             return _plain(functions.forward.predictions(values, batch, mask, draw))
 
     # With a fixed size first: its errors are those of the predict function itself, and JAX tells
