@@ -21,7 +21,7 @@ _VERSIONS = ("spmdtrain", "jax", "jaxlib", "flax", "numpy")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a model card says of the model.
+    """The facts of a model card.
 
     Attributes:
       step: Number of updates of the exported values.
@@ -51,7 +51,7 @@ def model_card(facts: CardFacts, *, library: str, use: str) -> str:
     """Returns the Markdown text of a model card, with the header that Hugging Face reads.
 
     Args:
-      facts: What it says.
+      facts: The facts about the model.
       library: The library that loads the model.
       use: Markdown text that says how to use the files beside it.
     """

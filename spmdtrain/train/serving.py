@@ -127,7 +127,7 @@ def program_of(
     # what the outputs depend on.
     fixed = {name: _with_rows(x, batch_size or _TRIED) for name, x in of_batch.items()}
     exported = _exported(PredictProgram(run, weights, fixed, batch_size or _TRIED), ("cpu",))
-    # The order of `jax.tree.leaves`. What the outputs do not depend on is left out: targets, say.
+    # The order of `jax.tree.leaves`. What the outputs do not depend on, such as targets, is left out.
     names = [*((name, True) for name in sorted(weights)), *((n, False) for n in sorted(of_batch))]
     used = {names[index] for index in exported.module_kept_var_idx}
     inputs = {name: x for name, x in of_batch.items() if (name, False) in used}
@@ -272,7 +272,7 @@ def export_predict(
 
 @dataclass(frozen=True)
 class Target:
-    """What a program is exported for, and what its model card says."""
+    """The platforms of an export, the place of its weights, and the facts of its model card."""
 
     platforms: tuple[Platform, ...]
     weights: Weights
@@ -485,7 +485,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
             raise UserError(f"{folder / name} is corrupted: its SHA-256 is not the recorded one")
     try:
         exported = jax.export.deserialize(bytearray(files[_PROGRAM]))
-    except Exception as error:  # whoever wrote the file wrote its checksum as well
+    except Exception as error:  # the checksum may have been forged, too
         raise UserError(
             f"{folder / _PROGRAM} is no program that JAX {jax.__version__} can read: "
             f"{one_line(error)[:200]}. It was written by JAX "

@@ -313,7 +313,12 @@ class Trainer:
         return self._variables()
 
     def functions_on(self, config: RunConfig, placement: Placement) -> RunFunctions:
-        """Returns the run's functions for another configuration and its devices."""
+        """Returns the run's functions for another placement.
+
+        Args:
+          config: The configuration.
+          placement: The devices and their mesh, of `config`.
+        """
         return self._make_functions(config, placement)
 
     @property
