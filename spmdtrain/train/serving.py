@@ -30,7 +30,7 @@ from spmdtrain.checkpoints.export_folder import (
 from spmdtrain.checkpoints.manifest import Manifest, raw_keys
 from spmdtrain.checkpoints.read_arrays import restore_key
 from spmdtrain.config.options import MeshSpec
-from spmdtrain.config.run_config import RunConfig
+from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.training_data import run_dataset
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, foreign, import_extra, option, version_of
@@ -120,14 +120,15 @@ def program_of(
         )
         with use_placement(functions.placement):
             mask = jnp.ones(rows_given, jnp.float32)
-            draw = jnp.zeros(2, jnp.uint32)  # outputs of a predict function with a key are fixed
+            # The key of a predict function with random numbers: that of the first batch.
+            draw = jnp.array([derive_seed(functions.config.seed, Purpose.EVAL), 0], jnp.uint32)
             return _plain(functions.forward.predictions(values, batch, mask, draw))
 
     # With a fixed size first: its errors are those of the predict function itself, and JAX tells
     # what the outputs depend on.
     fixed = {name: _with_rows(x, batch_size or _TRIED) for name, x in of_batch.items()}
     exported = _exported(PredictProgram(run, weights, fixed, batch_size or _TRIED), ("cpu",))
-    # The order of `jax.tree.leaves`. What the outputs do not depend on, such as targets, is left out.
+    # In the order of `jax.tree.leaves`. Targets, on which no output depends, are left out.
     names = [*((name, True) for name in sorted(weights)), *((n, False) for n in sorted(of_batch))]
     used = {names[index] for index in exported.module_kept_var_idx}
     inputs = {name: x for name, x in of_batch.items() if (name, False) in used}
@@ -351,7 +352,13 @@ def _write_stablehlo(to: str, program: PredictProgram, target: Target) -> None:
             f"write them beside it: {option('weights', 'beside')}"
         )
     exported = _exported(program, target.platforms, target.weights)
-    files: dict[str, bytes] = {_PROGRAM: bytes(exported.serialize())}
+    try:
+        files: dict[str, bytes] = {_PROGRAM: bytes(exported.serialize())}
+    except NotImplementedError as error:
+        raise UserError(
+            "predict calls Python (jax.pure_callback, jax.debug.print, ...), which a program cannot "
+            f"hold: leave the call out ({one_line(error)[:200]})"
+        ) from error
     dtypes: dict[str, str] = {}
     if target.weights == "beside":
         buffer = io.BytesIO()
@@ -371,11 +378,16 @@ def _write_stablehlo(to: str, program: PredictProgram, target: Target) -> None:
         dtypes=dtypes,
         files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     )
-    use = _USE.format(inputs=", ".join(f"{name}: {text}" for name, text in inputs.items()))
+    use = _USE.format(inputs=_listed(inputs))
     files[CARD] = model_card(target.facts, library="jax", use=use).encode()
     # Last: a folder without it is not complete.
     files[_DESCRIPTION] = (json.dumps(asdict(description), indent=1) + "\n").encode()
     write_folder(to, files)
+
+
+def _listed(inputs: Mapping[str, str]) -> str:
+    """Returns inputs by name for a message; a batch that is one array has no name."""
+    return ", ".join(f"{name}: {text}" if name else text for name, text in inputs.items())
 
 
 def _as_bits(x: np.ndarray) -> np.ndarray:
@@ -417,8 +429,7 @@ class ExportedModel:
             given = dict(zip(inputs, given.values(), strict=True))
         if missing := [name for name in inputs if name not in given]:
             raise UserError(
-                f"the batch has no {missing[0]!r}: the inputs of the exported model are "
-                + ", ".join(f"{name}: {text}" for name, text in inputs.items())
+                f"the batch has no {missing[0]!r}: the exported model takes {_listed(inputs)}"
             )
         platform = jax.default_backend()
         known = self.description.platforms
@@ -445,7 +456,7 @@ def _checked(name: str, value: Any, text: str) -> Any:
     )
     if not fits or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise UserError(
-            f"{name} is {array.dtype.name}[{','.join(map(str, array.shape))}]: the exported model "
+            f"{name or 'the batch'} is {array.dtype.name}[{','.join(map(str, array.shape))}]: the exported model "
             f"takes {text}"
         )
     return array if array.dtype == dtype else array.astype(dtype)

@@ -170,7 +170,7 @@ def test_logits_and_export_are_those_of_transformers(
     np.testing.assert_array_equal(of(back.eval()), of(theirs))
     written = transformers.PreTrainedTokenizerFast.from_pretrained(out)
     assert written("a b")["input_ids"] == [1, 2]
-    assert "license: \"mit\"" in (out / "README.md").read_text()
+    assert 'license: "mit"' in (out / "README.md").read_text()
     if name == "vit":  # values from 0 to 255, (H, W, channels)
         processor = json.loads((out / "preprocessor_config.json").read_text())
         assert processor["size"] == {"height": 12, "width": 12}

@@ -117,7 +117,10 @@ CASES: dict[str, Callable[[], tuple[Trainer, Any]]] = {
         trained(strategy="fully_sharded", compute_dtype="bfloat16", predict=several),
         BATCH,
     ),
-    "linen, averaged": lambda: (trained(model=LinenModel(Dense(), IMAGES[:1]), ema_decay=0.5), BATCH),
+    "linen, averaged": lambda: (
+        trained(model=LinenModel(Dense(), IMAGES[:1]), ema_decay=0.5),
+        BATCH,
+    ),
     "functions": lambda: (trained(model=functions()), BATCH),
     "gpt2": lambda: (
         trained(
@@ -198,7 +201,7 @@ def test_an_input_that_does_not_fit_is_named(exported: tuple[Trainer, Path]) -> 
     for given in (BATCH, IMAGES, {"image": IMAGES.astype(np.float64)}):
         np.testing.assert_allclose(model(given), expected, rtol=1e-6, atol=1e-6)
     for given, why in (
-        ({"img": IMAGES}, "the batch has no 'image'.*image: float32.batch,4,4"),
+        ({"img": IMAGES}, "the batch has no 'image'.*takes image: float32.batch,4,4"),
         ({"image": IMAGES[:, :3]}, r"image is float32\[64,3,4\].*takes float32\[batch,4,4\]"),
         ({"image": np.full((2, 4, 4), "a")}, "image is str32"),
     ):
@@ -264,6 +267,23 @@ def test_a_model_that_depends_on_its_batch_size_takes_one_size(tmp_path: Path) -
     np.testing.assert_allclose(model(part), trainer.predict(part, global_batch_size=6), rtol=1e-5)
     with pytest.raises(UserError, match=r"takes float32\[6,4,4\]"):
         model(BATCH)
+
+
+def test_a_predict_function_with_a_key_and_one_that_calls_python(tmp_path: Path) -> None:
+    def noisy(model: Any, batch: Any, key: jax.Array) -> jax.Array:
+        return model(batch["image"]) + jax.random.normal(key, (3,))
+
+    def calling(model: Any, batch: Any) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((batch["image"].shape[0], 3), jnp.float32)
+        return jax.pure_callback(lambda x: x, shape, model(batch["image"]))
+
+    trainer = trained(model=functions(), predict=noisy)
+    export_predict(trainer, str(tmp_path / "out"), BATCH, platforms=("cpu",))
+    expected = trainer.predict(BATCH, global_batch_size=64)
+    np.testing.assert_allclose(load_exported(tmp_path / "out")(BATCH), expected, rtol=1e-5)
+    with pytest.raises(UserError, match="predict calls Python"):
+        trainer = trained(model=functions(), predict=calling)
+        export_predict(trainer, str(tmp_path / "other"), BATCH, platforms=("cpu",))
 
 
 def test_wrong_arguments_are_refused(exported: tuple[Trainer, Path], tmp_path: Path) -> None:
