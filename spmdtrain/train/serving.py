@@ -165,6 +165,13 @@ def _exported(
             exported: jax.export.Exported = export(*beside, dict(program.inputs))
     except UserError:
         raise
+    except NotImplementedError as error:
+        if "host_callbacks" not in str(error):
+            raise
+        raise UserError(
+            "predict calls Python (jax.pure_callback, jax.debug.print, ...), which no program can "
+            "hold: leave the call out"
+        ) from error
     except Exception as error:
         if "custom call" in str(error):
             raise UserError(
@@ -352,13 +359,7 @@ def _write_stablehlo(to: str, program: PredictProgram, target: Target) -> None:
             f"write them beside it: {option('weights', 'beside')}"
         )
     exported = _exported(program, target.platforms, target.weights)
-    try:
-        files: dict[str, bytes] = {_PROGRAM: bytes(exported.serialize())}
-    except NotImplementedError as error:
-        raise UserError(
-            "predict calls Python (jax.pure_callback, jax.debug.print, ...), which a program cannot "
-            f"hold: leave the call out ({one_line(error)[:200]})"
-        ) from error
+    files: dict[str, bytes] = {_PROGRAM: bytes(exported.serialize())}
     dtypes: dict[str, str] = {}
     if target.weights == "beside":
         buffer = io.BytesIO()
@@ -455,10 +456,8 @@ def _checked(name: str, value: Any, text: str) -> Any:
         expected in (_BATCH, str(dim)) for expected, dim in zip(shape, array.shape, strict=True)
     )
     if not fits or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise UserError(
-            f"{name or 'the batch'} is {array.dtype.name}[{','.join(map(str, array.shape))}]: the exported model "
-            f"takes {text}"
-        )
+        found = f"{array.dtype.name}[{','.join(map(str, array.shape))}]"
+        raise UserError(f"{name or 'the batch'} is {found}: the exported model takes {text}")
     return array if array.dtype == dtype else array.astype(dtype)
 
 

@@ -269,6 +269,7 @@ def test_a_model_that_depends_on_its_batch_size_takes_one_size(tmp_path: Path) -
         model(BATCH)
 
 
+@pytest.mark.slow
 def test_a_predict_function_with_a_key_and_one_that_calls_python(tmp_path: Path) -> None:
     def noisy(model: Any, batch: Any, key: jax.Array) -> jax.Array:
         return model(batch["image"]) + jax.random.normal(key, (3,))
