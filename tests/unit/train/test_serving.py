@@ -163,7 +163,7 @@ def test_outputs_are_those_of_predict_at_every_batch_size(name: str, tmp_path: P
         part = {name: x[:size] for name, x in batch.items()}
         expected = trainer.predict(part, global_batch_size=size)
         found = model({name: part[name] for name in model.description.inputs})
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        assert str(jax.tree.structure(found)) == str(jax.tree.structure(expected))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert a.shape[0] == size and a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -198,13 +198,15 @@ def test_two_exports_have_the_same_bytes_and_no_path_of_this_machine(
 def test_an_input_that_does_not_fit_is_named(exported: tuple[Trainer, Path]) -> None:
     model = load_exported(exported[1])
     expected = exported[0].predict(BATCH)
-    for given in (BATCH, IMAGES, {"image": IMAGES.astype(np.float64)}):
+    right: list[Any] = [BATCH, IMAGES, {"image": IMAGES.astype(np.float64)}]
+    for given in right:
         np.testing.assert_allclose(model(given), expected, rtol=1e-6, atol=1e-6)
-    for given, why in (
+    wrong: list[tuple[Any, str]] = [
         ({"img": IMAGES}, "the batch has no 'image'.*takes image: float32.batch,4,4"),
         ({"image": IMAGES[:, :3]}, r"image is float32\[64,3,4\].*takes float32\[batch,4,4\]"),
         ({"image": np.full((2, 4, 4), "a")}, "image is str32"),
-    ):
+    ]
+    for given, why in wrong:
         with pytest.raises(UserError, match=why):
             model(given)
 
@@ -242,7 +244,8 @@ def test_a_forged_file_with_its_checksum_is_refused_and_nothing_is_unpickled(
         (folder / "export.json").write_text(json.dumps(about))
 
     name = next(iter(about["dtypes"]))
-    np.savez(folder / "weights.npz", **{name: np.array([Pickled()], object)})
+    forged: Any = {name: np.array([Pickled()], object)}
+    np.savez(folder / "weights.npz", **forged)
     forge("weights.npz")
     with pytest.raises(UserError, match=r"weights.npz is corrupted: Object arrays"):
         load_exported(folder)
@@ -298,7 +301,7 @@ def test_wrong_arguments_are_refused(exported: tuple[Trainer, Path], tmp_path: P
         ({"license": "my own"}, "license is 'my own'"),
     ):
         with pytest.raises(UserError, match=why):
-            export_predict(trainer, str(tmp_path / "out"), BATCH, **options)  # type: ignore[arg-type]
+            export_predict(trainer, str(tmp_path / "out"), BATCH, **options)
     with pytest.raises(UserError, match="exists and is not an empty folder"):
         export_predict(trainer, str(folder), BATCH)
     other = tmp_path / "other"
