@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,21 @@ _CORRUPTION = {
 
 
 # -- paths --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ObjectStore:
+    """An object store: what its library needs."""
+
+    extra: str  # installs the library
+    options: Mapping[str, Any]  # of fsspec's file system, as epath creates it
+
+
+_STORES = {
+    "gs": _ObjectStore("gcs", {"finalize_on_close": True}),
+}
+"""The object stores by the scheme of their URLs."""
+_SCHEMES = " or ".join(f"{scheme}://" for scheme in _STORES)
 
 
 def source_digest(path: str) -> str:
@@ -71,7 +87,7 @@ class FixedFolder(str):
 
 
 def folder_of(path: str) -> epath.Path:
-    """Returns the path of a local folder or `gs://` URL, which need not exist; `~` is expanded.
+    """Returns the path of a local folder or URL, which need not exist; `~` is expanded.
 
     Raises:
       UserError: If the home folder is unknown, or the URL is not supported or not readable.
@@ -83,13 +99,9 @@ def folder_of(path: str) -> epath.Path:
                 f"{path}: the home folder is not known; set HOME, or write the path without ~"
             )
         return local
-    scheme = path.partition("://")[0]
-    if scheme != "gs":  # the only object store in which Orbax can save
-        raise UserError(
-            f"{path}: the folder of a run must be a local path or a gs:// URL, not {scheme}://"
-        )
-    folder = epath.Path(path)
+    _store(path, "the folder of a run must be a local path or a {} URL")
     file_system(path)
+    folder = epath.Path(path)
     try:
         folder.exists()
     except Exception as error:
@@ -98,25 +110,45 @@ def folder_of(path: str) -> epath.Path:
 
 
 def file_system(url: str) -> Any:
-    """Returns fsspec's file system of a `gs://` URL, which does not cache listings.
+    """Returns fsspec's file system of a URL, which does not cache listings.
 
     Raises:
-      UserError: If the scheme is another one, the library is missing, or access fails.
+      UserError: If the scheme is unknown, the library is missing, or access fails.
     """
-    scheme = url.partition("://")[0]
-    if scheme != "gs":
-        raise UserError(f"{url}: URLs of data must be gs:// URLs, not {scheme}://")
+    store = _store(url, "URLs of data must be {} URLs")
+    scheme = scheme_of(url)
     try:
         import fsspec
         from fsspec.config import conf
 
         # Cached listings would hide files that TensorStore and other processes write.
-        conf.setdefault("gcs", {})["use_listings_cache"] = False
-        return fsspec.filesystem("gs", finalize_on_close=True)  # as epath creates it
+        conf.setdefault(scheme, {})["use_listings_cache"] = False
+        return fsspec.filesystem(scheme, **store.options)
     except ImportError as error:
-        raise UserError(f"{url}: {error} (pip install 'spmdtrain[gcs]')") from error
+        raise UserError(f"{url}: {error} (pip install 'spmdtrain[{store.extra}]')") from error
     except Exception as error:
         raise UserError(f"{url} cannot be read: {one_line(error)}") from error
+
+
+def scheme_of(url: str) -> str:
+    """Returns `gs` for a `gs://` URL."""
+    return url.partition("://")[0]
+
+
+def _store(url: str, rule: str) -> _ObjectStore:
+    """Returns the object store of a URL; `UserError` with the rule if there is none."""
+    if (store := _STORES.get(scheme_of(url))) is None:
+        raise UserError(f"{url}: {rule.format(_SCHEMES)}, not {scheme_of(url)}://")
+    return store
+
+
+def size_and_version(status: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the size of an object in bytes, and the number of its generation.
+
+    Args:
+      status: The description of the object by fsspec's file system.
+    """
+    return int(status["size"] or 0), int(status.get("generation") or 0)
 
 
 def absolute(path: epath.Path) -> epath.Path:
