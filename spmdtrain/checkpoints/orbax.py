@@ -9,10 +9,13 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from spmdtrain.checkpoints.host_copy import HostCopy
+from spmdtrain.checkpoints.orbax_s3 import add_s3_to_orbax, check_s3
 from spmdtrain.distributed import process_group
 from spmdtrain.record.storage import is_url
 
 _MIN_SLICE = 2**20  # bytes
+
+add_s3_to_orbax()
 
 
 class Manager(ocp.CheckpointManager):  # type: ignore[misc]
@@ -38,6 +41,7 @@ def open_manager(
       keep: Returns for each of the existing steps whether its checkpoint is kept.
       removed: Subfolder to which other checkpoints are moved; None to remove them at once.
     """
+    check_s3(folder)
     count = process_group.count()
     return Manager(
         folder,

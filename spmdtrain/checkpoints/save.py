@@ -39,6 +39,7 @@ from spmdtrain.checkpoints.manifest import (
     steps_in,
     write_positions,
 )
+from spmdtrain.checkpoints.orbax_s3 import add_s3_to_orbax
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
@@ -47,13 +48,14 @@ from spmdtrain.record.storage import (
     absolute,
     failures,
     is_url,
+    rename_folder,
     silence_tensorstore_shutdown,
     why_failed,
 )
 from spmdtrain.record.validation import Malformed, check, parse_object, read_bytes
 from spmdtrain.step.state import TrainState
 
-with epy.lazy_imports():  # the import takes long and is not needed before the first save
+with epy.lazy_imports(success_callback=add_s3_to_orbax):  # it takes long, and may not be needed
     import orbax.checkpoint as ocp
 
 
@@ -407,7 +409,7 @@ class Checkpoints:
             candidates = (f"{step}.{wanted['kind']}{n}" for n in ("", *range(2, len(taken) + 3)))
             name = next(name for name in candidates if name not in taken)
             if str(step) in taken:
-                (self.folder / str(step)).rename(self.folder / name)
+                rename_folder(self.folder / str(step), self.folder / name)
                 names.append(name)
             self._records.pop(step, None)
         (self.folder / _QUARANTINE).unlink()

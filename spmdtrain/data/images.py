@@ -32,7 +32,7 @@ from spmdtrain.data.sources.files import delayed_progress
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import StorageError, UserError, did_you_mean, printable
-from spmdtrain.record.storage import failures, is_url, one_line
+from spmdtrain.record.storage import failures, file_system, is_url, one_line
 
 # -- The image files of a folder, their order, classes and splits: functions of their names alone
 
@@ -512,6 +512,8 @@ class ImageFolder:
         if split is not None:
             _check_choice("split", split, splits)
         load_pillow()
+        if is_url(os.fspath(folder)):
+            file_system(os.fspath(folder))
         self.folder = epath.Path(folder).expanduser()
         self.size = _height_and_width(size)
         self.broken = broken

@@ -33,6 +33,14 @@ _CORRUPTION = {
 }
 
 
+# Credentials in a URL: user and password, and the parameters of a URL that is signed in advance.
+_USER = re.compile(r"://[^/?#\s@]*@")
+_SIGNATURE = re.compile(
+    r"([?&](?:X-(?:Amz|Goog)-\w[\w-]*|AWSAccessKeyId|GoogleAccessId|Signature|sig)=)[^&\s\"']*",
+    re.I,
+)
+
+
 # -- paths --------------------------------------------------------------------------------------
 
 
@@ -46,6 +54,7 @@ class _ObjectStore:
 
 _STORES = {
     "gs": _ObjectStore("gcs", {"finalize_on_close": True}),
+    "s3": _ObjectStore("s3", {}),
 }
 """The object stores by the scheme of their URLs."""
 _SCHEMES = " or ".join(f"{scheme}://" for scheme in _STORES)
@@ -117,6 +126,8 @@ def file_system(url: str) -> Any:
     """
     store = _store(url, "URLs of data must be {} URLs")
     scheme = scheme_of(url)
+    # Otherwise epath uses TensorFlow, if it is installed, which does not have every scheme.
+    os.environ.setdefault("EPATH_USE_TF", "false")
     try:
         import fsspec
         from fsspec.config import conf
@@ -136,24 +147,59 @@ def scheme_of(url: str) -> str:
 
 
 def _store(url: str, rule: str) -> _ObjectStore:
-    """Returns the object store of a URL; `UserError` with the rule if there is none."""
-    if (store := _STORES.get(scheme_of(url))) is None:
-        raise UserError(f"{url}: {rule.format(_SCHEMES)}, not {scheme_of(url)}://")
+    """Returns the object store of a URL.
+
+    Raises:
+      UserError: With the rule if there is none; if the URL has credentials, which would be stored
+        with the configuration of the run.
+    """
+    scheme, shown = scheme_of(url), without_credentials(url)
+    if (store := _STORES.get(scheme)) is None:
+        raise UserError(f"{shown}: {rule.format(_SCHEMES)}, not {scheme}://")
+    if shown != url:
+        raise UserError(
+            f"{shown}: a URL must hold no credentials, because it is stored with the run: the "
+            f"library of {scheme}:// reads them from its environment variables and files"
+        )
     return store
 
 
+def without_credentials(text: str) -> str:
+    """Returns text whose URLs show `***` for a user with a password, and for signatures."""
+    return _SIGNATURE.sub(r"\1***", _USER.sub("://***@", text))
+
+
 def size_and_version(status: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the size of an object in bytes, and the number of its generation.
+    """Returns the size of an object in bytes, and a number that changes with its content.
+
+    It is the generation of an object of Google, and a digest of the ETag of one of S3.
 
     Args:
       status: The description of the object by fsspec's file system.
     """
-    return int(status["size"] or 0), int(status.get("generation") or 0)
+    version = int(status.get("generation") or 0)
+    if etag := status.get("ETag"):
+        version = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=7).digest())
+    return int(status["size"] or 0), version
 
 
 def absolute(path: epath.Path) -> epath.Path:
     """Returns an absolute path for Orbax; epath's `resolve` treats a URL as a relative path."""
     return path if is_url(path) else path.resolve()
+
+
+def rename_folder(folder: epath.Path, target: epath.Path) -> None:
+    """Renames a folder. In a bucket its objects are renamed one by one: s3fs can rename no folder.
+
+    Args:
+      target: A path in the same file system or bucket, at which there is nothing.
+    """
+    if not is_url(folder):
+        folder.rename(target)
+        return
+    store, scheme = file_system(str(folder)), scheme_of(str(folder))
+    for name in store.find(str(folder)):
+        store.mv(name, f"{target}{f'{scheme}://{name}'.removeprefix(str(folder))}")
 
 
 def size_and_time(path: epath.Path) -> tuple[int, int]:
@@ -185,7 +231,7 @@ def one_line(error: Exception) -> str:
     """Returns the message of an error in one line."""
     if isinstance(error, FileNotFoundError) and error.errno is None:  # gcsfs gives only an address
         return "there is no such bucket"
-    return " ".join(str(error).split()) or type(error).__name__
+    return without_credentials(" ".join(str(error).split())) or type(error).__name__
 
 
 def storage_reason(error: BaseException) -> str | None:
@@ -252,7 +298,8 @@ def in_short(error: BaseException) -> str:
     """
     if not (status := _status(error)):
         kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
-        return f"{kind}{error}".split("\n")[0].removesuffix(": ")[:200]
+        text = f"{kind}{error}".split("\n")[0].removesuffix(": ")
+        return without_credentials(text)[:200]
     text = _DETAILS.split(status[1])[0]
     *_, file = ["", *re.findall(r'local file "[^"]*/([^"/]+)"', text)]
     problem = text.rpartition('": ')[2] or text

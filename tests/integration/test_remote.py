@@ -329,14 +329,15 @@ def test_a_bucket_that_cannot_be_written_is_one_line(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("workdir", ["s3://bucket/run", "foo://x", "memory://x"])
+@pytest.mark.parametrize("workdir", ["az://bucket/run", "foo://x", "memory://x"])
 def test_other_urls_are_refused(
     workdir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(small_experiment(tmp_path)), "--workdir", workdir]) == 2
     scheme = workdir.split("/")[0] + "//"
     assert capsys.readouterr().err == (
-        f"error: {workdir}: the folder of a run must be a local path or a gs:// URL, not {scheme}\n"
+        f"error: {workdir}: the folder of a run must be a local path or a gs:// or s3:// URL, "
+        f"not {scheme}\n"
     )
 
 

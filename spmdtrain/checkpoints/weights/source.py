@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
 
+from spmdtrain.checkpoints.orbax_s3 import add_s3_to_orbax
 from spmdtrain.checkpoints.weights.weight_map import Box, slices
 from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.document.terminal import byte_size
@@ -44,7 +45,7 @@ from spmdtrain.record.validation import (
 )
 from spmdtrain.tree import is_key, leaves_by_path, path_name
 
-with epy.lazy_imports():  # because importing it takes long
+with epy.lazy_imports(success_callback=add_s3_to_orbax):  # it takes long
     import orbax.checkpoint as ocp
 
 

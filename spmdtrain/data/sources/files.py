@@ -52,8 +52,9 @@ class SourceFile:
     """A file of a source, as it was when the source was created.
 
     Attributes:
-      path: A local path, or a `gs://` URL.
-      version: The time of modification of a local file in ns; the generation of an object.
+      path: A local path, or a URL.
+      version: The time of modification of a local file in ns; the generation of an object,
+        or a digest of its ETag.
       changed: The time at which content or attributes of a local file changed, in ns.
       inode: The number of a local file in its file system.
       digest: The digest of a local file's content, or of parts of it, if it is large.
@@ -90,7 +91,7 @@ class SourceFile:
 
         Args:
           whole: Whether it is read from the beginning to the end. Then an object is read ahead;
-            otherwise gcsfs requests the ranges that are read, and no other bytes.
+            otherwise its library requests the ranges that are read, and no other bytes.
 
         Raises:
           StorageError: If it does not exist, or cannot be read.
@@ -167,7 +168,7 @@ def listed(files: Any) -> list[Any]:
 
 
 def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[SourceFile, ...]:
-    """Returns the files of a source, local or at `gs://` URLs.
+    """Returns the files of a source, local or at URLs.
 
     Folders are searched at any depth; names that begin with `.` or `_` are ignored. The files of a
     folder or of a pattern are sorted by path; a list keeps its order.

@@ -361,7 +361,7 @@ source = ParquetSource("gs://bucket/data")
 print([str(file) for file in source.files], source.blocks.tolist())
 print(source[4], [row["text"] for row in source.__getitems__([6, 0, 5])])
 print(len(ParquetSource("gs://bucket/data/*.parquet")), len(ParquetSource("gs://bucket/data/b/c.pq")))
-for given in ("gs://bucket/data/x*", "gs://bucket/none", "gs://bucket/other", "s3://bucket/data"):
+for given in ("gs://bucket/data/x*", "gs://bucket/none", "gs://bucket/other", "az://bucket/data"):
     try:
         ParquetSource(given)
     except ValueError as error:
@@ -410,7 +410,7 @@ def test_files_may_be_in_a_bucket(tmp_path: Path) -> None:
         "gs://bucket/data/x*: no file matches this pattern",
         "gs://bucket/none: no such file or folder",
         "gs://bucket/other: the folder holds no Parquet files (.parquet, .pq)",
-        "s3://bucket/data: URLs of data must be gs:// URLs, not s3://",
+        "az://bucket/data: URLs of data must be gs:// or s3:// URLs, not az://",
     ]
     assert found[0] == "[0, 6]"
     assert found[1].startswith("UserError gs://bucket/data/b/c.pq: the file has changed since")
