@@ -67,7 +67,7 @@ class S3Server:
         self.client.delete_object(Bucket=BUCKET, Key=name)
 
     def deny(self) -> None:
-        """Refuses every request until `allow`: the server knows no key."""
+        """Refuses every request until `allow`: no key is valid."""
         self.tell("reset-auth", b"0")
 
     def allow(self) -> None:

@@ -1,5 +1,6 @@
 """Workdirs, checkpoints, exports and data at `s3://` URLs, with a server of S3 and its faults."""
 
+import contextlib
 import io
 import json
 import signal
@@ -16,11 +17,14 @@ from helpers import command, environment, small_experiment
 from s3_server import SECRET, S3Server, s3_server
 
 from spmdtrain import ImageFolder, TextSource, load_params, open_run
+from spmdtrain.checkpoints.listing import Retention
+from spmdtrain.checkpoints.manifest import steps_in
 from spmdtrain.checkpoints.restore import export_params
+from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.data.sources.files import find_files
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.record.run_files import RunFiles, Split, Status
-from spmdtrain.record.storage import without_credentials
+from spmdtrain.record.storage import folder_of, without_credentials
 from spmdtrain.run import main
 from spmdtrain.train.shipped_callbacks import copy_checkpoint
 
@@ -57,14 +61,6 @@ def test_a_killed_save_and_a_corrupted_array_cost_only_their_checkpoint(
 ) -> None:
     config = small_experiment(tmp_path)
 
-    def run(workdir: object, steps: int) -> str:
-        options = ("--workdir", str(workdir), "--steps", str(steps), *OFTEN)
-        code = main(["--config", str(config), *options])
-        printed = capsys.readouterr()
-        assert code == 0, printed
-        assert SECRET not in printed.out + printed.err
-        return printed.out
-
     def under_checkpoints() -> set[str]:
         return {name.split("/", 3)[3] for name in storage.names("deep/run/checkpoints/")}
 
@@ -72,40 +68,44 @@ def test_a_killed_save_and_a_corrupted_array_cost_only_their_checkpoint(
         command(config, "--workdir", WORKDIR, "--steps", 4, *OFTEN), env=environment()
     )
     saved = set[str]()
-    while not any(name.startswith("2/params") for name in saved):
+    while not any(name.startswith("4/params") for name in saved):
         assert process.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.1)
         saved = under_checkpoints()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert "2/commit_success.txt" not in saved and "2/manifest.json" not in saved
+    assert "2/commit_success.txt" in saved and "4/commit_success.txt" not in saved
 
-    assert "resumed" not in run(WORKDIR, 4)
+    assert main(["--config", str(config), "--workdir", WORKDIR, "--steps", "4", *OFTEN]) == 0
+    printed = capsys.readouterr()
+    assert f"resumed from step 2 of {WORKDIR}" in printed.out
+    assert SECRET not in printed.out + printed.err
     assert {"2/commit_success.txt", "4/commit_success.txt"} <= under_checkpoints()
+    assert json.loads(storage.under("deep/run/")["status.json"])["step"] == 4
     exported = export_params(WORKDIR, "s3://bucket/exported.npz")
     with np.load(io.BytesIO(storage.under("exported")[".npz"])) as file:
         assert {name: file[name].tolist() for name in file} == {
             name: array.tolist() for name, array in exported.items()
         }
+    down, up = epath.Path(tmp_path / "4"), epath.Path("s3://bucket/copies/4")
+    copy_checkpoint(epath.Path(WORKDIR) / "checkpoints" / "4", down)
+    copy_checkpoint(down, up)
+    for place in (str(down), str(up)):
+        assert load_params(place)["kernel"].tolist() == exported["kernel"].tolist()
     assert open_run(WORKDIR).metrics("train")["step"].tolist() == [1, 2, 3, 4]
     assert not any(SECRET.encode() in content for content in storage.under("").values())
 
     array = next(name for name in under_checkpoints() if name.startswith("4/params/d/"))
     storage.put(f"deep/run/checkpoints/{array}", b"")
-    printed = run(WORKDIR, 6)
-    assert f"resumed from step 2 of {WORKDIR}" in printed
-    assert any(name.startswith("4.corrupted/params") for name in under_checkpoints())
-    assert json.loads(storage.under("deep/run/")["status.json"])["step"] == 6
-
-
-def test_a_checkpoint_is_uploaded(
-    storage: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workdir = str(tmp_path / "run")
-    assert main(["--config", str(small_experiment(tmp_path)), "--workdir", workdir]) == 0
-    copy_checkpoint(epath.Path(workdir) / "checkpoints/4", epath.Path("s3://bucket/copies/4"))
-    for name, expected in load_params(workdir).items():
-        assert np.array_equal(load_params("s3://bucket/copies/4")[name], expected)
+    lines = list[str]()
+    export_params(WORKDIR, str(tmp_path / "older.npz"), log=lines.append)
+    assert f"checkpoint {WORKDIR}/checkpoints/4 is corrupted: params" in "".join(lines)
+    before = {name.removeprefix("4/") for name in under_checkpoints() if name.startswith("4/")}
+    folder = folder_of(WORKDIR) / "checkpoints"
+    with contextlib.closing(Checkpoints(folder, Retention())) as checkpoints:
+        assert checkpoints.quarantine([4]) == ["4.corrupted"]
+    assert steps_in(folder) == [2]
+    assert {f"4.corrupted/{name}" for name in before} <= under_checkpoints()
 
 
 def test_faults_of_a_bucket_are_one_line(
@@ -162,17 +162,11 @@ SIGNED = "https://host/run?X-Amz-Credential=AKIA%2F1&X-Amz-Signature=hidden&x=1"
 
 
 @pytest.mark.parametrize("url", ["s3://me:hidden@bucket/run", "s3://hidden@bucket/run", SIGNED])
-def test_credentials_in_a_url_are_refused_and_not_shown(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = ["--config", str(small_experiment(tmp_path))]
-    assert main([*config, "--workdir", url]) == 2
-    assert main([*config, "--workdir", str(tmp_path / "run"), "--init-from", url]) == 2
-    printed = "".join(capsys.readouterr())
-    printed += message(lambda: TextSource(url)) + message(lambda: ImageFolder(url, 8))
-    assert printed.count("***") >= 4
-    assert "hidden" not in printed and "AKIA" not in printed
-    assert not any("hidden" in path.read_text() for path in (tmp_path / "run").glob("*.json*"))
+def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
+    uses = (RunFiles, open_run, load_params, TextSource, lambda path: ImageFolder(path, 8))
+    for use in uses:
+        shown = message(lambda use=use: use(url))  # type: ignore[misc]
+        assert "***" in shown and "hidden" not in shown and "AKIA" not in shown
 
 
 def test_credentials_in_an_error_are_not_shown() -> None:
