@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -163,9 +164,9 @@ SIGNED = "https://host/run?X-Amz-Credential=AKIA%2F1&X-Amz-Signature=hidden&x=1"
 
 @pytest.mark.parametrize("url", ["s3://me:hidden@bucket/run", "s3://hidden@bucket/run", SIGNED])
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
-    uses = (RunFiles, open_run, load_params, TextSource, lambda path: ImageFolder(path, 8))
-    for use in uses:
-        shown = message(lambda use=use: use(url))  # type: ignore[misc]
+    uses: list[Callable[[str], object]] = [RunFiles, open_run, load_params, TextSource]
+    for use in [*uses, lambda path: ImageFolder(path, 8)]:
+        shown = message(partial(use, url))
         assert "***" in shown and "hidden" not in shown and "AKIA" not in shown
 
 
