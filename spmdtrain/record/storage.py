@@ -24,6 +24,7 @@ _SECONDARY_ERRORS = (
     "Event loop is closed",
     "Encountered error while reading array index",
     "coroutine '",
+    "Cannot write to closing transport",  # of s3fs' library, whose request fails with another error
 )
 _NEVER_AWAITED = r"coroutine '\S+' was never awaited"
 # Status codes that mean corrupted or missing content. The others mean that access has failed.
