@@ -4,18 +4,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from spmdtrain.checkpoints.host_copy import HostCopy
-from spmdtrain.checkpoints.orbax_s3 import add_s3_to_orbax, check_s3
+from spmdtrain.checkpoints.orbax_import import check_s3, ocp
 from spmdtrain.distributed import process_group
 from spmdtrain.record.storage import is_url
 
 _MIN_SLICE = 2**20  # bytes
-
-add_s3_to_orbax()
 
 
 class Manager(ocp.CheckpointManager):  # type: ignore[misc]

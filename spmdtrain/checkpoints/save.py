@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import absl.logging
-from etils import epath, epy
+from etils import epath
 
 from spmdtrain.checkpoints import checksums, manifest
 from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
@@ -39,7 +39,7 @@ from spmdtrain.checkpoints.manifest import (
     steps_in,
     write_positions,
 )
-from spmdtrain.checkpoints.orbax_s3 import add_s3_to_orbax
+from spmdtrain.checkpoints.orbax_import import ocp
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
@@ -54,10 +54,6 @@ from spmdtrain.record.storage import (
 )
 from spmdtrain.record.validation import Malformed, check, parse_object, read_bytes
 from spmdtrain.step.state import TrainState
-
-with epy.lazy_imports(success_callback=add_s3_to_orbax):  # it takes long, and may not be needed
-    import orbax.checkpoint as ocp
-
 
 PyTree = Any
 T = TypeVar("T")

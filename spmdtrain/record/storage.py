@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath
 
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import StorageError, UserError, without_credentials
 
 # TensorStore raises ValueErrors that start with a status code and end with bracketed details.
 _STATUS = re.compile(r"([A-Z][A-Z_]+): (.*)", re.DOTALL)
@@ -32,14 +32,6 @@ _CORRUPTION = {
     *("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE"),
     "UNIMPLEMENTED",  # an unknown codec
 }
-
-
-# Credentials in a URL: user and password, and the parameters of a URL that is signed in advance.
-_USER = re.compile(r"://[^/?#\s@]*@")
-_SIGNATURE = re.compile(
-    r"([?&](?:X-(?:Amz|Goog)-\w[\w-]*|AWSAccessKeyId|GoogleAccessId|Signature|sig)=)[^&\s\"']*",
-    re.I,
-)
 
 
 # -- paths --------------------------------------------------------------------------------------
@@ -163,11 +155,6 @@ def _store(url: str, rule: str) -> _ObjectStore:
             f"library of {scheme}:// reads them from its environment variables and files"
         )
     return store
-
-
-def without_credentials(text: str) -> str:
-    """Returns text whose URLs show `***` for a user with a password, and for signatures."""
-    return _SIGNATURE.sub(r"\1***", _USER.sub("://***@", text))
 
 
 def size_and_version(status: Mapping[str, Any]) -> tuple[int, int]:

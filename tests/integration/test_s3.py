@@ -17,15 +17,22 @@ from etils import epath
 from helpers import command, environment, small_experiment
 from s3_server import SECRET, S3Server, s3_server
 
-from spmdtrain import ImageFolder, TextSource, load_params, open_run
+from spmdtrain import (
+    ArrayRecordSource,
+    ImageFolder,
+    TextSource,
+    TokenFile,
+    load_params,
+    open_run,
+)
 from spmdtrain.checkpoints.listing import Retention
 from spmdtrain.checkpoints.manifest import steps_in
 from spmdtrain.checkpoints.restore import export_params
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.data.sources.files import find_files
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import StorageError, UserError, without_credentials
 from spmdtrain.record.run_files import RunFiles, Split, Status
-from spmdtrain.record.storage import folder_of, without_credentials
+from spmdtrain.record.storage import folder_of
 from spmdtrain.run import main
 from spmdtrain.train.shipped_callbacks import copy_checkpoint
 
@@ -65,48 +72,56 @@ def test_a_killed_save_and_a_corrupted_array_cost_only_their_checkpoint(
     def under_checkpoints() -> set[str]:
         return {name.split("/", 3)[3] for name in storage.names("deep/run/checkpoints/")}
 
-    process = subprocess.Popen(
-        command(config, "--workdir", WORKDIR, "--steps", 4, *OFTEN), env=environment()
-    )
-    saved = set[str]()
-    while not any(name.startswith("4/params") for name in saved):
-        assert process.poll() is None
-        time.sleep(0.1)
-        saved = under_checkpoints()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert "2/commit_success.txt" in saved and "4/commit_success.txt" not in saved
+    def steps(pattern: str) -> set[int]:
+        return {int(name.split("/")[0]) for name in under_checkpoints() if pattern in name}
 
-    assert main(["--config", str(config), "--workdir", WORKDIR, "--steps", "4", *OFTEN]) == 0
+    # It saves without a pause, so one of the first signals comes within a save.
+    process = subprocess.Popen(
+        command(config, "--workdir", WORKDIR, "--steps", 4000, *OFTEN), env=environment()
+    )
+    while process.poll() is None:
+        process.send_signal(signal.SIGSTOP)
+        committed = steps("/commit_success.txt")
+        if committed and steps("/params/") - committed:
+            process.kill()
+            process.wait()
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+    assert process.returncode == -signal.SIGKILL
+
+    older = max(committed)
+    last = older + 2
+    options = ("--config", config, "--workdir", WORKDIR, "--steps", last, *OFTEN)
+    assert main([*map(str, options)]) == 0
     printed = capsys.readouterr()
-    assert f"resumed from step 2 of {WORKDIR}" in printed.out
+    assert f"resumed from step {older} of {WORKDIR}" in printed.out
     assert SECRET not in printed.out + printed.err
-    assert {"2/commit_success.txt", "4/commit_success.txt"} <= under_checkpoints()
-    assert json.loads(storage.under("deep/run/")["status.json"])["step"] == 4
+    assert steps("/commit_success.txt") == {older, last}
+    assert json.loads(storage.under("deep/run/")["status.json"])["step"] == last
     exported = export_params(WORKDIR, "s3://bucket/exported.npz")
     with np.load(io.BytesIO(storage.under("exported")[".npz"])) as file:
         assert {name: file[name].tolist() for name in file} == {
             name: array.tolist() for name, array in exported.items()
         }
-    down, up = epath.Path(tmp_path / "4"), epath.Path("s3://bucket/copies/4")
-    copy_checkpoint(epath.Path(WORKDIR) / "checkpoints" / "4", down)
+    down, up = epath.Path(tmp_path / "copy"), epath.Path("s3://bucket/copies/last")
+    copy_checkpoint(epath.Path(WORKDIR) / "checkpoints" / str(last), down)
     copy_checkpoint(down, up)
     for place in (str(down), str(up)):
         assert load_params(place)["kernel"].tolist() == exported["kernel"].tolist()
-    assert open_run(WORKDIR).metrics("train")["step"].tolist() == [1, 2, 3, 4]
+    assert open_run(WORKDIR).metrics("train")["step"].tolist() == [*range(1, last + 1)]
     assert not any(SECRET.encode() in content for content in storage.under("").values())
 
-    array = next(name for name in under_checkpoints() if name.startswith("4/params/d/"))
+    array = next(name for name in under_checkpoints() if name.startswith(f"{last}/params/d/"))
     storage.put(f"deep/run/checkpoints/{array}", b"")
     lines = list[str]()
     export_params(WORKDIR, str(tmp_path / "older.npz"), log=lines.append)
-    assert f"checkpoint {WORKDIR}/checkpoints/4 is corrupted: params" in "".join(lines)
-    before = {name.removeprefix("4/") for name in under_checkpoints() if name.startswith("4/")}
+    assert f"checkpoint {WORKDIR}/checkpoints/{last} is corrupted: params" in "".join(lines)
+    before = {name for name in under_checkpoints() if name.startswith(f"{last}/")}
     folder = folder_of(WORKDIR) / "checkpoints"
     with contextlib.closing(Checkpoints(folder, Retention())) as checkpoints:
-        assert checkpoints.quarantine([4]) == ["4.corrupted"]
-    assert steps_in(folder) == [2]
-    assert {f"4.corrupted/{name}" for name in before} <= under_checkpoints()
+        assert checkpoints.quarantine([last]) == [f"{last}.corrupted"]
+    assert steps_in(folder) == [older]
+    assert {name.replace("/", ".corrupted/", 1) for name in before} <= under_checkpoints()
 
 
 def test_faults_of_a_bucket_are_one_line(
@@ -164,8 +179,10 @@ SIGNED = "https://host/run?X-Amz-Credential=AKIA%2F1&X-Amz-Signature=hidden&x=1"
 
 @pytest.mark.parametrize("url", ["s3://me:hidden@bucket/run", "s3://hidden@bucket/run", SIGNED])
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
-    uses: list[Callable[[str], object]] = [RunFiles, open_run, load_params, TextSource]
-    for use in [*uses, lambda path: ImageFolder(path, 8)]:
+    uses: list[Callable[[str], object]] = [
+        *(RunFiles, open_run, load_params, TextSource, ArrayRecordSource),
+    ]
+    for use in [*uses, lambda path: ImageFolder(path, 8), lambda path: TokenFile(path, 4)]:
         shown = message(partial(use, url))
         assert "***" in shown and "hidden" not in shown and "AKIA" not in shown
 

@@ -1,28 +1,27 @@
-"""Checkpoints at `s3://` URLs, for which Orbax has no storage of arrays of its own."""
+"""Orbax, imported when it is first used, which also saves at `s3://` URLs then."""
 
 import os
 import posixpath
 from importlib.metadata import version
 from typing import Any
 
-from etils import epath
+from etils import epath, epy
 
 from spmdtrain.errors import StorageError
+
+__all__ = ["check_s3", "ocp", "s3_kvstore"]
 
 _PREFIXES = ("gs://", "s3://")
 
 
-def add_s3_to_orbax(module: str = "orbax.checkpoint") -> None:
+def _add_s3(module: str) -> None:
     """Makes Orbax use `s3://` URLs as it uses `gs://` URLs.
 
     Orbax 0.12 accesses the files of both through epath, and TensorStore, which writes the arrays,
     has a driver for both. But Orbax takes an `s3://` URL for a relative local path, and has no
     public way to choose the driver. So this replaces the private names that recognize an object
     store and describe it to TensorStore. `gs://` URLs and local paths are used as before. A version
-    of Orbax without these names is left as it is: see `check_s3`.
-
-    Args:
-      module: The name of the imported module: this is the callback of lazy imports.
+    of Orbax without these names is left as it is: see `check_s3`. `module` is its name.
     """
     if _is_added() is not False:
         return
@@ -43,6 +42,10 @@ def add_s3_to_orbax(module: str = "orbax.checkpoint") -> None:
     gcs_utils.get_kvstore_for_gcs = kvstore
     tensorstore_utils._use_gcs_driver = lambda path: path.startswith(_PREFIXES)
     tensorstore_utils._normalize_path = normalized
+
+
+with epy.lazy_imports(success_callback=_add_s3):  # it takes long, and may not be needed
+    import orbax.checkpoint as ocp
 
 
 def check_s3(folder: epath.Path) -> None:
