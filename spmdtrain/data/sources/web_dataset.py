@@ -25,7 +25,6 @@ from spmdtrain.data.images import (
 from spmdtrain.data.sources.files import Files, listed
 from spmdtrain.data.sources.indexed_parts import Corrupted, IndexedParts
 from spmdtrain.errors import BadRecordError, StorageError, UserError, did_you_mean, printable
-from spmdtrain.record.storage import one_line
 from spmdtrain.record.validation import read_npy_header
 
 # -- The samples of a tar: consecutive files whose names differ only in their extension ------------
@@ -133,7 +132,8 @@ class SampleScanner:
     def _member(self) -> tarfile.TarInfo | None:
         """Returns the next file; None if the next piece is needed, or the tar has ended."""
         if self._end is not None:
-            return self._check_rest()
+            self._check_rest()
+            return None
         try:
             if self._tar is None:
                 self._window.seek(0)
@@ -145,7 +145,7 @@ class SampleScanner:
             return None
         except (tarfile.TarError, ValueError) as error:  # the latter for numbers in a pax header
             raise self._no_header(error) from error
-        self._tar.members = []  # which would grow with the file
+        self._tar.members = []  # type: ignore[attr-defined]  # which would grow with the file
         if member is not None:
             self._name = printable(member.name)
             return member
@@ -153,10 +153,11 @@ class SampleScanner:
         if block.strip(b"\0"):  # `tarfile` takes any bytes that are no header for the end
             raise self._no_header("no valid checksum")
         self._end = self._next
-        return self._check_rest()
+        self._check_rest()
+        return None
 
-    def _no_header(self, why: object) -> Corrupted:
-        return Corrupted(f"the header at byte {self._next:,} is not one of a tar: {one_line(why)}")
+    def _no_header(self, why: Exception | str) -> Corrupted:
+        return Corrupted(f"the header at byte {self._next:,} is not one of a tar: {why}")
 
     def _check_rest(self) -> None:
         """Raises `Corrupted` unless only zero bytes follow the end of the tar."""

@@ -47,7 +47,7 @@ def test_files_of_a_folder_are_the_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["part-{}/{}.npy", "{1}-{0:05}-of-00003.npy", "{}.npz"])
 def test_parts_follow_each_other(tmp_path: Path, layout: str) -> None:
     for part, (start, stop) in enumerate([(0, 3), (3, 3), (3, 8)]):  # one is empty
-        arrays = {"x": X[start:stop], "y": Y[start:stop]}
+        arrays: dict[str, Any] = {"x": X[start:stop], "y": Y[start:stop]}
         if layout == "{}.npz":
             np.savez(tmp_path / f"{part}.npz", **arrays)
             continue

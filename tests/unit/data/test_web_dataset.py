@@ -24,7 +24,7 @@ from spmdtrain.data.sources.web_dataset import SampleScanner
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import BadRecordError
 
-Files = Sequence[tuple[str, bytes | tarfile.TarInfo]]
+Files = Sequence[tuple[str, Any]]  # bytes or a header
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ SAMPLES: Files = [
     *[("folder.x", other(tarfile.DIRTYPE)), ("._a.png", b"none"), ("no-extension", b"")],
     *[*sample(1)[2:], *sample(2, LONG), *sample(3), *sample(0)],
 ]
-FIELDS = {
+FIELDS: dict[str, str | SampleField] = {
     "image": SampleField("jpg;png", size=(9, 8)),
     **{"label": "cls", "text": "txt", "values": "json", "mask": "seg.npy", "raw": "bin"},
     "key": "__key__",
@@ -303,7 +303,7 @@ def test_a_run_trains_as_on_a_folder_of_the_same_images(tmp_path: Path) -> None:
         files += [(f"{key}.png", content), (f"{key}.cls", name[:1].replace("b", "0").encode())]
     for number, part in enumerate((files[:6], files[6:])):
         (tmp_path / f"{number}.tar").write_bytes(packed(part))
-    fields = {"image": SampleField("png", size=4), "label": "cls"}
+    fields: Any = {"image": SampleField("png", size=4), "label": "cls"}
     source = WebDatasetSource(f"{tmp_path}/{{0..1}}.tar", fields)
 
     def trained(data: Any, **options: Any) -> float:
