@@ -217,13 +217,10 @@ def _fields(parts: Sequence[dict[str, _Place]], wanted: Sequence[str] | None) ->
     if not chosen:
         raise UserError("a .npz file without arrays: there are no fields")
     for part in parts:
-        where = printable(os.path.dirname(next(iter(part.values())).file.path) or ".")
-        if (place := next(iter(part.values()))).member is not None:
-            where = str(place.file)
         if missing := [name for name in chosen if name not in part]:
             raise UserError(
-                f"{where}: there is no array {printable(missing[0])!r}: the fields are "
-                f"{printable(', '.join(part))}.{did_you_mean(missing[0], part)}"
+                f"{next(iter(part.values())).file}: its part of the data has no array "
+                f"{printable(missing[0])!r}.{did_you_mean(missing[0], part)}"
             )
         if wanted is None and (more := [name for name in part if name not in first]):
             raise UserError(

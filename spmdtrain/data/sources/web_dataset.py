@@ -339,8 +339,8 @@ class WebDatasetSource(IndexedParts):
             else:
                 (wanted, *_) = field.extensions
                 raise _Malformed(
-                    f"there is no file {printable(field.extension)!r} for {name!r}: it has "
-                    f"{printable(', '.join(members))}.{did_you_mean(wanted, members)}"
+                    f"there is no file {printable(field.extension)!r} for {name!r}."
+                    f"{did_you_mean(wanted, members)}"
                 )
         return example
 
