@@ -185,9 +185,7 @@ def test_parts_that_differ_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"b/z.npy: the field 'z' is not in all parts: fields=\['x"):
         NumpyFiles(tmp_path)
     assert len(NumpyFiles(tmp_path, ["x"])) == 16
-    with pytest.raises(
-        UserError, match=r"a/x.npy: its part of .* no array 'z'\. There are: x"
-    ):
+    with pytest.raises(UserError, match=r"a/x.npy: its part of .* no array 'z'\. There are: x"):
         NumpyFiles(tmp_path, ["x", "z"])
     for other in (X[:, :2], X.astype(np.float64)):
         np.save(tmp_path / "b" / "x.npy", other)
