@@ -515,7 +515,7 @@ class ImageFolder:
         if is_url(os.fspath(folder)):
             file_system(os.fspath(folder))
         self.folder = epath.Path(folder).expanduser()
-        self.size = _height_and_width(size)
+        self.size = checked_size(size)
         self.broken = broken
         self._threads = _cpu_count() if threads is None else _checked_threads(threads)
         self._disk = _image_cache(cache, cache_dir, self.size)
@@ -721,7 +721,8 @@ def _checked_threads(threads: Any) -> int:
     return count
 
 
-def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
+def checked_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Returns height and width; raises `UserError` if they are not positive numbers of pixels."""
     sides: Any = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     pixels = tuple(map(_as_integer, sides))
     if len(pixels) != 2 or min(pixels) < 1:

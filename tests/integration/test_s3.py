@@ -103,7 +103,7 @@ def test_a_killed_save_and_a_corrupted_array_cost_only_their_checkpoint(
         assert {name: file[name].tolist() for name in file} == {
             name: array.tolist() for name, array in exported.items()
         }
-    down, up = epath.Path(tmp_path / "copy"), epath.Path("s3://bucket/copies/last")
+    down, up = epath.Path(tmp_path / str(last)), epath.Path(f"s3://bucket/copies/{last}")
     copy_checkpoint(epath.Path(WORKDIR) / "checkpoints" / str(last), down)
     copy_checkpoint(down, up)
     for place in (str(down), str(up)):

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_gcs import Stored, fake_gcs
-from helpers import environment
+from helpers import BOUND, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -197,7 +197,7 @@ def test_blocks_are_loaded_at_the_same_time_if_the_cache_holds_them() -> None:
     def load(number: int) -> int:
         if number == 7:
             raise ValueError("raised by get")
-        meeting.wait(timeout=60)
+        meeting.wait(timeout=BOUND)
         return number + 10
 
     cache = BlockCache[int](5)
