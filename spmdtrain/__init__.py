@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.data.images import read_idx as read_idx
     from spmdtrain.data.mixture import Mixture as Mixture
     from spmdtrain.data.sources.array_record import ArrayRecordSource as ArrayRecordSource
+    from spmdtrain.data.sources.numpy_files import NumpyFiles as NumpyFiles
     from spmdtrain.data.sources.parquet import ParquetSource as ParquetSource
     from spmdtrain.data.sources.text_files import JsonLinesSource as JsonLinesSource
     from spmdtrain.data.sources.text_files import TextSource as TextSource
@@ -52,6 +53,8 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.data.sources.tf_record import TFRecordSource as TFRecordSource
     from spmdtrain.data.sources.token_files import TokenDocuments as TokenDocuments
     from spmdtrain.data.sources.token_files import TokenFile as TokenFile
+    from spmdtrain.data.sources.web_dataset import SampleField as SampleField
+    from spmdtrain.data.sources.web_dataset import WebDatasetSource as WebDatasetSource
     from spmdtrain.data.streams import Stream as Stream
     from spmdtrain.data.text import Packed as Packed
     from spmdtrain.data.text import Tokenized as Tokenized

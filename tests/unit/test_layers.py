@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers import BOUND
 
 import spmdtrain
 from spmdtrain.strategies import AXES
@@ -287,7 +288,7 @@ def test_modules_with_one_client_and_modules_that_name_an_axis_become_fewer() ->
 
 def python(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=BOUND
     ).stdout.strip()
 
 
