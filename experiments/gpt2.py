@@ -10,12 +10,11 @@ FOLDER holds train.bin and val.bin, GPT-2's tokens as nanoGPT or llm.c write the
 `--init-from` the model starts from random values. The preset `medium` is GPT-2 medium. The preset
 `lora` trains low-rank factors of the kernels alone; `export` merges them.
 
-    python -m spmdtrain.checkpoints export RUN OUT/model.safetensors \\
-        --weight-map experiments/gpt2.py
+    python -m spmdtrain.checkpoints export RUN OUT --format huggingface
 
-writes a trained model with the names and shapes of the published file: with the config.json of
-GPT2 beside it, `transformers.GPT2LMHeadModel.from_pretrained("OUT")` loads it. This map is that of
-the published vocabulary: a model with another `--vocabulary` is exported without it.
+writes a trained model for `transformers.GPT2LMHeadModel.from_pretrained("OUT")`, with the files of
+a tokenizer that lie in GPT2. `export RUN model.safetensors --weight-map experiments/gpt2.py` writes
+the weights alone; this map is that of the published vocabulary.
 
 `--mode predict` writes the loss of each token of the validation data.
 """
@@ -199,4 +198,5 @@ def build(config: Config) -> Experiment:
         predict=predict,
         rules=GPT2_RULES,
         weight_map=weight_map(config.vocabulary),
+        huggingface=shape(config).huggingface(),
     )

@@ -1,7 +1,7 @@
 """Reinforcement learning from verifiable rewards: a transformer learns to sort digits by GRPO.
 
-Expected: after 300 steps, in about two minutes on two CPU cores, 95 % of the digits of unseen
-prompts are right (17 % at the start), and of 86 % of the prompts all of them.
+Expected: after 300 steps, in about two minutes on two CPU cores, 95 % of the digits of the
+evaluation prompts are right (17 % at the start), and of 86 % of these prompts all of them.
 
     python -m spmdtrain.run --config experiments/grpo.py
 
@@ -161,7 +161,9 @@ def train(config: Config, loop: Loop) -> None:
     options = GenerationOptions(max_new_tokens=config.digits)
     state = loop.start(init, rules=TRANSFORMER_RULES)
     compiled = loop.compile_step(step)
-    unseen = [make_prompt(config, np.random.default_rng((config.seed, i))) for i in range(256)]
+    prompts_to_evaluate = [
+        make_prompt(config, np.random.default_rng((config.seed, i))) for i in range(256)
+    ]
     for number in loop.steps():
         # Drawn from the number of the step, so that a resumed run has the same prompts and answers.
         draw = np.random.default_rng((config.seed, number, 1))
@@ -184,6 +186,6 @@ def train(config: Config, loop: Loop) -> None:
         loop.end_step(state, output)
         if loop.should_evaluate():
             model = policy.merge(Variables(state.params, {}))
-            best, _ = answer(model, unseen, replace(options, temperature=0.0))
-            found = [reward(*pair) for pair in zip(unseen, best.tolist(), strict=True)]
+            best, _ = answer(model, prompts_to_evaluate, replace(options, temperature=0.0))
+            found = [reward(*pair) for pair in zip(prompts_to_evaluate, best.tolist(), strict=True)]
             loop.log_evaluation({"reward": np.mean(found), "solved": np.mean(np.equal(found, 1))})

@@ -27,14 +27,10 @@ published models, for accelerators:
 LLAMA is a folder with model.safetensors, such as https://huggingface.co/meta-llama/Llama-3.2-1B,
 or https://huggingface.co/mistralai/Mixtral-8x7B-v0.1 for the preset mixtral-8x7b.
 
-    python -m spmdtrain.checkpoints export RUN OUT/model.safetensors \\
-        --weight-map experiments/llama.py
+    python -m spmdtrain.checkpoints export RUN OUT --format huggingface
 
-writes a trained model of the 3.2 family with the names and shapes of the published file: with the
-config.json of LLAMA beside it, `transformers.LlamaForCausalLM.from_pretrained("OUT")` loads it. The
-command uses `WEIGHT_MAP`, which is for a tied embedding. The others are exported in Python:
-`export_params(..., weight_map=weight_map(tied=False))` for llama-3.1-8b, and for mixtral-8x7b with
-`weight_map(tied=False, experts=True)`, which `transformers.MixtralForCausalLM` loads.
+writes a trained model for `transformers.LlamaForCausalLM.from_pretrained("OUT")`, and with experts
+for `MixtralForCausalLM`, with the files of a tokenizer that lie in LLAMA.
 """
 
 from collections.abc import Callable
@@ -349,5 +345,6 @@ def build(config: Config) -> Experiment:
         predict=predict,
         axis_rules=LLAMA_AXIS_RULES,
         weight_map=weight_map(tied=config.tied, experts=config.experts is not None),
+        huggingface=shape(config).huggingface(),
         generate=partial(continued, config) if config.vocabulary == 256 else None,
     )

@@ -16,9 +16,9 @@ FOLDER holds one folder of images for each class; a hash of its name assigns eac
 https://huggingface.co/google/vit-base-patch16-224; with `matching`, a head for other classes starts
 from zeros. Images need Pillow: pip install 'spmdtrain[images]'.
 
-    python -m spmdtrain.checkpoints export RUN OUT/model.safetensors --weight-map experiments/vit.py
+    python -m spmdtrain.checkpoints export RUN OUT --format huggingface
 
-writes a trained model with the names and shapes of `transformers.ViTForImageClassification`.
+writes a trained model for `transformers.ViTForImageClassification.from_pretrained("OUT")`.
 """
 
 from dataclasses import dataclass
@@ -203,8 +203,9 @@ def shape(config: Config, classes: int, channels: int) -> ViTConfig:
 
 def build(config: Config) -> Experiment:
     (train, validation, test), classes, channels = load(config)
+    of_model = shape(config, classes, channels)
     return Experiment(
-        model=partial(ViT, shape(config, classes, channels)),
+        model=partial(ViT, of_model),
         objective=objective,
         predict=logits,
         optimizer=make_optimizer(config, config.total_steps(len(train))),
@@ -213,4 +214,5 @@ def build(config: Config) -> Experiment:
         test=test,
         axis_rules=VIT_AXIS_RULES,
         weight_map=WEIGHT_MAP if config.pooling == "class_token" else (),
+        huggingface=of_model.huggingface() if config.pooling == "class_token" else {},
     )

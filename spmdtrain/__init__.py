@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.adapters.lora import LoraModel as LoraModel
     from spmdtrain.adapters.lora import LoraRule as LoraRule
     from spmdtrain.checkpoints.manifest import Manifest as Manifest
+    from spmdtrain.checkpoints.restore import export_huggingface as export_huggingface
     from spmdtrain.checkpoints.restore import export_params as export_params
     from spmdtrain.checkpoints.restore import load_model as load_model
     from spmdtrain.checkpoints.restore import load_params as load_params
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.data.images import read_idx as read_idx
     from spmdtrain.data.mixture import Mixture as Mixture
     from spmdtrain.data.sources.array_record import ArrayRecordSource as ArrayRecordSource
+    from spmdtrain.data.sources.numpy_files import NumpyFiles as NumpyFiles
     from spmdtrain.data.sources.parquet import ParquetSource as ParquetSource
     from spmdtrain.data.sources.text_files import JsonLinesSource as JsonLinesSource
     from spmdtrain.data.sources.text_files import TextSource as TextSource
@@ -52,6 +54,8 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.data.sources.tf_record import TFRecordSource as TFRecordSource
     from spmdtrain.data.sources.token_files import TokenDocuments as TokenDocuments
     from spmdtrain.data.sources.token_files import TokenFile as TokenFile
+    from spmdtrain.data.sources.web_dataset import SampleField as SampleField
+    from spmdtrain.data.sources.web_dataset import WebDatasetSource as WebDatasetSource
     from spmdtrain.data.streams import Stream as Stream
     from spmdtrain.data.text import Packed as Packed
     from spmdtrain.data.text import Tokenized as Tokenized
@@ -107,6 +111,9 @@ if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.train.callbacks import CallbackEvent as CallbackEvent
     from spmdtrain.train.loop import Loop as Loop
     from spmdtrain.train.schedule import FitResult as FitResult
+    from spmdtrain.train.serving import ExportedModel as ExportedModel
+    from spmdtrain.train.serving import export_predict as export_predict
+    from spmdtrain.train.serving import load_exported as load_exported
     from spmdtrain.train.shipped_callbacks import EarlyStopping as EarlyStopping
     from spmdtrain.train.shipped_callbacks import LogSamples as LogSamples
     from spmdtrain.train.shipped_callbacks import ReduceOnPlateau as ReduceOnPlateau

@@ -24,6 +24,12 @@ NOT_SET = "not set"
 
 # Control characters, line separators, characters that change the direction of text, and lone
 # surrogates: they would break a line, change how a terminal displays it, or cannot be encoded.
+# Credentials in a URL: user and password, and the parameters of a URL that is signed in advance.
+_USER = re.compile(r"://[^/?#\s@]*@")
+_SIGNATURE = re.compile(
+    r"([?&](?:X-(?:Amz|Goog)-\w[\w-]*|AWSAccessKeyId|GoogleAccessId|Signature|sig)=)[^&\s\"']*",
+    re.I,
+)
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -309,8 +315,16 @@ def in_command() -> bool:
 
 
 def printable(name: object) -> str:
-    """Returns text, such as a file name, in one line: control characters are escaped."""
-    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(name))
+    """Returns text, such as a file name, in one line: control characters are escaped.
+
+    Credentials in a URL are left out.
+    """
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], without_credentials(str(name)))
+
+
+def without_credentials(text: str) -> str:
+    """Returns text whose URLs show `***` for a user with a password, and for signatures."""
+    return _SIGNATURE.sub(r"\1***", _USER.sub("://***@", text))
 
 
 def is_text(name: str) -> bool:

@@ -28,7 +28,7 @@ os.set_inheritable(3, True)  # which `dup2` leaves as it is if the numbers are e
 os.set_inheritable(4, True)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-PATIENCE = 60.0  # seconds; far more than any page takes
+PATIENCE = 300.0  # seconds; far more than any page takes
 
 
 class Browser:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import environment
+from helpers import BOUND, environment
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from spmdtrain.config import command_line
@@ -35,7 +35,7 @@ def plan(config: Path, *options: object) -> subprocess.CompletedProcess[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
 
 

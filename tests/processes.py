@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers import command, environment
+from helpers import BOUND, command, environment
 
 from spmdtrain.launch.task_env import free_ports
 from spmdtrain.testing import Command, ProcessResult, RunningJob, run_processes, start_processes
 
-BOUND = 300  # seconds for a job that takes ten where the machine has nothing else to do
 STEPS = 24
 
 # Batches have 24 rows, so that no share of one looks like the 16 rows of a fingerprint.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from helpers import BOUND
 from processes import free_port
 
 from spmdtrain.cluster.job_token import Line
@@ -79,7 +80,7 @@ def gathering(*who: Party, timeout: float = 20) -> Iterator[tuple[list[Ending], 
 
 def knock(party: Party) -> socket.socket:
     """A connection to where process 0 listens, as soon as it does."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + BOUND
     while True:
         try:
             return socket.create_connection((party.host, party.port), timeout=10)
@@ -133,7 +134,7 @@ def message(line: Line) -> dict[str, Any] | None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + BOUND
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)

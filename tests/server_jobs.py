@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-BOUND = 300  # seconds for what takes ten or twenty where the machine has nothing else to do
+from helpers import BOUND
+
 Lines = list[tuple[float, str]]
 
 # All processes that these tests start inherit it. Other tests that run at the same time have tasks

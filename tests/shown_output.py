@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from helpers import environment
+from helpers import BOUND, environment
 
 FENCE = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.M | re.S)
 # Measured values, which differ between runs.
@@ -73,7 +73,7 @@ def printed(command: str, folder: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stdout
     return ended.stdout

@@ -40,7 +40,7 @@ from flax import nnx
 from gradient_faults import examples, fault, with_fault
 from gradient_faults import model as model_with_faults
 from gradient_faults import objective as objective_of_faults
-from helpers import events, saved_steps, status
+from helpers import BOUND, events, saved_steps, status
 
 from spmdtrain import DeviceFaultError, Text, Trainer, UserError, read_manifest
 from spmdtrain.document.terminal import Terminal
@@ -50,7 +50,6 @@ importlib.import_module("spmdtrain.checkpoints.orbax")  # takes long, so here on
 assert threading.active_count() == 1  # a fork would lose others
 
 FORK = multiprocessing.get_context("fork")
-BOUND = 240  # seconds of a start that takes two
 SECOND_SIGNAL = (0.01, 0.1, 0.5)  # seconds between two signals
 _ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -3,19 +3,25 @@
 import datetime
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import tyro
 from etils import epath
 
+from spmdtrain.checkpoints.export_folder import check_new_folder
 from spmdtrain.checkpoints.listing import LATEST, Listing, Source, find
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.read_arrays import examine
-from spmdtrain.checkpoints.restore import export_params, read_manifest
+from spmdtrain.checkpoints.restore import (
+    export_huggingface,
+    export_params,
+    has_tokenizer,
+    read_manifest,
+)
 from spmdtrain.checkpoints.save import is_unfinished
 from spmdtrain.checkpoints.weights.weight_map import read_weight_map
 from spmdtrain.document.blocks import Fact, FactsBlock, TableBlock
@@ -27,6 +33,10 @@ from spmdtrain.errors import (
     exit_if_output_is_closed,
     foreign,
 )
+
+Format = Literal["stablehlo", "saved_model", "onnx", "huggingface"]
+Platform = Literal["cpu", "cuda", "rocm", "tpu"]
+Weights = Literal["inside", "beside"]
 
 
 @dataclass(frozen=True)
@@ -49,12 +59,16 @@ class Show:
 
 @dataclass(frozen=True)
 class Export:
-    """Write the parameters of a checkpoint to one file for other programs."""
+    """Write a checkpoint for other programs: its parameters, or the predict function as a program.
+
+    Without --format, OUT is a file of the parameters. With it, OUT is a new folder with a model
+    card, and the experiment's file is executed.
+    """
 
     path: tyro.conf.Positional[str]
     """A workdir, or one of its checkpoints/STEP."""
     to: tyro.conf.Positional[str]
-    """The file to write: NAME.npz or NAME.safetensors."""
+    """The file to write, NAME.npz or NAME.safetensors; with --format a new or empty folder."""
     checkpoint: str = "latest"
     """Which checkpoint of the workdir: latest (the newest valid one), best or a step."""
     trained: bool = False
@@ -62,6 +76,23 @@ class Export:
     weight_map: str | None = None
     """An experiment's .py file with a WEIGHT_MAP, which gives the arrays the names and shapes of
     another program's file. The file is executed."""
+    format: Format | None = None
+    """stablehlo, saved_model and onnx: the predict function, for load_exported, TensorFlow and
+    ONNX. huggingface: the layout that transformers loads."""
+    config: str | None = None
+    """The experiment's file, for --format. None means the file that the run has recorded."""
+    weights: Weights | None = None
+    """Whether the weights are constants of a stablehlo program, the default, or a file beside
+    it."""
+    platforms: tuple[Platform, ...] | None = None
+    """The platforms of a stablehlo or saved_model program. None means cpu, cuda and tpu."""
+    batch_size: int | None = None
+    """The only batch size of the program. None means any."""
+    tokenizer: str | None = None
+    """A folder with the files of a tokenizer, or a tokenizer.json, for huggingface. None means
+    those beside the weights of --init-from, if there are any."""
+    license: str | None = None
+    """The license that the model card names, such as apache-2.0."""
 
 
 SUBCOMMANDS: Any = Annotated[Verify | Show | Export, tyro.conf.arg(name="")]
@@ -87,18 +118,99 @@ def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
     if isinstance(command, Show):
         show_checkpoints(command.path, command.step, terminal)
     else:
-        averaged = False if command.trained else None
-        arrays = export_params(
-            command.path,
+        export(command, terminal)
+    return ExitCode.DONE
+
+
+# -- Export ----------------------------------------------------------------------------------------
+
+_TAKEN_BY: Mapping[str, Sequence[Format | None]] = {
+    "trained": (None, "huggingface"),
+    "weight_map": (None,),
+    "config": get_args(Format),
+    "weights": ("stablehlo",),
+    "platforms": ("stablehlo", "saved_model"),
+    "batch_size": ("stablehlo", "saved_model", "onnx"),
+    "tokenizer": ("huggingface",),
+    "license": get_args(Format),
+}
+"""The formats for which each option is; None is a file of parameters."""
+
+
+def export(command: Export, terminal: Terminal) -> None:
+    """Writes the parameters of a checkpoint, or its model, and prints what it has written."""
+    for name, formats in _TAKEN_BY.items():
+        if getattr(command, name) not in (None, False) and command.format not in formats:
+            kinds = [f"--format {each}" if each else "a file of parameters" for each in formats]
+            what = f"--format is {command.format}" if command.format else "--format is not given"
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is for {' and '.join(kinds)}, and {what}")
+    if command.format is not None:
+        _export_model(command, command.format, terminal)
+        return
+    arrays = export_params(
+        command.path,
+        command.to,
+        which=command.checkpoint,
+        averaged=False if command.trained else None,
+        weight_map=read_weight_map(command.weight_map) if command.weight_map else (),
+        log=terminal.line,
+    )
+    size = byte_size(sum(x.nbytes for x in arrays.values()))
+    terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")
+
+
+def _export_model(command: Export, format: Format, terminal: Terminal) -> None:
+    """Builds the experiment of a run, and writes its model with the values of a checkpoint."""
+    # Imported here, because a replay is needed by few commands, and Flax is slow to import.
+    from spmdtrain.replay.recorded_run import read_run
+    from spmdtrain.replay.rerun import restore_config
+    from spmdtrain.train.serving import PLATFORMS, config_for_export, export_predict
+    from spmdtrain.train.trainer import Trainer
+
+    check_new_folder(command.to)
+    manifest = read_manifest(command.path, which=command.checkpoint, log=terminal.line)
+    source = find(command.path, manifest.step)
+    run = read_run(str(source.folder.parent))
+    file, config = restore_config(run, command.config, terminal)
+    config = config_for_export(config)
+    experiment, at = file.build(config), str(source.path(manifest.step))
+    if format == "huggingface":
+        beside = config.init_from
+        tokenizer = beside if beside is not None and has_tokenizer(beside) else None
+        written = export_huggingface(
+            at,
             command.to,
-            which=command.checkpoint,
-            averaged=averaged,
-            weight_map=read_weight_map(command.weight_map) if command.weight_map else (),
+            files=experiment.huggingface,
+            weight_map=experiment.weight_map,
+            averaged=False if command.trained else None,
+            tokenizer=command.tokenizer or tokenizer,
+            license=command.license,
             log=terminal.line,
         )
-        size = byte_size(sum(x.nbytes for x in arrays.values()))
-        terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")
-    return ExitCode.DONE
+        terminal.line(f"step {manifest.step} in {command.to}: {', '.join(written)}")
+        return
+    trainer = Trainer.from_experiment(
+        experiment, config, terminal=Terminal(quiet=True), trackers=[]
+    )
+    trainer.restore(at)
+    splits = ("prompts", "test", "validation", "train")
+    data = next(x for name in splits if (x := getattr(experiment, name)) is not None)
+    export_predict(
+        trainer,
+        command.to,
+        data,
+        format=format,
+        weights=command.weights or "inside",
+        platforms=command.platforms or PLATFORMS,
+        batch_size=command.batch_size,
+        license=command.license,
+        manifest=manifest,
+    )
+    terminal.line(f"predict of step {manifest.step} in {command.to}")
+
+
+# -- Verification and lists ------------------------------------------------------------------------
 
 
 def verify(path: str, terminal: Terminal) -> int:

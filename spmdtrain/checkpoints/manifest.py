@@ -16,8 +16,9 @@ from typing import IO, Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
-from etils import epath, epy
+from etils import epath
 
+from spmdtrain.checkpoints.orbax_import import ocp
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.record import no_follow
@@ -33,10 +34,6 @@ from spmdtrain.record.validation import (
 )
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import is_key, path_name
-
-with epy.lazy_imports():  # because importing it takes long
-    import orbax.checkpoint as ocp
-
 
 # -- The manifest of a checkpoint: its description, and the checksums that verify it ---------------
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from spmdtrain.checkpoints.host_copy import HostCopy
+from spmdtrain.checkpoints.orbax_import import check_s3, ocp
 from spmdtrain.distributed import process_group
 from spmdtrain.record.storage import is_url
 
@@ -38,6 +38,7 @@ def open_manager(
       keep: Returns for each of the existing steps whether its checkpoint is kept.
       removed: Subfolder to which other checkpoints are moved; None to remove them at once.
     """
+    check_s3(folder)
     count = process_group.count()
     return Manager(
         folder,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath, epy
+from etils import epath
 
 from spmdtrain.checkpoints.checksums import format_sums, read_parts, start_sums, sums
 from spmdtrain.checkpoints.manifest import (
@@ -19,6 +19,7 @@ from spmdtrain.checkpoints.manifest import (
     raw_keys,
     read_positions,
 )
+from spmdtrain.checkpoints.orbax_import import ocp
 from spmdtrain.checkpoints.run_identity import describe_leaf
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.out_of_memory import available_memory
@@ -32,10 +33,6 @@ from spmdtrain.record.storage import (
 )
 from spmdtrain.record.validation import Malformed, check_array_names
 from spmdtrain.tree import is_key, named_leaves, path_name
-
-with epy.lazy_imports():  # because importing it takes long, and only restoring needs it
-    import orbax.checkpoint as ocp
-
 
 PyTree = Any
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,14 @@ from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Variables
 from spmdtrain.adapters.lora import FACTORS, merge_factors
 from spmdtrain.checkpoints.checksums import format_sums, read_parts, start_sums, sums
+from spmdtrain.checkpoints.export_folder import (
+    CARD,
+    CardFacts,
+    Save,
+    check_new_folder,
+    model_card,
+    write_folder,
+)
 from spmdtrain.checkpoints.listing import LATEST, Source, find, load_latest_valid
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, raw_keys
 from spmdtrain.checkpoints.read_arrays import (
@@ -49,8 +58,15 @@ from spmdtrain.checkpoints.weights.weight_map import (
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError, foreign, option
 from spmdtrain.record import no_follow
-from spmdtrain.record.storage import failures, folder_of, in_short, is_url, storage_reason
-from spmdtrain.record.validation import write_npz
+from spmdtrain.record.storage import (
+    failures,
+    folder_of,
+    in_short,
+    is_url,
+    storage_errors,
+    storage_reason,
+)
+from spmdtrain.record.validation import read_bytes, write_npz
 from spmdtrain.step.state import TREES, TrainState, average_of, evaluated_field
 from spmdtrain.tree import as_numpy, named_leaves, path_name
 
@@ -465,17 +481,8 @@ def export_params(
         raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files{how}")
     save = _save_npz if target.suffix == ".npz" else _safetensors()
     variables, manifest = read_variables(path, which=which, averaged=averaged, log=log)
-    arrays: dict[str, np.ndarray] = {}
-    for tree in variables:
-        for name, leaf in named_leaves(tree).items():
-            name = name if weight_map else plain_name(name)
-            if name in arrays:
-                raise UserError(f"{path}: two arrays of the model have the name {name}")
-            arrays[name] = np.asarray(leaf)
-    metadata = {"step": str(manifest.step), "saved_at": manifest.saved_at}
-    if weight_map:
-        arrays = unmapped(weight_map, arrays)
-        metadata["format"] = "pt"  # which transformers requires; the arrays are the same
+    arrays = _arrays_of_file(path, variables, weight_map)
+    metadata = _metadata(manifest, weight_map)
     try:
         if not is_url(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -485,6 +492,27 @@ def export_params(
             f"{to} cannot be written: {storage_reason(error) or in_short(error)}"
         ) from error
     return arrays
+
+
+def _arrays_of_file(
+    path: str, variables: Variables, weight_map: WeightMap
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of a model by their names in a file."""
+    arrays: dict[str, np.ndarray] = {}
+    for tree in variables:
+        for name, leaf in named_leaves(tree).items():
+            name = name if weight_map else plain_name(name)
+            if name in arrays:
+                raise UserError(f"{path}: two arrays of the model have the name {name}")
+            arrays[name] = np.asarray(leaf)
+    return unmapped(weight_map, arrays) if weight_map else arrays
+
+
+def _metadata(manifest: Manifest, weight_map: WeightMap) -> dict[str, str]:
+    """Returns the metadata of a file of arrays."""
+    metadata = {"step": str(manifest.step), "saved_at": manifest.saved_at}
+    # transformers requires the format; the arrays are the same.
+    return {**metadata, "format": "pt"} if weight_map else metadata
 
 
 def _save_npz(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
@@ -509,6 +537,110 @@ def _safetensors() -> Any:
         file.write(library.save(contiguous, metadata))
 
     return save
+
+
+# -- Export to the layout of Hugging Face ----------------------------------------------------------
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
+)
+_LARGEST_TOKENIZER = 2**28  # bytes
+
+_USE_TRANSFORMERS = """```python
+import transformers
+
+model = transformers.{architecture}.from_pretrained("PATH OF THIS FOLDER")
+```"""
+
+
+def export_huggingface(
+    path: str,
+    to: str,
+    *,
+    files: Mapping[str, Any],
+    weight_map: WeightMap,
+    which: str | int = "latest",
+    averaged: bool | None = None,
+    tokenizer: str | None = None,
+    license: str | None = None,
+    log: Callable[[str], None] = warn,
+) -> list[str]:
+    """Writes a checkpoint as a folder that Hugging Face's `transformers` loads.
+
+    Args:
+      path: A workdir, or one of its `checkpoints/STEP`.
+      to: The folder to write, which must be new or empty, or a `gs://` URL.
+      files: JSON objects by the name of their file, "config.json" among them.
+      weight_map: Rules that give the arrays the names and shapes of the published model.
+      which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
+      averaged: Whether to export averaged parameters; by default, if the run kept an average.
+      tokenizer: A folder with the files of a tokenizer, or a tokenizer.json; None for none.
+      license: The license that the model card names.
+      log: Receives a line for each corrupted checkpoint that is skipped; by default warns.
+
+    Returns:
+      The names of the files.
+
+    Raises:
+      UserError: If there is no such checkpoint, or none that is valid, the folder has content, or
+        the map or a file does not fit.
+      StorageError: If the checkpoint cannot be read, or a file cannot be written.
+    """
+    weight_map = checked_weight_map(weight_map)
+    if not weight_map or "config.json" not in files:
+        raise UserError(
+            "the experiment has no layout of Hugging Face: give Experiment(weight_map=..., "
+            "huggingface={'config.json': {...}})"
+        )
+    check_new_folder(to)
+    save, found = _safetensors(), _tokenizer_files(tokenizer)
+    variables, manifest = read_variables(path, which=which, averaged=averaged, log=log)
+    facts = CardFacts(
+        step=manifest.step,
+        parameters=sum(np.asarray(x).size for x in jax.tree.leaves(variables.params)),
+        identity=manifest.identity,
+        metrics=manifest.metrics or {},
+        saved_at=manifest.saved_at,
+        license=license,
+    )
+    arrays = _arrays_of_file(path, variables, weight_map)
+    metadata = _metadata(manifest, weight_map)
+    kinds = files["config.json"].get("architectures") or ["AutoModel"]
+    use = _USE_TRANSFORMERS.format(architecture=kinds[0])
+    written: dict[str, bytes | Save] = {
+        "model.safetensors": lambda file: save(file, arrays, metadata),
+        **{name: (json.dumps(x, indent=2) + "\n").encode() for name, x in files.items()},
+        **found,
+        CARD: model_card(facts, library="transformers", use=use).encode(),
+    }
+    write_folder(to, written)
+    return list(written)
+
+
+def _tokenizer_files(path: str | None) -> dict[str, bytes]:
+    """Returns the content of the files of a tokenizer by name; raises `UserError` without any."""
+    if path is None:
+        return {}
+    place = folder_of(path)
+    with storage_errors(place):
+        if place.is_file():
+            if place.suffix != ".json":
+                raise UserError(f"{path}: the tokenizer must be a tokenizer.json, or its folder")
+            kind = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+            content = read_bytes(place, _LARGEST_TOKENIZER)
+            return {"tokenizer.json": content, "tokenizer_config.json": kind.encode()}
+        names = [name for name in _TOKENIZER_FILES if (place / name).is_file()]
+        if not names:
+            raise UserError(
+                f"{path} has no file of a tokenizer, such as {', '.join(_TOKENIZER_FILES[:2])}"
+            )
+        return {name: read_bytes(place / name, _LARGEST_TOKENIZER) for name in names}
+
+
+def has_tokenizer(path: str) -> bool:
+    """Returns whether a path is a local folder with the files of a tokenizer."""
+    return not is_url(path) and any((folder_of(path) / name).is_file() for name in _TOKENIZER_FILES)
 
 
 # -- The base weights of a run that trains low-rank factors ----------------------------------------

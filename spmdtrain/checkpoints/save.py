@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import absl.logging
-from etils import epath, epy
+from etils import epath
 
 from spmdtrain.checkpoints import checksums, manifest
 from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
@@ -39,6 +39,7 @@ from spmdtrain.checkpoints.manifest import (
     steps_in,
     write_positions,
 )
+from spmdtrain.checkpoints.orbax_import import ocp
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
@@ -47,15 +48,12 @@ from spmdtrain.record.storage import (
     absolute,
     failures,
     is_url,
+    rename_folder,
     silence_tensorstore_shutdown,
     why_failed,
 )
 from spmdtrain.record.validation import Malformed, check, parse_object, read_bytes
 from spmdtrain.step.state import TrainState
-
-with epy.lazy_imports():  # the import takes long and is not needed before the first save
-    import orbax.checkpoint as ocp
-
 
 PyTree = Any
 T = TypeVar("T")
@@ -407,7 +405,7 @@ class Checkpoints:
             candidates = (f"{step}.{wanted['kind']}{n}" for n in ("", *range(2, len(taken) + 3)))
             name = next(name for name in candidates if name not in taken)
             if str(step) in taken:
-                (self.folder / str(step)).rename(self.folder / name)
+                rename_folder(self.folder / str(step), self.folder / name)
                 names.append(name)
             self._records.pop(step, None)
         (self.folder / _QUARANTINE).unlink()

@@ -82,6 +82,9 @@ class Experiment:
     weight_map: WeightMap = ()
     """Rules by which arrays of `init_from` become arrays of the model, for files of other programs;
     without rules, equal names are taken."""
+    huggingface: Mapping[str, Any] = field(default_factory=dict)
+    """JSON objects by file name, "config.json" among them, of Hugging Face's layout of the model,
+    which `export --format huggingface` writes; its weights have the names of `weight_map`."""
 
     @classmethod
     def from_keras(

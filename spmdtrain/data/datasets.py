@@ -99,8 +99,7 @@ class ArrayDataset:
 
     def rows(self, indices: np.ndarray) -> PyTree:
         self._check_files()  # to read what a file has lost would end the process
-        # NumPy indexes arrays of scalars faster; for longer rows `take` is faster.
-        rows = [x[indices] if x.ndim == 1 else x.take(indices, axis=0) for x in self._leaves]
+        rows = [_rows(x, indices) for x in self._leaves]
         # JAX refuses the other byte order, of a file mapped into memory for example.
         native = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in rows]
         self._check_files()
@@ -109,6 +108,12 @@ class ArrayDataset:
     def _check_files(self) -> None:
         for file in self._files:
             file.check_unchanged()
+
+
+def _rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Returns rows of an array. For long rows `take` is faster, but it copies some arrays whole."""
+    is_plain = array.flags.c_contiguous and array.flags.aligned
+    return array.take(indices, axis=0) if is_plain and array.ndim > 1 else array[indices]
 
 
 def own_rows(dataset: Dataset, indices: np.ndarray) -> PyTree:
@@ -381,6 +386,9 @@ def classes_of(dataset: Any) -> Sequence[str]:
 # -- Data of other libraries: what can be a dataset, and why anything else cannot ------------------
 
 _STREAMS = {
+    "webdataset.WebDataset": (  # before its base, torch.IterableDataset
+        "Read its tar files by index: spmdtrain.WebDatasetSource(files, fields)"
+    ),
     "grain.IterDataset": "Give the MapDataset from before .to_iter_dataset()",
     "grain.DatasetIterator": "Give the MapDataset that it iterates over",
     "grain.DataLoader": (
@@ -411,7 +419,8 @@ def known_as(data: Any) -> frozenset[str]:
 
 def stream_advice(data: Any) -> tuple[str, str] | None:
     """Returns the name of a known stream, and the dataset to give instead; None for other data."""
-    name = min(known_as(data) & _STREAMS.keys(), default=None)
+    names = known_as(data)
+    name = next((name for name in _STREAMS if name in names), None)
     return None if name is None else (name, _STREAMS[name])
 
 

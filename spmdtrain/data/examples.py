@@ -234,6 +234,17 @@ class ExampleReader:
         )
 
 
+def array_or_value(value: Any) -> Any:
+    """Returns a list of numbers as an array, and any other value as it is."""
+    if not isinstance(value, list) or not isinstance(value[:1] and value[0], (int, float, list)):
+        return value
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):  # lists of different lengths
+        return value
+    return array if array.dtype.kind in "biuf" else value
+
+
 def leaf_dtypes(rows: PyTree) -> list[np.dtype]:
     """Returns the dtypes of the arrays of a pytree."""
     return [leaf.dtype for leaf in jax.tree.leaves(rows)]

@@ -32,7 +32,7 @@ from spmdtrain.data.sources.files import delayed_progress
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import byte_size
 from spmdtrain.errors import StorageError, UserError, did_you_mean, printable
-from spmdtrain.record.storage import failures, is_url, one_line
+from spmdtrain.record.storage import failures, file_system, is_url, one_line
 
 # -- The image files of a folder, their order, classes and splits: functions of their names alone
 
@@ -512,8 +512,10 @@ class ImageFolder:
         if split is not None:
             _check_choice("split", split, splits)
         load_pillow()
+        if is_url(os.fspath(folder)):
+            file_system(os.fspath(folder))
         self.folder = epath.Path(folder).expanduser()
-        self.size = _height_and_width(size)
+        self.size = checked_size(size)
         self.broken = broken
         self._threads = _cpu_count() if threads is None else _checked_threads(threads)
         self._disk = _image_cache(cache, cache_dir, self.size)
@@ -719,7 +721,8 @@ def _checked_threads(threads: Any) -> int:
     return count
 
 
-def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
+def checked_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Returns height and width; raises `UserError` if they are not positive numbers of pixels."""
     sides: Any = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     pixels = tuple(map(_as_integer, sides))
     if len(pixels) != 2 or min(pixels) < 1:

@@ -45,7 +45,7 @@ _NEEDED = (
     "`index` of `count`, such as a grain.DataLoader with these ShardOptions; its iterators need "
     "get_state() and set_state(state)"
 )
-_WITHOUT_STATE = ("torch.DataLoader", "tensorflow.DatasetV2")
+_WITHOUT_STATE = ("torch.DataLoader", "tensorflow.DatasetV2", "webdataset.WebDataset")
 
 
 @dataclass(frozen=True)

@@ -474,7 +474,7 @@ def experts(
         rows = tuple(axis for axis in BATCH_AXES if axis in over.free)
         length, parts = x.shape[1], over.parts("context")
         split = PartitionSpec(
-            rows if len(x) % over.parts(*rows) == 0 else None,
+            rows if x.shape[0] % over.parts(*rows) == 0 else None,
             "context" if "context" in over.free and length % parts == 0 else None,
         )
         if current_device().platform == "cpu" and manual != set(over.free):

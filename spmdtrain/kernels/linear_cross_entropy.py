@@ -403,6 +403,8 @@ def _chunks_by_size(tokens: int, rows: int, itemsize: int) -> int:
 
     `itemsize` is the number of bytes of a logit.
     """
+    if jax.export.is_symbolic_dim(tokens):  # an export for every batch size
+        return 1
     size, device = itemsize * tokens * rows, current_device()
     memory = memory_of(device.device_kind) or _USUAL_MEMORY
     if size <= _MAX_WHOLE_SHARE * memory:

@@ -5,7 +5,7 @@ Their arrays are annotated with logical names, which an `AxisRules` maps to axes
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -198,6 +198,49 @@ class LlamaConfig:
             )
         if not 1 < self.rope_base < math.inf:
             raise UserError(f"rope_base is {self.rope_base}: it must be above 1, and finite")
+
+    def huggingface(self) -> dict[str, Any]:
+        """Returns the JSON files of Hugging Face's layout by name.
+
+        It is that of `LlamaForCausalLM`, and with experts that of `MixtralForCausalLM`.
+
+        Raises:
+          UserError: If the layout has no such scaling of rotations.
+        """
+        scaling: dict[str, Any] | None = None
+        if isinstance(self.rope_scaling, Llama3RopeScaling):
+            scaling = {"rope_type": "llama3", **asdict(self.rope_scaling)}
+        elif isinstance(self.rope_scaling, LinearRopeScaling):
+            scaling = {"rope_type": "linear", **asdict(self.rope_scaling)}
+        routed = self.experts
+        if self.rope_scaling is not None and (scaling is None or routed is not None):
+            raise UserError(
+                f"rope_scaling is {self.rope_scaling}, and Hugging Face's layout of "
+                f"{'Mixtral' if routed else 'Llama'} has no such scaling"
+            )
+        config: dict[str, Any] = {
+            "architectures": ["MixtralForCausalLM" if routed else "LlamaForCausalLM"],
+            "model_type": "mixtral" if routed else "llama",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.epsilon,
+            "rope_theta": self.rope_base,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        if scaling:
+            config["rope_scaling"] = scaling
+        if routed:
+            of_experts = {"num_local_experts": routed.count, "num_experts_per_tok": routed.top_k}
+            config |= {**of_experts, "sliding_window": None}
+        return {"config.json": config}
 
     @property
     def head_width(self) -> int:

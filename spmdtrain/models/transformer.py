@@ -129,6 +129,41 @@ class TransformerConfig:
         """The width of each head."""
         return self.width // self.heads
 
+    def huggingface(self) -> dict[str, Any]:
+        """Returns the JSON files of Hugging Face's `GPT2LMHeadModel` by name.
+
+        Raises:
+          UserError: If the model is not a GPT-2.
+        """
+        if self.blocks != "gpt2" or self.positions != "learned" or not self.tied:
+            raise UserError(
+                f"blocks is {self.blocks}, positions is {self.positions} and tied is {self.tied}: "
+                "Hugging Face's layout of GPT-2 has the blocks gpt2, learned positions and a tied "
+                "embedding"
+            )
+        published = 50_257
+        end = published - 1 if self.vocabulary == published else None
+        return {
+            "config.json": {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "vocab_size": self.vocabulary,
+                "n_positions": self.context,
+                "n_embd": self.width,
+                "n_layer": self.layers,
+                "n_head": self.heads,
+                "n_inner": self.hidden,
+                "activation_function": "gelu_new",
+                "layer_norm_epsilon": _GPT2_EPSILON,
+                "embd_pdrop": self.dropout,
+                "resid_pdrop": self.dropout,
+                "attn_pdrop": 0.0,
+                "tie_word_embeddings": True,
+                "bos_token_id": end,
+                "eos_token_id": end,
+            }
+        }
+
     @property
     def kv_heads(self) -> int:
         """The number of heads with separate keys and values: all heads."""

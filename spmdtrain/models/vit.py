@@ -83,6 +83,45 @@ class ViTConfig:
         """The width of each head."""
         return self.width // self.heads
 
+    def huggingface(self) -> dict[str, Any]:
+        """Returns the JSON files of Hugging Face's `ViTForImageClassification` by name.
+
+        Its image processor takes images of integers from 0 to 255.
+
+        Raises:
+          UserError: If the model has no class token, which the published models have.
+        """
+        if self.pooling != "class_token":
+            raise UserError(f"pooling is {self.pooling}: Hugging Face's layout has a class token")
+        return {
+            "config.json": {
+                "architectures": ["ViTForImageClassification"],
+                "model_type": "vit",
+                "hidden_size": self.width,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "intermediate_size": self.hidden,
+                "image_size": self.image_size,
+                "patch_size": self.patch_size,
+                "num_channels": self.channels,
+                "hidden_act": "gelu",
+                "layer_norm_eps": _EPSILON,
+                "qkv_bias": True,
+                "id2label": {str(label): f"LABEL_{label}" for label in range(self.classes)},
+                "label2id": {f"LABEL_{label}": label for label in range(self.classes)},
+            },
+            "preprocessor_config.json": {
+                "image_processor_type": "ViTImageProcessor",
+                "do_resize": True,
+                "size": {"height": self.image_size, "width": self.image_size},
+                "do_rescale": True,
+                "rescale_factor": 1 / 255,
+                "do_normalize": True,
+                "image_mean": [0.5] * self.channels,
+                "image_std": [0.5] * self.channels,
+            },
+        }
+
     @property
     def tokens(self) -> int:
         """Number of patches of an image, plus 1 for the class token if there is one."""
@@ -205,9 +244,9 @@ class ViT(nnx.Module):
         kernel, side = self.patches["kernel"][...], size // patch
         images = images.astype(kernel.dtype).reshape(-1, side, patch, side, patch, channels)
         x = jnp.einsum("bipjqc,pqcd->bijd", images, kernel) + self.patches["bias"][None, None, None]
-        x = x.reshape(len(x), side * side, config.width)
+        x = x.reshape(x.shape[0], side * side, config.width)  # `len` would need a fixed size
         if config.pooling == "class_token":
-            first = jnp.broadcast_to(self.class_token[...], (len(x), 1, config.width))
+            first = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, config.width))
             x = jnp.concatenate([first, x], axis=1)
         return split_residual(x + self.positions[None])
 

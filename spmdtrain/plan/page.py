@@ -231,7 +231,7 @@ class PageFile:
 def open_page_file(path: str) -> PageFile:
     """Returns a file for a page after a check that the page can be made and written.
 
-    `path` is a local path or `gs://` URL. A file that exists keeps its content.
+    `path` is a local path or URL. A file that exists keeps its content.
 
     Raises:
       UserError: If a library is missing or the file cannot be written.

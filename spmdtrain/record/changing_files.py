@@ -12,7 +12,13 @@ from typing import Any, Generic, TypeVar
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.record.storage import failures, file_system, is_url, one_line
+from spmdtrain.record.storage import (
+    failures,
+    file_system,
+    is_url,
+    one_line,
+    size_and_version,
+)
 from spmdtrain.record.validation import (
     LARGEST_LOG,
     Malformed,
@@ -43,7 +49,8 @@ def file_state(path: epath.Path) -> FileState | None:
     try:
         if is_url(path):
             found = file_system(str(path)).info(str(path))
-            return FileState(int(found.get("generation") or 0), found["size"] or 0, 0)
+            size, version = size_and_version(found)
+            return FileState(version, size, 0)
         local = os.stat(path)
         return FileState(local.st_ino, local.st_size, local.st_mtime_ns)
     except (FileNotFoundError, NotADirectoryError):

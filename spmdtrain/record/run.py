@@ -46,7 +46,7 @@ def open_run(path: str | os.PathLike[str]) -> "Run":
     """Opens the record of a run, which may still be in progress, to read its metrics and files.
 
     Args:
-      path: The workdir of the run, a local folder or a `gs://` URL. It is only read.
+      path: The workdir of the run, a local folder or a `gs://` or `s3://` URL. It is only read.
 
     Returns:
       The record of the run. A file is read when its content is asked for.
@@ -70,7 +70,7 @@ class Run:
     cannot be accessed.
 
     Args:
-      workdir: A folder or `gs://` URL, which need not exist yet.
+      workdir: A folder or URL, which need not exist yet.
       bounded: Whether metrics of more than 32,768 values are thinned to extremes and means, so that
         the memory does not grow with the files.
     """
@@ -98,7 +98,7 @@ class Run:
         """Opens the record of a run that has begun.
 
         Args:
-          workdir: The folder or `gs://` URL.
+          workdir: The folder or URL.
           bounded: As for the class.
 
         Returns:

@@ -8,13 +8,14 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import StorageError, UserError, without_credentials
 
 # TensorStore raises ValueErrors that start with a status code and end with bracketed details.
 _STATUS = re.compile(r"([A-Z][A-Z_]+): (.*)", re.DOTALL)
@@ -23,6 +24,7 @@ _SECONDARY_ERRORS = (
     "Event loop is closed",
     "Encountered error while reading array index",
     "coroutine '",
+    "Cannot write to closing transport",  # of s3fs' library, whose request fails with another error
 )
 _NEVER_AWAITED = r"coroutine '\S+' was never awaited"
 # Status codes that mean corrupted or missing content. The others mean that access has failed.
@@ -33,6 +35,22 @@ _CORRUPTION = {
 
 
 # -- paths --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ObjectStore:
+    """An object store: what its library needs."""
+
+    extra: str  # installs the library
+    options: Mapping[str, Any]  # of fsspec's file system, as epath creates it
+
+
+_STORES = {
+    "gs": _ObjectStore("gcs", {"finalize_on_close": True}),
+    "s3": _ObjectStore("s3", {}),
+}
+"""The object stores by the scheme of their URLs."""
+_SCHEMES = " or ".join(f"{scheme}://" for scheme in _STORES)
 
 
 def source_digest(path: str) -> str:
@@ -71,7 +89,7 @@ class FixedFolder(str):
 
 
 def folder_of(path: str) -> epath.Path:
-    """Returns the path of a local folder or `gs://` URL, which need not exist; `~` is expanded.
+    """Returns the path of a local folder or URL, which need not exist; `~` is expanded.
 
     Raises:
       UserError: If the home folder is unknown, or the URL is not supported or not readable.
@@ -83,13 +101,9 @@ def folder_of(path: str) -> epath.Path:
                 f"{path}: the home folder is not known; set HOME, or write the path without ~"
             )
         return local
-    scheme = path.partition("://")[0]
-    if scheme != "gs":  # the only object store in which Orbax can save
-        raise UserError(
-            f"{path}: the folder of a run must be a local path or a gs:// URL, not {scheme}://"
-        )
-    folder = epath.Path(path)
+    _store(path, "the folder of a run must be a local path or a {} URL")
     file_system(path)
+    folder = epath.Path(path)
     try:
         folder.exists()
     except Exception as error:
@@ -98,30 +112,82 @@ def folder_of(path: str) -> epath.Path:
 
 
 def file_system(url: str) -> Any:
-    """Returns fsspec's file system of a `gs://` URL, which does not cache listings.
+    """Returns fsspec's file system of a URL, which does not cache listings.
 
     Raises:
-      UserError: If the scheme is another one, the library is missing, or access fails.
+      UserError: If the scheme is unknown, the library is missing, or access fails.
     """
-    scheme = url.partition("://")[0]
-    if scheme != "gs":
-        raise UserError(f"{url}: URLs of data must be gs:// URLs, not {scheme}://")
+    store = _store(url, "URLs of data must be {} URLs")
+    scheme = scheme_of(url)
+    # Otherwise epath uses TensorFlow, if it is installed, which does not have every scheme.
+    os.environ.setdefault("EPATH_USE_TF", "false")
     try:
         import fsspec
         from fsspec.config import conf
 
         # Cached listings would hide files that TensorStore and other processes write.
-        conf.setdefault("gcs", {})["use_listings_cache"] = False
-        return fsspec.filesystem("gs", finalize_on_close=True)  # as epath creates it
+        conf.setdefault(scheme, {})["use_listings_cache"] = False
+        return fsspec.filesystem(scheme, **store.options)
     except ImportError as error:
-        raise UserError(f"{url}: {error} (pip install 'spmdtrain[gcs]')") from error
+        raise UserError(f"{url}: {error} (pip install 'spmdtrain[{store.extra}]')") from error
     except Exception as error:
         raise UserError(f"{url} cannot be read: {one_line(error)}") from error
+
+
+def scheme_of(url: str) -> str:
+    """Returns `gs` for a `gs://` URL."""
+    return url.partition("://")[0]
+
+
+def _store(url: str, rule: str) -> _ObjectStore:
+    """Returns the object store of a URL.
+
+    Raises:
+      UserError: With the rule if there is none; if the URL has credentials, which would be stored
+        with the configuration of the run.
+    """
+    scheme, shown = scheme_of(url), without_credentials(url)
+    if (store := _STORES.get(scheme)) is None:
+        raise UserError(f"{shown}: {rule.format(_SCHEMES)}, not {scheme}://")
+    if shown != url:
+        raise UserError(
+            f"{shown}: a URL must hold no credentials, because it is stored with the run: the "
+            f"library of {scheme}:// reads them from its environment variables and files"
+        )
+    return store
+
+
+def size_and_version(status: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the size of an object in bytes, and a number that changes with its content.
+
+    It is the generation of an object of Google, and a digest of the ETag of one of S3.
+
+    Args:
+      status: The description of the object by fsspec's file system.
+    """
+    version = int(status.get("generation") or 0)
+    if etag := status.get("ETag"):
+        version = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=7).digest())
+    return int(status["size"] or 0), version
 
 
 def absolute(path: epath.Path) -> epath.Path:
     """Returns an absolute path for Orbax; epath's `resolve` treats a URL as a relative path."""
     return path if is_url(path) else path.resolve()
+
+
+def rename_folder(folder: epath.Path, target: epath.Path) -> None:
+    """Renames a folder. In a bucket its objects are renamed one by one: s3fs can rename no folder.
+
+    Args:
+      target: A path in the same file system or bucket, at which there is nothing.
+    """
+    if not is_url(folder):
+        folder.rename(target)
+        return
+    store, scheme = file_system(str(folder)), scheme_of(str(folder))
+    for name in store.find(str(folder)):
+        store.mv(name, f"{target}{f'{scheme}://{name}'.removeprefix(str(folder))}")
 
 
 def size_and_time(path: epath.Path) -> tuple[int, int]:
@@ -153,7 +219,7 @@ def one_line(error: Exception) -> str:
     """Returns the message of an error in one line."""
     if isinstance(error, FileNotFoundError) and error.errno is None:  # gcsfs gives only an address
         return "there is no such bucket"
-    return " ".join(str(error).split()) or type(error).__name__
+    return without_credentials(" ".join(str(error).split())) or type(error).__name__
 
 
 def storage_reason(error: BaseException) -> str | None:
@@ -220,7 +286,8 @@ def in_short(error: BaseException) -> str:
     """
     if not (status := _status(error)):
         kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
-        return f"{kind}{error}".split("\n")[0].removesuffix(": ")[:200]
+        text = f"{kind}{error}".split("\n")[0].removesuffix(": ")
+        return without_credentials(text)[:200]
     text = _DETAILS.split(status[1])[0]
     *_, file = ["", *re.findall(r'local file "[^"]*/([^"/]+)"', text)]
     problem = text.rpartition('": ')[2] or text

@@ -78,7 +78,7 @@ def read_bytes(
             content = path.read_bytes()
         elif start < size:
             end = size if count is None else min(size, start + count)
-            content = file_system(str(path)).cat_file(str(path), start, end)
+            content = file_system(str(path)).cat_file(str(path), start=start, end=end)
         return content
     try:
         handle = os.open(path, _OPEN)

@@ -43,7 +43,7 @@ class Options:
     """Options of the command."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The workdir of the run: a folder or gs:// URL. It is only read."""
+    """The workdir of the run: a folder or URL. It is only read."""
     step: int | None = None
     """The step to make again, by its number in the log."""
     devices: int | None = None

@@ -227,7 +227,7 @@ def restore_config(
         if why := _distrust(path, run.workdir):
             raise UserError(
                 f"config.json of {run.workdir} names {foreign(path)} as its experiment, and {why}. "
-                "A replay executes that file: read it, and give --config FILE if you trust it"
+                "The command executes that file: read it, and give --config FILE if you trust it"
             )
         terminal.line(f"executing {foreign(path)}, as config.json of the run says")
     experiment = load_experiment(path, frozenset())

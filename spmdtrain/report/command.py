@@ -33,7 +33,7 @@ class Options:
     """Options of the command."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """The workdirs of the runs: folders or gs:// URLs."""
+    """The workdirs of the runs: folders or URLs."""
     output: str | None = None
     """The file to write. Default: report.html in the workdir, or in the current folder for several
     runs."""
@@ -88,7 +88,7 @@ class RunReport:
     """The page of runs, which is made again if their files have changed.
 
     Args:
-      workdirs: The folders or `gs://` URLs.
+      workdirs: The folders or URLs.
 
     Raises:
       UserError: If one is not the workdir of a run.

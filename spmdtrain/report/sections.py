@@ -102,7 +102,7 @@ def object_in(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 class RunReader:
-    """Reads the workdir of a run, a folder or `gs://` URL, and later only what has grown.
+    """Reads the workdir of a run, a folder or URL, and later only what has grown.
 
     Raises:
       UserError: If it is not the workdir of a run.

@@ -14,7 +14,7 @@ from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config.command_line import Command, parse_command_line
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
+from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of, printable
 from spmdtrain.launch.child import Signals
 from spmdtrain.record.run_files import WorkdirLock
 from spmdtrain.record.storage import folder_of, is_url, one_line
@@ -190,7 +190,9 @@ def _folder_of(command: Command) -> Path:
     workdir = command.config.workdir
     assert workdir is not None
     if is_url(workdir):
-        raise UserError(f"--workdir {workdir}: the folder of a sweep must be on this machine")
+        raise UserError(
+            f"--workdir {printable(workdir)}: the folder of a sweep must be on this machine"
+        )
     return Path(folder_of(workdir if command.own_workdir else f"{workdir}-sweep"))
 
 

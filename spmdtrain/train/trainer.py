@@ -221,6 +221,7 @@ class Trainer:
           **keywords: Arguments of `Trainer`, in place of the experiment's.
         """
         of_fit = {"train", "validation", "test", "prompts", "format_predictions", "generate"}
+        of_fit.add("huggingface")
         names = {field.name for field in dataclasses.fields(experiment)} - of_fit
         parts = {name: getattr(experiment, name) for name in names}
         parts |= {"config": config, "trackers": experiment.trackers or None}
@@ -305,6 +306,20 @@ class Trainer:
     def model(self) -> Any:
         """The model with the values trained so far, in eval mode."""
         return self._adapter.merge(self.functions.in_device_memory(self._variables()))
+
+    @property
+    def variables(self) -> Variables:
+        """The values that `evaluate` and `predict` use, on the devices: averaged ones, if any."""
+        return self._variables()
+
+    def functions_on(self, config: RunConfig, placement: Placement) -> RunFunctions:
+        """Returns the run's functions for another placement.
+
+        Args:
+          config: The configuration.
+          placement: The devices and their mesh, of `config`.
+        """
+        return self._make_functions(config, placement)
 
     @property
     def writes_into_model(self) -> bool:
@@ -527,13 +542,13 @@ class Trainer:
         return self._evaluation.evaluate(variables, dataset, batch_size, check_interrupt)
 
     @property
-    def _trained_as(self) -> Identity | None:
+    def trained_as(self) -> Identity | None:
         """The identity of the run that trained the current values; None if there was none."""
         return self._identity if self._state is not None else self._restored_from
 
     def _check_classes(self, dataset: Dataset) -> None:
         """Raises `UserError` if the dataset's classes differ from those trained on."""
-        if (trained := self._trained_as) is not None:
+        if (trained := self.trained_as) is not None:
             check_same_classes(trained.classes, classes_of(dataset), "the model was")
 
     def _interrupt_check(self) -> Callable[[], None]:
@@ -557,8 +572,8 @@ class Trainer:
         if batch is not None and batch < 1:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")
         batch = batch or self.config.eval_batch_size
-        if batch is None and self._trained_as is not None:
-            batch = self._trained_as.config["global_batch_size"]
+        if batch is None and self.trained_as is not None:
+            batch = self.trained_as.config["global_batch_size"]
         if batch is None and self.config.batch_size_per_device is not None:
             batch = self.config.batch_size_per_device * self.placement.batch_shards
         return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE

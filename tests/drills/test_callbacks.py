@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import status
-from processes import BOUND, codes, quiet, show
+from helpers import BOUND, status
+from processes import codes, quiet, show
 
 from spmdtrain import read_manifest
 from spmdtrain.testing import run_processes

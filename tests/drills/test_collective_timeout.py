@@ -4,7 +4,7 @@ import re
 import sys
 from typing import Any
 
-from helpers import together
+from helpers import BOUND, together
 
 from spmdtrain.testing import run_processes
 
@@ -46,7 +46,7 @@ except Exception as error:
 def test_a_collective_of_several_processes_ends_them_when_the_timeout_is_over() -> None:
     def both(timeout: float) -> list[Any]:
         line = [sys.executable, "-c", GLOO, str(timeout)]
-        return run_processes(line, processes=2, devices_per_process=2, timeout=100, check=False)
+        return run_processes(line, processes=2, devices_per_process=2, timeout=BOUND, check=False)
 
     patient, limited = together(lambda: both(0), lambda: both(1.5))
     assert [one.code for one in patient] == [0, 0], patient

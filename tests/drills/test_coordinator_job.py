@@ -8,8 +8,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers import BOUND
 from processes import launching
-from server_jobs import BOUND, Lines, send, text_of, until
+from server_jobs import Lines, send, text_of, until
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"

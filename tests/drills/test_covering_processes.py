@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 from covering import Cell
-from helpers import command, metrics
-from processes import BOUND, job, launching
+from helpers import BOUND, command, metrics
+from processes import job, launching
 from server_jobs import text_of
 
 from spmdtrain import load_params

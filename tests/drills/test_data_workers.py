@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import (
+    BOUND,
     assert_gone,
     command,
     environment,
@@ -68,7 +69,7 @@ def test_workers_change_no_number_and_outlive_a_signal(tmp_path: Path) -> None:
     assert len(readers) == 2
     for number in (process.pid, *readers):  # as Ctrl-C in a terminal does
         os.kill(number, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=BOUND)
     assert process.returncode == 75, output
     assert "leaked" not in output and "Traceback" not in output
     assert_gone(readers)
@@ -89,7 +90,7 @@ def test_no_process_is_left_after_a_kill(tmp_path: Path, target: str) -> None:
     readers = workers_of(process)
     assert len(readers) == 2
     os.kill(process.pid if target == "run" else readers[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=BOUND)
     assert_gone(readers)
     if target == "worker":
         assert process.returncode == 1
@@ -146,7 +147,7 @@ def test_a_process_alone_ends_by_its_hang_timeout_and_by_a_second_signal(tmp_pat
         assert 'File "' in ended.stderr and "Thread 0x" in ended.stderr
 
     process = start(experiment, "--steps", 5, "--data-workers", 2)
-    until = time.monotonic() + 120
+    until = time.monotonic() + BOUND
     while len(readers := workers_of(process)) < 2 and time.monotonic() < until:
         time.sleep(0.5)
     assert len(readers) == 2
@@ -178,7 +179,7 @@ def test_a_process_whose_output_is_not_read_and_an_evaluator_end_by_hang_timeout
         env=environment() | {"TF_CONFIG": json.dumps(task)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 1
     assert "no progress for 30 s: the process is in load at step" in ended.stderr
@@ -194,7 +195,7 @@ def test_shared_memory_that_is_too_small_is_named(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (

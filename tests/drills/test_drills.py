@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import command, metrics, saved_steps, status
+from helpers import BOUND, command, metrics, saved_steps, status
 from processes import (
-    BOUND,
     STEPS,
     as_task,
     codes,

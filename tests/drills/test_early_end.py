@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, run, status
+from helpers import BOUND, environment, run, status
 from processes import codes, drill, job, launch, show
 
 pytestmark = pytest.mark.drill
@@ -102,7 +102,7 @@ def test_a_trial_of_a_sweep_that_ends_with_code_0(tmp_path: Path, fault: str, wh
     own = ("--set", "learning_rate=0.01,0.02", "--workdir", str(tmp_path / "sweep"))
     options = ("--config", str(drill(tmp_path)), "--fault", fault, "--fault-rank", "0")
     line = [sys.executable, "-m", "spmdtrain.sweep", *options, *own]
-    ended = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=BOUND)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert ": failed: " in ended.stdout and why in ended.stdout
 
@@ -140,7 +140,7 @@ def test_an_interpreter_that_ends_while_a_thread_trains(
 ) -> None:
     line = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), kind]
     env = environment(1) | {"PYTHONWARNINGS": "error"}
-    ended = subprocess.run(line, env=env, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(line, env=env, capture_output=True, text=True, timeout=BOUND)
     assert ended.returncode == code, ended.stderr
     found = status(tmp_path / "run")
     assert found["status"] == ("failed" if code else "finished")

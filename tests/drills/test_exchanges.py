@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import BOUND, codes, quiet, show
+from helpers import BOUND
+from processes import codes, quiet, show
 
 from spmdtrain.testing import run_processes
 

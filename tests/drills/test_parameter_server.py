@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DIGITS, MNIST, command, environment, metrics, run, status
+from helpers import BOUND, DIGITS, MNIST, command, environment, metrics, run, status
 from processes import launch, launching
-from server_jobs import BOUND, Lines, made, of_task, send, stale_updates, text_of, until
+from server_jobs import Lines, made, of_task, send, stale_updates, text_of, until
 
 from spmdtrain.launch.task_env import tf_configs, training_tasks
 from spmdtrain.record.run import Run

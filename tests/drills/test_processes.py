@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, environment, metrics, run, saved_steps, status
+from helpers import BOUND, REPOSITORY, environment, metrics, run, saved_steps, status
 from processes import (
-    BOUND,
     STEPS,
     as_task,
     codes,
@@ -48,7 +47,7 @@ from jax.experimental.multihost_utils import process_allgather
 from spmdtrain.distributed.initialize import initialize
 from spmdtrain.distributed.process_group import count, rank
 
-initialize(timeout=100)
+initialize(timeout=400)
 
 sys.path.insert(0, EXPERIMENTS)
 from digits_mlp import load_digits, objective

@@ -11,11 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from helpers import BOUND
 from other_user import UID, as_stranger
 
 from spmdtrain.parameter_server.ray_nodes import JOB_TOKEN, MODE, TOKEN, TOKEN_PATH
-
-BOUND = 400  # seconds; Ray starts a process in several on a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ ray.init(address=address, _temp_dir=folder, log_to_driver=False, logging_level="
 (victim,) = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != own.node_id]
 there = NodeAffinitySchedulingStrategy(victim, soft=False)
 run = ray.remote(lambda: os.getuid()).options(num_cpus=0, scheduling_strategy=there)
-print("ran as", ray.get(run.remote(), timeout=200), "from", os.getuid())
+print("ran as", ray.get(run.remote(), timeout=400), "from", os.getuid())
 own.kill_all_processes(check_alive=False, allow_graceful=True)
 shutil.rmtree(folder, ignore_errors=True)
 """

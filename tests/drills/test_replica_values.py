@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from helpers import environment
+from helpers import BOUND, environment
 
 from spmdtrain.testing import run_processes
 
@@ -32,7 +32,7 @@ def test_each_process_has_all_or_its_own(tmp_path: Path) -> None:
         [sys.executable, "script.py"],
         processes=2,
         devices_per_process=2,
-        timeout=100,
+        timeout=BOUND,
         env=environment(),
         cwd=tmp_path,
     )

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, status
-from processes import BOUND, codes, launching, quiet, show
+from helpers import BOUND, environment, status
+from processes import codes, launching, quiet, show
 
 from spmdtrain.testing import run_processes
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from helpers import environment, metrics, saved_steps
-from server_jobs import BOUND
+from helpers import BOUND, environment, metrics, saved_steps
 
 from spmdtrain.launch.task_env import tf_configs
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, metrics
+from helpers import BOUND, REPOSITORY, metrics
 
 STEPS = 10_000
 # Of resident memory over the last 5,000 steps. Measured: 515.8 to 516.1 MB, 0.05 %. A leak of 1 kB
@@ -25,7 +25,7 @@ def test_ten_thousand_steps_on_eight_virtual_devices(tmp_path: Path) -> None:
     ]
     script = REPOSITORY / "benchmarks" / "soak.py"
     command = [sys.executable, *map(str, [script, *options])]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=BOUND)
     assert ended.returncode == 0, ended.stderr
     losses = [line["loss"] for line in metrics(tmp_path, "train")]
     assert len(losses) == 11 and all(map(math.isfinite, losses)) and losses[-1] < 0.1 * losses[0]

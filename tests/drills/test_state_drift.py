@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import saved_steps, status
+from helpers import BOUND, saved_steps, status
 from jax.sharding import NamedSharding, PartitionSpec
-from processes import BOUND, codes, drill, job, quiet, show
+from processes import codes, drill, job, quiet, show
 
 from spmdtrain.checkpoints import checksums
 from spmdtrain.checkpoints.checksums import find_odd

@@ -8,8 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import assert_gone, metrics, saved_steps
-from processes import BOUND
+from helpers import BOUND, assert_gone, metrics, saved_steps
 
 from spmdtrain.testing import ProcessResult, run_processes
 
@@ -30,7 +29,7 @@ from spmdtrain import FunctionModel, Stream, Trainer, initialize
 from spmdtrain.distributed.process_group import rank
 
 workdir, folder, kill_at, steps_per_dispatch = json.loads(sys.argv[1])
-initialize(timeout=100)
+initialize(timeout=400)
 
 
 def make_shard(index, count):

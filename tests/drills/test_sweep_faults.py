@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import assert_gone, environment, metrics, run, saved_steps, status
+from helpers import BOUND, assert_gone, environment, metrics, run, saved_steps, status
 
 from spmdtrain.sweep.trials import SearchTrials, TrialFactory, TrialState, parse_settings
-
-BOUND = 200  # seconds
 
 # Its steps are slow until the file `open` exists beside it, so that it does not end before.
 EXPERIMENT = '''

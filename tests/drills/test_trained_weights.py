@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import command, metrics
-from processes import BOUND, job, launching
+from helpers import BOUND, command, metrics
+from processes import job, launching
 from server_jobs import text_of
 
 pytestmark = pytest.mark.drill

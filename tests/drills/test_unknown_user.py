@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DIGITS, environment, saved_steps, status
+from helpers import BOUND, DIGITS, environment, saved_steps, status
 from other_user import UID, as_stranger
 
 from spmdtrain.launch.task_env import tf_configs
-
-BOUND = 300  # seconds for what takes twenty
 
 # Reads a run.
 READS = """

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import (
+    BOUND,
     DIGITS,
     LINEAR,
     MNIST,
@@ -518,7 +519,7 @@ def test_what_the_message_of_a_loss_that_is_not_finite_advises_works(tmp_path: P
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert "step 1 used batch 0;" in printed.stdout, printed.stderr
     again = subprocess.run(
@@ -527,7 +528,7 @@ def test_what_the_message_of_a_loss_that_is_not_finite_advises_works(tmp_path: P
         env=environment() | {variable: "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert "FloatingPointError: invalid value (nan) encountered in log" in again.stderr
     assert f"in objective\n{line}\n" in again.stderr
@@ -553,7 +554,7 @@ def test_linear_regression_finds_slope_and_offset() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     found = re.search(r"slope: (\S+) offset: (\S+)", ended.stdout)

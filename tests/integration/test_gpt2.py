@@ -19,7 +19,7 @@ from gpt2_reference import CONTEXT, VOCABULARY, logits, random_weights
 from helpers import REPOSITORY, metrics, run
 from processes import launch
 
-from spmdtrain import LoraModel, MeshSpec, Trainer, export_params
+from spmdtrain import LoraModel, MeshSpec, Trainer, export_huggingface, export_params
 from spmdtrain.checkpoints import command as checkpoints_command
 from spmdtrain.config.experiment import load_experiment
 from spmdtrain.models import GPT2_RULES, Transformer
@@ -151,8 +151,8 @@ def test_logits_and_export_are_those_of_transformers(
     options = {**TENSOR, "workdir": str(tmp_path / "run"), "trackers": ()}
     trainer(tmp_path / "theirs", **options).fit(batch, steps=1, global_batch_size=8)
     out = tmp_path / "out"
-    export_params(str(tmp_path / "run"), str(out / "model.safetensors"), weight_map=MAP)
-    config.save_pretrained(out)
+    files = experiment.shape(experiment.PRESETS["tiny"]).huggingface()
+    export_huggingface(str(tmp_path / "run"), str(out), files=files, weight_map=MAP)
     back, loading = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     np.testing.assert_array_equal(of(back.eval()), of(theirs))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import REPOSITORY, environment, metrics, run
+from helpers import BOUND, REPOSITORY, environment, metrics, run
 from jax.sharding import PartitionSpec as P
 from processes import codes, job
 from step_helpers import primitives
@@ -596,7 +596,7 @@ def test_on_another_backend_the_experiment_says_what_to_do(
         env=environment() | {"KERAS_BACKEND": backend},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 2
     assert re.match(f"error: {words}", ended.stderr), ended.stderr

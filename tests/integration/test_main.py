@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from helpers import DIGITS, REPOSITORY, environment, metrics, together
+from helpers import BOUND, DIGITS, REPOSITORY, environment, metrics, together
 
 from spmdtrain import __version__
 
-BOUND = 100  # seconds
 NAMES = ("run", "launch", "plan", "sweep", "report", "cluster", "checkpoints", "replay", "init")
 
 # In place of JAX, in the working directory.

@@ -5,6 +5,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from helpers import BOUND
 from nbclient import NotebookClient
 
 CELLS = {
@@ -94,7 +95,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()]
     )
     resources = {"metadata": {"path": folder}}
-    NotebookClient(notebook, timeout=120, resources=resources, allow_errors=True).execute()
+    NotebookClient(notebook, timeout=BOUND, resources=resources, allow_errors=True).execute()
     return {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from helpers import REPOSITORY
+from helpers import BOUND, REPOSITORY
 from nbclient import NotebookClient
 
 FOLDER = REPOSITORY / "docs" / "notebooks"
@@ -37,7 +37,7 @@ def test_a_notebook_runs_from_its_first_to_its_last_cell(name: str, tmp_path: Pa
     assert {*names(code[0].source)} == {*names(SMALL[name])}
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
     code[0].source = SMALL[name]
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
+    NotebookClient(notebook, timeout=BOUND, resources={"metadata": {"path": tmp_path}}).execute()
     (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
     outputs = [output for cell in code for output in cell.outputs]

@@ -10,7 +10,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from helpers import DIGITS, GPT, assert_gone, environment, text_in
+from helpers import BOUND, DIGITS, GPT, assert_gone, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
 
 from spmdtrain.document.terminal import byte_size
@@ -106,7 +106,7 @@ def test_what_ends_it_ends_what_it_began(number: int, code: int, said: str, tmp_
         (child,) = found
         time.sleep(2)  # it has imported JAX, and says what it does
         process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=BOUND)
     finally:
         process.kill()
     assert process.returncode == code and errors.strip() == said

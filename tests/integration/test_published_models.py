@@ -3,6 +3,7 @@
 The tests against `transformers` run if it can be imported: see the docstring of test_gpt2.py.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import optax
 import pytest
 from helpers import REPOSITORY, metrics, run
 
-from spmdtrain import MeshSpec, Trainer, export_params
+from spmdtrain import MeshSpec, Trainer, export_huggingface
 from spmdtrain.checkpoints import command as checkpoints_command
 from spmdtrain.config.experiment import load_experiment
 from spmdtrain.models import (
@@ -31,6 +32,18 @@ llama, vit = (load_experiment(str(file), frozenset()).module for file in (LLAMA,
 RANDOM = np.random.default_rng(0)
 TOKENS = RANDOM.integers(0, 64, (8, 24)).astype(np.int32)
 IMAGES = RANDOM.normal(size=(8, 12, 12, 3)).astype(np.float32)
+
+TOKENIZER: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"?": 0, "a": 1, "b": 2}, "unk_token": "?"},
+}
 
 LLAMAS: dict[str, Any] = {
     "llama3": {
@@ -142,11 +155,25 @@ def test_logits_and_export_are_those_of_transformers(
 
     trainer.fit(inputs, steps=1, global_batch_size=8)  # at a rate of 0
     out, rules = tmp_path / "out", options["weight_map"]
-    export_params(str(tmp_path / "run"), str(out / "model.safetensors"), weight_map=rules)
-    config.save_pretrained(out)
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps(TOKENIZER))
+    export_huggingface(
+        str(tmp_path / "run"),
+        str(out),
+        files=options["model"].args[0].huggingface(),
+        weight_map=rules,
+        tokenizer=str(tokenizer),
+        license="mit",
+    )
     back, loading = kind.from_pretrained(out, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     np.testing.assert_array_equal(of(back.eval()), of(theirs))
+    written = transformers.PreTrainedTokenizerFast.from_pretrained(out)
+    assert written("a b")["input_ids"] == [1, 2]
+    assert 'license: "mit"' in (out / "README.md").read_text()
+    if name == "vit":  # values from 0 to 255, (H, W, channels)
+        processor = json.loads((out / "preprocessor_config.json").read_text())
+        assert processor["size"] == {"height": 12, "width": 12}
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ import pytest
 from etils import epath
 from fake_gcs import FakeGcs, Stored, fake_gcs
 from helpers import (
+    BOUND,
     command,
     environment,
     events,
@@ -57,7 +58,7 @@ class Bucket:
             env=environment() | self.storage.environment() | {"TMPDIR": str(self.temporary)},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=BOUND,
         )
         assert ended.returncode == 0, (ended.stdout, ended.stderr, self.storage.unknown)
         assert not list(self.temporary.glob("spmdtrain-*"))
@@ -329,14 +330,15 @@ def test_a_bucket_that_cannot_be_written_is_one_line(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("workdir", ["s3://bucket/run", "foo://x", "memory://x"])
+@pytest.mark.parametrize("workdir", ["az://bucket/run", "foo://x", "memory://x"])
 def test_other_urls_are_refused(
     workdir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(small_experiment(tmp_path)), "--workdir", workdir]) == 2
     scheme = workdir.split("/")[0] + "//"
     assert capsys.readouterr().err == (
-        f"error: {workdir}: the folder of a run must be a local path or a gs:// URL, not {scheme}\n"
+        f"error: {workdir}: the folder of a run must be a local path or a gs:// or s3:// URL, "
+        f"not {scheme}\n"
     )
 
 
@@ -347,7 +349,7 @@ def test_without_its_library_a_url_names_the_extra(tmp_path: Path) -> None:
         env=environment() | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {WORKDIR}: ")
@@ -386,10 +388,10 @@ def test_checkpoints_of_a_local_run_are_uploaded(tmp_path: Path) -> None:
         env = environment() | storage.environment()
         options = ("--workdir", tmp_path / "run", "--steps", 4, *OFTEN)
         ended = subprocess.run(
-            command(config, *options), env=env, capture_output=True, text=True, timeout=200
+            command(config, *options), env=env, capture_output=True, text=True, timeout=BOUND
         )
         assert ended.returncode == 0 and "not uploaded" not in ended.stdout, ended
         verify = (sys.executable, "-m", "spmdtrain.checkpoints", "verify", "gs://bucket/copies/2")
-        verified = subprocess.run(verify, env=env, capture_output=True, text=True, timeout=200)
+        verified = subprocess.run(verify, env=env, capture_output=True, text=True, timeout=BOUND)
         assert verified.returncode == 0, verified
         assert len(storage.under("copies/4/")) > 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DIGITS, contents, environment, small_experiment
+from helpers import BOUND, DIGITS, contents, environment, small_experiment
 
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.config.experiment import load_experiment
@@ -37,7 +37,9 @@ def test_a_step_is_made_again_on_the_same_devices_and_on_others(
 ) -> None:
     before = contents(run)
     command = [sys.executable, "-m", "spmdtrain.replay", str(run), "--step", "15"]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=BOUND
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (
         "steps 11 to 15 again, from checkpoint 10: 8 x cpu, mirrored, mesh data=8" in ended.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
-from helpers import DIGITS, environment, metrics, run
+from helpers import BOUND, DIGITS, environment, metrics, run
 from report_files import write_run
 
 from spmdtrain.document.terminal import number
@@ -26,7 +26,9 @@ def browser() -> Iterator[Browser]:
 
 def report(*arguments: object) -> str:
     command = [sys.executable, "-m", "spmdtrain.report", *map(str, arguments)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=BOUND
+    )
     assert (result.returncode, result.stderr) == (0, ""), result
     return result.stdout
 

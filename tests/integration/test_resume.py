@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from helpers import (
+    BOUND,
     DIGITS,
     events,
     metrics,
@@ -184,7 +185,7 @@ def interrupted(workdir: Path, moment: str, number: signal.Signals) -> str:
     process = start(DIGITS, *LONG, "--workdir", workdir)
     read_until(process, moment)
     process.send_signal(number)
-    rest = process.communicate(timeout=100)[0]
+    rest = process.communicate(timeout=BOUND)[0]
     assert process.returncode == 75, rest
     return rest
 
@@ -218,7 +219,7 @@ def kill(workdir: Path) -> Path:
     while not saved_steps(workdir):
         read_until(process, "step ")
     process.kill()
-    process.communicate(timeout=100)
+    process.communicate(timeout=BOUND)
     assert process.returncode == -signal.SIGKILL
     assert status(workdir)["status"] == "running"
     newest, last = saved_steps(workdir)[-1], metrics(workdir, "train")[-1]["step"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, environment, metrics, run, text_in, together
+from helpers import BOUND, REPOSITORY, environment, metrics, run, text_in, together
 from processes import launch
 
 from spmdtrain import UserError
@@ -34,7 +34,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     (folder / "input.txt").write_text(TEXT)
     line = [sys.executable, str(LANGUAGE_MODEL), str(folder / "input.txt"), str(folder / "shards")]
-    subprocess.run(line, check=True, env=environment(), timeout=60)
+    subprocess.run(line, check=True, env=environment(), timeout=BOUND)
     return folder / "shards"
 
 

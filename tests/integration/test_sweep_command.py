@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DIGITS, environment, metrics, status
+from helpers import BOUND, DIGITS, environment, metrics, status
 
 from spmdtrain.sweep.command import main
-
-BOUND = 300  # seconds
 
 
 def sweep(*options: object, config: Path = DIGITS) -> subprocess.CompletedProcess[str]:

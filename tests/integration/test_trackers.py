@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import command, environment, metrics, small_experiment
+from helpers import BOUND, command, environment, metrics, small_experiment
 
 MEDIA = """
 def media(model, batch):
@@ -64,7 +64,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
             env=env,
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=BOUND,
         )
         assert ended.returncode == 0, ended.stderr
         assert "continues without it" not in ended.stdout and "lost" not in ended.stdout

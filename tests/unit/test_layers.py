@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers import BOUND
 
 import spmdtrain
 from spmdtrain.strategies import AXES
@@ -39,7 +40,8 @@ FOLDERS = (
     *("step", "checkpoints", "trackers", "train.loop_checks", "train.callbacks"),
     *("config.experiment", "config.overrides", "config.command_line", "train"),
     *("keras", "parameter_server", "plan"),
-    *("replay", "report", "sweep", "testing", "run"),
+    *("replay", "report", "sweep", "testing"),
+    *("checkpoints.command", "checkpoints.__main__", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
 # Functions of these modules import `keras` when they are given a Keras object.
@@ -143,6 +145,7 @@ RARE = (
 )
 OPENING: dict[str, set[str]] = {
     "spmdtrain.__main__": {"replay", "report", "sweep"},  # completes the options of all commands
+    "spmdtrain.checkpoints.command": {"replay"},  # an export builds the experiment of a run
     "spmdtrain.keras.callbacks": {"trackers.tensorboard"},  # does what the one of Keras would
 }
 """Modules that import rare ones nevertheless, in the function that needs them."""
@@ -285,7 +288,7 @@ def test_modules_with_one_client_and_modules_that_name_an_axis_become_fewer() ->
 
 def python(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=BOUND
     ).stdout.strip()
 
 

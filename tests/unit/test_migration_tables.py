@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import re
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,17 @@ def scope_of(folder: Path, loop: Loop) -> dict[str, Any]:
     def records(_: str, features: dict[str, Any]) -> Any:
         return spmdtrain.TFRecordSource(folder / "a.tfrecord", features)
 
+    (folder / "numpy").mkdir()
+    np.save(folder / "numpy" / "x.npy", x)
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        tar.add(folder / "images" / "a" / "0.png", "0.png")
+
+    def shards(_: str, fields: dict[str, Any]) -> Any:
+        return spmdtrain.WebDatasetSource(folder / "a.tar", fields)
+
+    def numpy_files(_: str) -> Any:
+        return spmdtrain.NumpyFiles(folder / "numpy")
+
     def experiment(**parts: Any) -> Experiment:
         return Experiment(**{**PARTS, "train": (x, y), **parts})
 
@@ -147,6 +159,7 @@ def scope_of(folder: Path, loop: Loop) -> dict[str, Any]:
         **{"rows": dataset.rows, "__len__": dataset.__len__, "example": x[0], "generator": draw},
         **{"folder": str(folder / "images"), "size": (4, 4)},
         **{"ImageFolder": image_folder, "TFRecordSource": records, "Experiment": experiment},
+        **{"WebDatasetSource": shards, "NumpyFiles": numpy_files},
         # A coordinator needs a cluster: only the arguments of its methods are checked.
         "Coordinator": create_autospec(Coordinator),
         "coordinator": create_autospec(Coordinator, instance=True),

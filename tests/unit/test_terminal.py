@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import linear_model
 import numpy as np
 import pytest
+from helpers import BOUND
 from jax import Array
 
 from spmdtrain import EarlyStopping, Loop, StorageError, TrainState
@@ -246,7 +247,7 @@ sys.exit(7)
     def ended(mode: str, output: str) -> subprocess.CompletedProcess[str]:
         line = f'"$@" {output}; exit ${{PIPESTATUS[0]}}'
         given = ["bash", "-c", line, "-", sys.executable, "-c", script, mode]
-        return subprocess.run(given, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(given, capture_output=True, text=True, timeout=BOUND, check=False)
 
     read = ended("run", "| true")
     assert read.returncode == 7, read.stderr

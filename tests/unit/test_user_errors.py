@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import nbformat
 import numpy as np
 import pytest
+from helpers import BOUND
 from linear_model import trainer
 from nbclient import NotebookClient
 
@@ -45,7 +46,7 @@ def test_a_script(
     script = tmp_path / "script.py"
     script.write_text(ATTEMPT + code)
     line = [sys.executable, *flags.split(), str(script)]
-    ended = subprocess.run(line, input="", capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(line, input="", capture_output=True, text=True, timeout=BOUND)
     assert ended.returncode == status, ended.stderr
     assert ended.stdout.strip() == out
     if err is None:
@@ -56,7 +57,7 @@ def test_a_script(
 
 def test_importing_the_package_leaves_the_hook_alone() -> None:
     code = "import sys, spmdtrain, spmdtrain.errors; sys.exit(sys.excepthook is sys.__excepthook__)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code], timeout=BOUND).returncode == 1
 
 
 # -- what an uncaught error shows ------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_a_cell_of_a_notebook_shows_its_lines_and_the_message() -> None:
         "import json\njson.loads('{')",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    NotebookClient(notebook, timeout=200, allow_errors=True, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=BOUND, allow_errors=True, kernel_name="python3").execute()
     shown = [
         re.sub(r"\x1b\[[\d;]*m", "", "\n".join(output.traceback)).splitlines()
         for cell in notebook.cells

@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath, epy
+from etils import epath
 
+from spmdtrain.checkpoints.orbax_import import ocp
 from spmdtrain.checkpoints.weights.weight_map import Box, slices
 from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.document.terminal import byte_size
@@ -43,10 +44,6 @@ from spmdtrain.record.validation import (
     read_npy_header,
 )
 from spmdtrain.tree import is_key, leaves_by_path, path_name
-
-with epy.lazy_imports():  # because importing it takes long
-    import orbax.checkpoint as ocp
-
 
 _FORMATS = (
     "a .safetensors, .npz, .keras, .weights.h5 or .eqx file, a folder of .safetensors, or an "

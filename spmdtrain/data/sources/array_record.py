@@ -10,7 +10,7 @@ import numpy as np
 
 from spmdtrain.data.examples import cause_of
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
-from spmdtrain.errors import BadRecordError, StorageError, UserError, import_extra
+from spmdtrain.errors import BadRecordError, StorageError, UserError, import_extra, printable
 from spmdtrain.record.storage import in_short, is_url
 
 _OPENING_THREADS = 16
@@ -44,8 +44,8 @@ class ArrayRecordSource:
         import_extra("array_record", "arrayrecord", "ArrayRecord files")
         if remote := next((path for path in listed(files) if is_url(str(path))), None):
             raise UserError(
-                f"{remote}: ArrayRecord files are read from local folders: mount the bucket, or "
-                "copy the files"
+                f"{printable(remote)}: ArrayRecord files are read from local folders: mount the "
+                "bucket, or copy the files"
             )
         self.files = find_files(files, (".array_record", ".arrayrecord"), "ArrayRecord files")
         self._function = decode

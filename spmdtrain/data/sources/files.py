@@ -25,7 +25,14 @@ from spmdtrain.data.order import BLOCKS_PER_GROUP
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError, printable
-from spmdtrain.record.storage import failures, file_system, is_url, one_line
+from spmdtrain.record.storage import (
+    failures,
+    file_system,
+    is_url,
+    one_line,
+    scheme_of,
+    size_and_version,
+)
 from spmdtrain.record.user_folders import cache_folder, keep_file, locked, make_folder
 
 # -- The files of a source: their paths in order, and a check that they have not changed since -----
@@ -45,8 +52,9 @@ class SourceFile:
     """A file of a source, as it was when the source was created.
 
     Attributes:
-      path: A local path, or a `gs://` URL.
-      version: The time of modification of a local file in ns; the generation of an object.
+      path: A local path, or a URL.
+      version: The time of modification of a local file in ns; the generation of an object,
+        or a digest of its ETag.
       changed: The time at which content or attributes of a local file changed, in ns.
       inode: The number of a local file in its file system.
       digest: The digest of a local file's content, or of parts of it, if it is large.
@@ -83,7 +91,7 @@ class SourceFile:
 
         Args:
           whole: Whether it is read from the beginning to the end. Then an object is read ahead;
-            otherwise gcsfs requests the ranges that are read, and no other bytes.
+            otherwise its library requests the ranges that are read, and no other bytes.
 
         Raises:
           StorageError: If it does not exist, or cannot be read.
@@ -96,7 +104,7 @@ class SourceFile:
         with self._failures():
             cache = "readahead" if whole else "none"
             content: Any = file_system(self.path).open(self.path, "rb", cache_type=cache)
-            found = _of_object(content.details)
+            found = size_and_version(content.details)
         self._compare(*found)
         return cast("IO[bytes]", content)
 
@@ -160,7 +168,7 @@ def listed(files: Any) -> list[Any]:
 
 
 def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[SourceFile, ...]:
-    """Returns the files of a source, local or at `gs://` URLs.
+    """Returns the files of a source, local or at URLs.
 
     Folders are searched at any depth; names that begin with `.` or `_` are ignored. The files of a
     folder or of a pattern are sorted by path; a list keeps its order.
@@ -209,7 +217,10 @@ def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]
     if is_url(path):
         store = file_system(path)
         is_pattern = is_pattern and not store.isfile(path)
-        found = _objects(store.glob(path, detail=True)) if is_pattern else _in_bucket(store, path)
+        if is_pattern:
+            found = _objects(scheme_of(path), store.glob(path, detail=True))
+        else:
+            found = _in_bucket(store, path)
     elif os.path.isdir(path):
         is_pattern = False
         found = [_source_file(each) for each in _in_folder(path, suffixes)]
@@ -275,22 +286,17 @@ def _in_bucket(store: Any, url: str) -> list[SourceFile]:
     folder = url.partition("://")[2].rstrip("/")
     return [
         file
-        for file in _objects(store.find(url, detail=True))
+        for file in _objects(scheme_of(url), store.find(url, detail=True))
         if all(map(_is_visible, file.path.partition(folder)[2].strip("/").split("/")))
     ]
 
 
-def _objects(found: dict[str, dict[str, Any]]) -> list[SourceFile]:
+def _objects(scheme: str, found: dict[str, dict[str, Any]]) -> list[SourceFile]:
     return [
-        SourceFile(f"gs://{name}", *_of_object(status))
+        SourceFile(f"{scheme}://{name}", *size_and_version(status))
         for name, status in found.items()
         if status["type"] == "file"
     ]
-
-
-def _of_object(status: dict[str, Any]) -> tuple[int, int]:
-    """Returns size and generation of an object from gcsfs's description."""
-    return int(status["size"]), int(status.get("generation") or 0)
 
 
 def _source_file(path: str) -> SourceFile:
@@ -303,7 +309,7 @@ def _source_file(path: str) -> SourceFile:
 def _status(path: str) -> tuple[int, int, int, int]:
     """Returns size, version, time of change and inode of a file."""
     if is_url(path):
-        return *_of_object(file_system(path).info(path)), 0, 0
+        return *size_and_version(file_system(path).info(path)), 0, 0
     local = os.stat(path)
     if not stat.S_ISREG(local.st_mode):  # opening a pipe would block
         raise UserError(f"{printable(path)}: not a regular file")

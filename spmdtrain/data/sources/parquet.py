@@ -162,7 +162,7 @@ class ParquetSource:
     rows is read, and the last ones are kept. The source may be used by several threads.
 
     Args:
-      files: A file, a folder, a pattern such as `gs://bucket/data/*.parquet`, or a list of these.
+      files: A file, a folder, a pattern such as `s3://bucket/data/*.parquet`, or a list of these.
       columns: Names of the columns to read. The default is all.
       cached_row_groups: Number of decoded row groups to keep in memory; `Packed` keeps as many as
         its windows need. Fewer than 8 are too few for a shuffled order, which mixes the rows of 8

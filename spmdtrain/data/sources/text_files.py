@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spmdtrain.data.examples import array_or_value
 from spmdtrain.data.sources.files import Files
 from spmdtrain.data.sources.indexed_parts import IndexedParts, Scanner
 from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
@@ -230,18 +231,7 @@ class JsonLinesSource(_TextParts):
                     f"{self.describe(index)}: there is no field {printable(field)!r}."
                     f"{did_you_mean(field, record)}"
                 )
-        return {name: _array_or(record[name]) for name in self._fields or record}
-
-
-def _array_or(value: Any) -> Any:
-    """Returns a list of numbers as an array, and any other value as it is."""
-    if not isinstance(value, list) or not isinstance(value[:1] and value[0], (int, float, list)):
-        return value
-    try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError):  # lists of different lengths
-        return value
-    return array if array.dtype.kind in "biuf" else value
+        return {name: array_or_value(record[name]) for name in self._fields or record}
 
 
 def _scanner(separator: str) -> Scanner:

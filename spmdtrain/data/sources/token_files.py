@@ -51,7 +51,7 @@ class _TokenFiles:
             if isinstance(path, (str, os.PathLike)) and is_url(os.fspath(path)):
                 raise UserError(
                     f"{printable(path)}: token files are read at random positions, from a local "
-                    "disk: copy them first (gcloud storage cp), or use Parquet files"
+                    "disk: copy them first (gcloud storage cp, aws s3 cp), or use Parquet files"
                 )
         self.files = find_files(files, (".bin", ".npy"), "token files")
         wanted = None if dtype is None else _checked_dtype(dtype)

@@ -25,6 +25,7 @@ import pytest
 from checkpoint_helpers import load_state
 from etils import epath
 from helpers import (
+    BOUND,
     DIGITS,
     command,
     contents,
@@ -541,7 +542,7 @@ def in_own_mounts(script: str, *options: object) -> subprocess.CompletedProcess[
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
 
 
@@ -620,7 +621,7 @@ def test_a_lost_folder_ends_the_run(tmp_path: Path) -> None:
     )
     read_until(process, "step 50/")
     (workdir / "checkpoints").rename(tmp_path / "elsewhere")
-    rest = process.communicate(timeout=100)[0]
+    rest = process.communicate(timeout=BOUND)[0]
     assert process.returncode == 1
     last = rest.splitlines()[-1]
     assert re.match(r"failed: step \d+ could not be saved in \S+/checkpoints: ", last), rest
@@ -655,7 +656,7 @@ def test_a_file_that_may_not_be_written_ends_the_run_within_the_next_save(tmp_pa
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     ended_for(ended, workdir, r"step 10 could not be saved in \S+: File too large")
     assert "step 20/40" in ended.stdout and "step 30/40" not in ended.stdout

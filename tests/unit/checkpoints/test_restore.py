@@ -25,7 +25,7 @@ import safetensors
 from checkpoint_helpers import load_state
 from etils import epath
 from flax import nnx
-from helpers import contents, environment, metrics, saved_steps, small_experiment
+from helpers import BOUND, contents, environment, metrics, saved_steps, small_experiment
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.flax import load_file
 
@@ -554,7 +554,7 @@ def test_a_program_without_the_runs_code_loads_them_on_one_device(
         env=environment(devices=1),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=BOUND,
     )
     assert ended.returncode == 0 and not ended.stderr, ended.stderr
     found, devices = ended.stdout.splitlines()

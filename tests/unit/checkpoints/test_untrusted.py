@@ -322,7 +322,16 @@ def string_in_place_of_an_array(metadata: Path) -> None:
     metadata.write_text(json.dumps(content))
 
 
-OUTSIDE = ("/etc", "../../1/params", "C:\\w", "file:///etc/w", "gs://b/w", "\\\\host\\w", "a\0")
+OUTSIDE = (
+    "/etc",
+    "../../1/params",
+    "C:\\w",
+    "file:///etc/w",
+    "gs://b/w",
+    "s3://b/w",
+    "\\\\host\\w",
+    "a\0",
+)
 
 
 def named(place: str) -> Callable[[Path], None]:

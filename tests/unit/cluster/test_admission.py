@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import TESTS, saved_steps
+from helpers import BOUND, TESTS, saved_steps
 from processes import (
-    BOUND,
     STEPS,
     as_task,
     codes,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import environment
+from helpers import BOUND, environment
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import BOUND, as_task, free_port, tf_config
+from processes import as_task, free_port, tf_config
 
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.command import check_token

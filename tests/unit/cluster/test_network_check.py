@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers import BOUND
 
 from spmdtrain.cluster import network_check
 from spmdtrain.cluster.command import Finding, check_network
@@ -298,7 +299,7 @@ def command(
     env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     env |= {} if config is None else {"TF_CONFIG": config}
     return subprocess.run(
-        [sys.executable, *how, *options], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, *how, *options], env=env, capture_output=True, text=True, timeout=BOUND
     )
 
 

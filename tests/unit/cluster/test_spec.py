@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from helpers import BOUND
 
 from spmdtrain.cluster.spec import (
     Address,
@@ -724,7 +725,7 @@ print(sorted({"jax", "numpy", "socket", "rich.console"} & set(sys.modules)))
 """
     env = os.environ | {"TF_CONFIG": ""}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=BOUND
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

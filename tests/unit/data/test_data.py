@@ -379,6 +379,20 @@ def test_the_batch_an_epoch_of_a_billion_rows_ends_in_runs_on_into_the_next() ->
     assert np.array_equal(found, permuted(positions, size=10**9, seed=3, epochs=epochs))
 
 
+def test_rows_of_an_array_in_another_order_are_read_without_a_copy_of_it() -> None:
+    array = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
+    unaligned = np.zeros(array.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(array.shape)
+    unaligned[:] = array
+    for given in (np.asfortranarray(array), unaligned, np.repeat(array, 2, axis=1)[:, ::2]):
+        dataset = ArrayDataset({"x": given})
+        tracemalloc.start()
+        rows = dataset.rows(np.array([3, 1]))["x"]
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        np.testing.assert_array_equal(rows, array[[3, 1]])
+        assert rows.nbytes <= peak < 100_000
+
+
 # --- Host transforms of the examples ---
 
 

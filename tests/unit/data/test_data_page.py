@@ -1,9 +1,11 @@
 """The table of docs/data.md: each of its lines is run on real files and objects."""
 
 import gzip
+import io
 import json
 import os
 import re
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,20 @@ def write_table(path: Path, columns: dict[str, Any]) -> None:
     pyarrow.parquet.write_table(pa.table(columns), path)
 
 
+def write_sample(tar: tarfile.TarFile, index: int) -> None:
+    """Writes one of the records as a sample, with an image."""
+    contents = {name: io.BytesIO() for name in ("x.npy", "cls", "png", "label.cls")}
+    np.save(contents["x.npy"], X[index])
+    contents["cls"].write(f"{Y[index]}".encode())
+    Image.new("RGB", (8, 8), (index, 0, 0)).save(contents["png"], "PNG")
+    contents["label.cls"].write(f"{index % 2}".encode())
+    for name, content in contents.items():
+        member = tarfile.TarInfo(f"{index}.{name}")
+        member.size = content.tell()
+        content.seek(0)
+        tar.addfile(member, content)
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The names that the cells use, in a folder with the files that they name."""
@@ -99,6 +115,14 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             number
         ]
         (folder / "records" / name).write_bytes(content)
+    for number in range(2):  # of three samples each
+        (folder / "numpy" / f"{number}").mkdir(parents=True)
+        (folder / "shards").mkdir(exist_ok=True)
+        np.save(folder / "numpy" / f"{number}" / "x.npy", X[3 * number :][:3])
+        np.save(folder / "numpy" / f"{number}" / "y.npy", Y[3 * number :][:3])
+        with tarfile.open(folder / "shards" / f"{number:03}.tar", "w") as tar:
+            for i in range(3 * number, 3 * number + 3):
+                write_sample(tar, i)
     np.tile(np.array([5, 6, 7, 0], np.uint16), 64).tofile(folder / "tokens" / "0.bin")
     lines = [json.dumps(record) for record in RECORDS]
     (folder / "lines").mkdir()

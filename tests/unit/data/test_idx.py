@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from etils import epath
-from helpers import REPOSITORY
+from helpers import BOUND, REPOSITORY
 
 from spmdtrain.config.experiment import load_experiment
 from spmdtrain.data.images import find_idx, read_idx
@@ -230,7 +230,11 @@ except ValueError as error:
 print(next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x))
 """
     said, peak = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", code, path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=BOUND,
     ).stdout.splitlines()
     assert said.startswith(f"{path}: {says}")
     assert int(peak.split()[1]) < 200_000, peak  # kB, of which Python with NumPy takes half

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import together
+from helpers import BOUND, together
 from image_helpers import everything, folder_of, noise, numbered, plain, values
 from PIL import ImageFile
 
@@ -249,7 +249,7 @@ time.sleep(0.3)
 @pytest.mark.slow
 def test_a_process_that_ends_decodes_nothing_first(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", LEAVING, str(numbered(tmp_path, 40))]
-    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=BOUND, check=True)
     assert 1 <= ended.stdout.count("decoding") <= 5
 
 
@@ -357,7 +357,7 @@ ImageFolder(sys.argv[1], 2, cache="disk", cache_dir=sys.argv[2]).rows(np.arange(
 def test_a_process_killed_while_it_writes_leaves_nothing_to_be_read(tmp_path: Path) -> None:
     folder_of(tmp_path / "data", {"a/x.png": plain(5)})
     arguments = [sys.executable, "-c", KILLED, str(tmp_path / "data"), str(tmp_path / "new" / "c")]
-    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=BOUND)
     assert ended.returncode == -9, ended.stderr
     (half,) = stored(tmp_path)
     assert half.name.startswith(".") and half.stat().st_size == (32 + 12) // 2

@@ -21,7 +21,7 @@ import optax
 import pytest
 from fake_gcs import Stored, fake_gcs
 from flax import nnx
-from helpers import REPOSITORY, environment, small_experiment
+from helpers import BOUND, REPOSITORY, environment, small_experiment
 from hypothesis import given, settings
 from image_helpers import everything, folder_of, noise, numbered, plain, values
 from PIL import Image
@@ -376,7 +376,7 @@ def test_a_folder_may_be_in_a_bucket() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=100,
+            timeout=BOUND,
         ).stdout
     names, printed = printed.splitlines()
     assert names == "['a', 'b', 'data', 'deep']"  # a request each, and none a file

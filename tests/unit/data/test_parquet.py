@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_gcs import Stored, fake_gcs
-from helpers import environment
+from helpers import BOUND, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -197,7 +197,7 @@ def test_blocks_are_loaded_at_the_same_time_if_the_cache_holds_them() -> None:
     def load(number: int) -> int:
         if number == 7:
             raise ValueError("raised by get")
-        meeting.wait(timeout=60)
+        meeting.wait(timeout=BOUND)
         return number + 10
 
     cache = BlockCache[int](5)
@@ -361,7 +361,7 @@ source = ParquetSource("gs://bucket/data")
 print([str(file) for file in source.files], source.blocks.tolist())
 print(source[4], [row["text"] for row in source.__getitems__([6, 0, 5])])
 print(len(ParquetSource("gs://bucket/data/*.parquet")), len(ParquetSource("gs://bucket/data/b/c.pq")))
-for given in ("gs://bucket/data/x*", "gs://bucket/none", "gs://bucket/other", "s3://bucket/data"):
+for given in ("gs://bucket/data/x*", "gs://bucket/none", "gs://bucket/other", "az://bucket/data"):
     try:
         ParquetSource(given)
     except ValueError as error:
@@ -410,7 +410,7 @@ def test_files_may_be_in_a_bucket(tmp_path: Path) -> None:
         "gs://bucket/data/x*: no file matches this pattern",
         "gs://bucket/none: no such file or folder",
         "gs://bucket/other: the folder holds no Parquet files (.parquet, .pq)",
-        "s3://bucket/data: URLs of data must be gs:// URLs, not s3://",
+        "az://bucket/data: URLs of data must be gs:// or s3:// URLs, not az://",
     ]
     assert found[0] == "[0, 6]"
     assert found[1].startswith("UserError gs://bucket/data/b/c.pq: the file has changed since")

@@ -1,9 +1,11 @@
 """The files of a source: which are found, and what happens to a run if they vanish or change."""
 
 import gzip
+import io
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,7 @@ from spmdtrain.data.sources.files import find_files
 from spmdtrain.data.sources.parquet import ParquetSource
 from spmdtrain.data.sources.tf_record import TFRecordSource
 from spmdtrain.data.sources.token_files import TokenFile
+from spmdtrain.data.sources.web_dataset import WebDatasetSource
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.train.callbacks import CallbackContext
@@ -310,6 +313,15 @@ def tf_records(path: Path) -> Any:
     )
 
 
+def samples(path: Path) -> Any:
+    with tarfile.open(path, "w") as tar:
+        for x in range(160):
+            member = tarfile.TarInfo(f"{x}.cls")
+            member.size = len(f"{x}")
+            tar.addfile(member, io.BytesIO(f"{x}".encode()))
+    return WebDatasetSource(path, {"x": "cls"}, cache_dir=path.parent / "cache")
+
+
 def mapped(path: Path) -> Any:
     np.save(path, np.arange(160))
     os.rename(f"{path}.npy", path)
@@ -342,7 +354,8 @@ def replace(path: Path) -> None:
 
 CHANGED = "changed since"
 _READERS = (
-    *(text, copied, in_blocks, tokens, documents, row_groups, array_record, tf_records, mapped),
+    *(text, copied, in_blocks, tokens, documents, row_groups, array_record, tf_records),
+    *(samples, mapped),
 )
 
 

@@ -368,6 +368,7 @@ def test_batches_of_grain_are_refused() -> None:
     [
         ("torch.utils.data", "DataLoader", "Give its dataset, loader.dataset"),
         ("tensorflow.python.data", "DatasetV2", "Read its files by an indexed format"),
+        ("webdataset.compat", "WebDataset", "Read its tar files by index: spmdtrain.WebData"),
     ],
 )
 def test_a_pipeline_without_a_state_is_refused_with_the_dataset_to_give(

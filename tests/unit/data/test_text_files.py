@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zstandard
 from fake_gcs import Stored, fake_gcs
-from helpers import environment
+from helpers import BOUND, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -257,7 +257,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         capture_output=True,
         text=True,
         check=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert int(ended.stdout) < 250_000  # kB
 
@@ -314,7 +314,7 @@ print(source.__getitems__([2, 0]), [len(source), source.fingerprint() != ""])
                     capture_output=True,
                     text=True,
                     check=True,
-                    timeout=100,
+                    timeout=BOUND,
                 ).stdout
             )
     assert printed == ["[{'n': 3}, {'n': 1}] [3, True]\n"] * 2

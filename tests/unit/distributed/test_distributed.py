@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import environment, run, small_experiment
+from helpers import BOUND, environment, run, small_experiment
 from jax._src import distributed as jax_distributed
 from processes import free_port, tf_config
 
@@ -220,7 +220,7 @@ def test_the_error_for_a_model_made_before_the_job_says_how_to_fix_it(tmp_path: 
         env=environment() | {"TF_CONFIG": tf_config(ADDRESSES, 0)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=BOUND,
     )
     assert ended.returncode != 0
     last = ended.stderr.splitlines()[-1]
@@ -422,7 +422,7 @@ print(len(threads(os.SCHED_BATCH)) > 0, str(os.getpid()) in threads(os.SCHED_OTH
 @pytest.mark.slow
 def test_threads_of_cpu_collectives_preempt_no_other() -> None:
     """gloo's took a whole time slice from the thread it waited for: 10 ms for each collective."""
-    found = run_processes(python(SCHEDULED), processes=2, timeout=100)
+    found = run_processes(python(SCHEDULED), processes=2, timeout=BOUND)
     assert [one.output.splitlines()[-1] for one in found] == ["True True", "True True"]
 
 
@@ -474,12 +474,12 @@ def asleep() -> bool:
 @pytest.mark.slow
 def test_run_processes_kills_the_rest_and_prints_every_log() -> None:
     with pytest.raises(AssertionError) as raised:
-        run_processes(python(FAILS), processes=2, timeout=60, grace=0.5)
+        run_processes(python(FAILS), processes=2, timeout=BOUND, grace=0.5)
     text = str(raised.value)
     assert "processes failed, exit codes chief: -9, worker 0: 7" in text
     assert "[chief] here is 0" in text and "[worker 0] here is 0" in text
     assert not asleep()
-    chief, worker = run_processes(python(FAILS), processes=2, timeout=60, grace=0.5, check=False)
+    chief, worker = run_processes(python(FAILS), processes=2, timeout=BOUND, grace=0.5, check=False)
     assert (chief.code, chief.killed, worker.code, worker.killed) == (-9, True, 7, False)
     assert chief.seconds > worker.seconds + 0.4
 
@@ -500,7 +500,7 @@ def test_run_processes_ends_in_time_whatever_happens() -> None:
 
 def test_a_started_job_can_be_waited_for_and_sent_signals() -> None:
     script = "import time; print('ready'); time.sleep(100)"
-    with start_processes(python(script), processes=2, timeout=60, grace=0.3) as job:
+    with start_processes(python(script), processes=2, timeout=BOUND, grace=0.3) as job:
         job[1].wait_for("ready", timeout=30)
         with pytest.raises(AssertionError, match=r"chief ran for 0\.1 s without 'never':\nready"):
             job[0].wait_for("ready", timeout=30)
@@ -518,7 +518,7 @@ def test_what_a_test_leaves_behind_is_killed() -> None:
     pids = []
     with (
         pytest.raises(ZeroDivisionError),
-        start_processes(python("import time; time.sleep(100)"), processes=2, timeout=60) as job,
+        start_processes(python("import time; time.sleep(100)"), processes=2, timeout=BOUND) as job,
     ):
         pids = [process.pid for process in job.processes]
         raise ZeroDivisionError

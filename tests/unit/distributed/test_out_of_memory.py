@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import BOUND
 from processes import drill, launching, run_line
 
 from spmdtrain.distributed.out_of_memory import (
@@ -23,8 +24,6 @@ from spmdtrain.distributed.out_of_memory import (
 )
 from spmdtrain.distributed.progress import Reason
 from spmdtrain.launch.child import TaskExit, describe_exit, hint
-
-BOUND = 150
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import BOUND
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def published(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=BOUND,
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from helpers import BOUND
 
 from spmdtrain import UserError
 from spmdtrain.document.blocks import NoteBlock, Page, Section
@@ -40,7 +41,7 @@ def server() -> Iterator[PageServer]:
 
 
 def get(server: PageServer, path: str, host: str | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=BOUND)
     connection.request("GET", path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
     found = answer.status, answer.read().decode()

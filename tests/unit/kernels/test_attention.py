@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import environment
+from helpers import BOUND, environment
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
@@ -397,7 +397,7 @@ def test_a_step_for_tpus_contains_the_kernel_once_forward_and_once_backward() ->
         env=environment(8) | compiler_environment(TOPOLOGY) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     expected = [2, "attention: splash"]

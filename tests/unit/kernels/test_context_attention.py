@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import environment
+from helpers import BOUND, environment
 from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
 
@@ -343,7 +343,7 @@ def test_for_tpus_a_ring_sends_while_it_computes_and_gathers_nothing() -> None:
         | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     for of_chip in json.loads(ended.stdout.splitlines()[-1]).values():

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import environment
+from helpers import BOUND, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -428,7 +428,7 @@ def test_on_tpus_only_the_rare_branch_gathers() -> None:
         env=environment(8) | compiler_environment(TOPOLOGY) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

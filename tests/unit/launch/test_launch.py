@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import environment
+from helpers import BOUND, environment
 
 from spmdtrain.distributed.progress import IdleTimer, Phase, ProgressRecord, Reason
 from spmdtrain.errors import UserError
@@ -52,7 +52,6 @@ def mark(name): Path(name).touch()
 def wait_for(*names):
     while not all(Path(name).exists() for name in names): time.sleep(0.01)
 """
-BOUND = 90  # seconds for what takes one or two, on a machine with other work
 
 
 def launcher(folder: Path, script: str, *options: object) -> list[str]:
@@ -274,7 +273,9 @@ def test_a_file_that_the_system_cannot_run_ends_it(tmp_path: Path) -> None:
 
 def test_launching_needs_no_jax() -> None:
     code = "import sys, spmdtrain.launch; print('jax' in sys.modules, 'numpy' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND
+    )
     assert ended.stdout.split() == ["False", "False"]
 
 

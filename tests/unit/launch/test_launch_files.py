@@ -22,7 +22,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml  # type: ignore[import-untyped]
-from helpers import REPOSITORY, environment, metrics, saved_steps, status
+from helpers import BOUND, REPOSITORY, environment, metrics, saved_steps, status
 
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_tf_config
@@ -325,7 +325,7 @@ def bash(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=BOUND,
     )
 
 
@@ -588,7 +588,7 @@ def test_a_tfjob_s_pod_passes_sigterm_on(tmp_path: Path, kind: str, shell: str, 
     assert errors == "exit code 75: reported to the operator as 200, so that it restarts the pod\n"
 
 
-def until(condition: Any, seconds: float = 20) -> None:
+def until(condition: Any, seconds: float = BOUND) -> None:
     """Return when a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -756,7 +756,7 @@ def test_sbatch_trains_and_is_requeued(tmp_path: Path) -> None:
             start_new_session=True,
         )
     try:
-        until(lambda: "\nstep 3/" in (tmp_path / "out").read_text(), 120)
+        until(lambda: "\nstep 3/" in (tmp_path / "out").read_text())
         second = [int(line.split()[1]) for line in said(tmp_path) if line.startswith("task")][1]
         os.kill(second, signal.SIGTERM)  # what Slurm sends to all of them
         assert job.wait(60) == 0, (tmp_path / "out").read_text()
@@ -771,7 +771,7 @@ def test_sbatch_trains_and_is_requeued(tmp_path: Path) -> None:
     # Slurm would now run the same script again; this one has an end.
     command, variables = real_sbatch(tmp_path, f"--steps {step + 3} --resume must --log-every 1")
     again = subprocess.run(
-        command, env=variables, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        command, env=variables, cwd=REPOSITORY, capture_output=True, text=True, timeout=BOUND
     )
     assert again.returncode == 0, again.stdout + again.stderr
     assert re.search("(?m)^2 x cpu of 2 processes, mirrored, mesh data=2$", again.stdout)

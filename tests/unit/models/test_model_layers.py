@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import REPOSITORY, environment
+from helpers import BOUND, REPOSITORY, environment
 from plan_helpers import needs_libtpu
 
 from spmdtrain import MeshSpec, RunConfig, Trainer, UserError
@@ -145,7 +145,7 @@ def test_for_tpus_each_half_of_a_block_scatters_and_gathers_instead_of_an_all_re
         env=environment(8) | compiler_environment(TOPOLOGY) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

@@ -13,7 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from server_jobs import BOUND
+from helpers import BOUND
 
 from spmdtrain import Coordinator, PreemptedExit, UserError
 from spmdtrain.cluster.spec import ClusterSpec

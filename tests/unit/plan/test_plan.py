@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import DIGITS, GAN, GPT, environment, text_in
+from helpers import BOUND, DIGITS, GAN, GPT, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
 
 from spmdtrain import Trainer
@@ -120,7 +120,7 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
             env=env,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=BOUND,
         )
         assert ended.returncode == 0, ended.stderr
         found = json.loads(ended.stdout)
@@ -344,7 +344,7 @@ def test_jax_does_not_look_for_tpus_where_there_are_none() -> None:
         "import spmdtrain; spmdtrain.initialize(); import jax; print(jax.devices()[0].platform)"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=BOUND
     )
     assert ended.stderr == "" and ended.stdout.strip() in ("cpu", "gpu", "tpu")
 

@@ -232,8 +232,8 @@ def test_what_is_not_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
             f"{path} is not the workdir of a run: it has no config.json, no status.json and no "
             "metrics.jsonl"
         )
-    with pytest.raises(UserError, match="must be a local path or a gs:// URL"):
-        open_run("s3://bucket/run")
+    with pytest.raises(UserError, match="must be a local path or a gs:// or s3:// URL"):
+        open_run("az://bucket/run")
 
 
 def fifo(path: Path) -> None:

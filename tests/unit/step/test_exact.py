@@ -20,7 +20,7 @@ import optax
 import pytest
 from collective_order import unordered_collectives
 from flax import nnx
-from helpers import environment
+from helpers import BOUND, environment
 from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
 from step_helpers import on
@@ -287,7 +287,7 @@ def test_the_loop_for_1_4_and_8_tpus_has_the_same_kernels_and_shapes() -> None:
         | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     one, four, eight = map(json.loads, ended.stdout.splitlines()[-3:])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY, command, environment, metrics, small_experiment
+from helpers import BOUND, REPOSITORY, command, environment, metrics, small_experiment
 
 from spmdtrain import RunConfig, Trainer, UserError
 from spmdtrain.run import main
@@ -54,7 +54,7 @@ def test_a_run_of_the_command_writes_to_the_package_that_the_page_shows(tmp_path
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     first, *written = (tmp_path / "lines.txt").read_text().splitlines()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from helpers import DIGITS
+from helpers import BOUND, DIGITS
 
 from spmdtrain import UserError
 from spmdtrain.__main__ import COMMANDS, write_completion
@@ -109,7 +109,7 @@ complete_words spmdtrain run --learning-rate-
 complete_words spmdtrain run --hid
 complete_words spmdtrain run --resume ""
 """
-    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=BOUND)
     assert ended.stderr == ""
     commands, rates, own, choices = (set(x.split()) for x in ended.stdout.splitlines())
     assert commands == {*COMMANDS, "-h", "--help"}

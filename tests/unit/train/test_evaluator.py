@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 from fake_gcs import fake_gcs
 from flax import nnx
-from helpers import command, environment, events, metrics, run, saved_steps, small_experiment
+from helpers import BOUND, command, environment, events, metrics, run, saved_steps, small_experiment
 
 from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError
 from spmdtrain.checkpoints.listing import Listing
@@ -794,7 +794,7 @@ def test_beside_a_training_that_keeps_but_one_checkpoint(tmp_path: Path) -> None
     beside = evaluator(config, str(workdir), "each", 40)
     try:
         training = run(config, "--workdir", workdir, *options, "--keep-latest", 1)
-        output = beside.communicate(timeout=100)[0]
+        output = beside.communicate(timeout=BOUND)[0]
     finally:
         beside.kill()
     assert training.returncode == 0, training.stderr
@@ -814,12 +814,12 @@ def test_a_workdir_in_a_bucket(tmp_path: Path) -> None:
             env=environment() | storage.environment(),
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=BOUND,
         )
         assert training.returncode == 0, training.stderr
         beside = evaluator(config, workdir, "each", 4, **storage.environment())
         try:
-            output = beside.communicate(timeout=100)[0]
+            output = beside.communicate(timeout=BOUND)[0]
         finally:
             beside.kill()
         assert beside.returncode == 0 and storage.unknown == [], output

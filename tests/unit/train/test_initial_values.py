@@ -13,7 +13,7 @@ import linear_model
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers import TESTS, run, saved_steps, small_experiment
+from helpers import BOUND, TESTS, run, saved_steps, small_experiment
 
 from spmdtrain import FunctionModel, LinenModel, LoraModel, Trainer, UserError, open_run
 from spmdtrain.document.terminal import Terminal
@@ -357,7 +357,7 @@ except UserError as error:
 def test_split_arrays_are_a_start_and_different_ones_are_refused() -> None:
     job = JOB.replace("TESTS", repr(str(TESTS)))
     found = run_processes(
-        [sys.executable, "-c", job], processes=2, devices_per_process=2, timeout=200
+        [sys.executable, "-c", job], processes=2, devices_per_process=2, timeout=BOUND
     )
     for each in found:
         assert "same: True" in each.output

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from helpers import TESTS, environment
+from helpers import BOUND, TESTS, environment
 
 from spmdtrain import (
     FunctionModel,
@@ -282,7 +282,7 @@ def test_the_host_holds_less_than_the_largest_array(tmp_path: Path) -> None:
             check=True,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=BOUND,
         ).stdout
 
     python("4", "6400")  # arrays of 26 MB

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import BOUND
 
 from spmdtrain import Dataset, MeshSpec, Trainer, UserError
 from spmdtrain.document.terminal import Terminal
 
 X = np.ones((16, 1), np.float32)
 MANY = 100_000  # steps; each fit is stopped long before
-DEADLINE = 120  # seconds
 
 
 class Counter(nnx.Module):
@@ -60,17 +60,17 @@ def test_another_thread_gets_a_published_copy_and_no_state_that_steps_donate() -
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer.fit, X, validation=X, steps=MANY)
         try:
-            assert has_begun.wait(DEADLINE)
+            assert has_begun.wait(BOUND)
             for read in reads:
                 with pytest.raises(UserError, match=r"in another thread.*trainer.model is a copy"):
                     read()
-            until = time.monotonic() + DEADLINE
+            until = time.monotonic() + BOUND
             while len(published) < 5 and time.monotonic() < until:
                 time.sleep(0.01)
             first = trainer.step
         finally:
             trainer.stop()
-        last = fit.result(DEADLINE).step
+        last = fit.result(BOUND).step
     assert 4 <= first <= last == trainer.step == trainer.predict(X)[0, 0]
     for step, model in published:  # later steps have not deleted them
         assert float(model.first[...]) == float(model.second[...]) == step
@@ -88,17 +88,17 @@ def test_a_fit_waits_for_a_prediction_that_reads_the_state_before_it_donates_it(
 
         def rows(self, indices: np.ndarray) -> Any:
             reads.set()
-            assert begins.wait(DEADLINE)
+            assert begins.wait(BOUND)
             return X[indices]
 
     trainer = counting()
     trainer.fit(X, steps=3)
     with ThreadPoolExecutor(1) as pool:
         predicted = pool.submit(trainer.predict, Slow())
-        assert reads.wait(DEADLINE)
+        assert reads.wait(BOUND)
         threading.Timer(1.0, begins.set).start()
         trainer.fit(X, steps=6)
-        assert (predicted.result(DEADLINE) == 3).all()
+        assert (predicted.result(BOUND) == 3).all()
     assert (trainer.predict(X) == 6).all()
 
 
@@ -108,7 +108,7 @@ def test_a_trainer_is_in_one_fit_at_a_time() -> None:
 
     def fit_again(event: Any) -> None:
         with ThreadPoolExecutor(1) as pool:
-            error = pool.submit(trainer.fit, X, steps=9).exception(DEADLINE)
+            error = pool.submit(trainer.fit, X, steps=9).exception(BOUND)
         assert isinstance(error, UserError)
         second.append(str(error))
 
@@ -159,7 +159,7 @@ def test_data_may_ask_the_trainer_that_evaluates_it() -> None:
             return trainer.predict(X)[indices, :1]
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(trainer.evaluate, Labeled()).result(DEADLINE)["loss"] == -6
+        assert pool.submit(trainer.evaluate, Labeled()).result(BOUND)["loss"] == -6
 
     class Fitting(Labeled):
         def rows(self, indices: np.ndarray) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import REPOSITORY, command, environment, metrics, small_experiment, together
+from helpers import BOUND, REPOSITORY, command, environment, metrics, small_experiment, together
 from jax._src.compilation_cache import reset_cache
 from jax.nn import initializers
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -55,7 +55,7 @@ def train(
         env=environment(1) | {"XDG_CACHE_HOME": str(folder / "home")} | variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     return ended
@@ -508,7 +508,7 @@ def virtual(timeout: float) -> tuple[subprocess.CompletedProcess[str], float]:
         env=environment(4),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=BOUND,
     )
     now = time.time()
     (began,) = re.findall(r"^began (\S+)", ended.stdout, re.M) or [ended.stderr]
@@ -550,7 +550,7 @@ def test_mpi_is_what_jax_then_looks_for() -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=BOUND,
     )
     assert ended.returncode != 0 and ended.stdout == "prepared\n", ended.stderr
     assert ended.stderr.startswith("MPItrampoline: "), ended.stderr
@@ -646,7 +646,7 @@ def elsewhere(python: str, module: str, topology: dict[str, str], *kinds: str) -
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=BOUND,
     )
     (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M) or [ended.stderr]
     return json.loads(line)
