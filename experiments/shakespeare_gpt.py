@@ -352,7 +352,7 @@ def writer(
 
     def generate(model: Any, write: Callable[[str], None]) -> dict[str, np.ndarray]:
         texts = [[start] for start in starts]
-        for row, tokens, finished in in_order(stream(model, starts, options)):
+        for row, tokens, finished, _ in in_order(stream(model, starts, options)):
             if len(texts[row]) == 1:
                 decode = vocabulary.decoder()
                 write(f"--- {row}\n{decode(starts[row])}")

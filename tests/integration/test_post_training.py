@@ -35,7 +35,8 @@ def values(workdir: Path, split: str, name: str) -> list[float]:
 def test_rewards_rise_with_equal_log_probabilities_and_a_resume_has_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    options = ("--digits", 2, "--symbols", 3, "--global-batch-size", 64, "--answers", 8)
+    options: tuple[object, ...] = ("--digits", 2, "--symbols", 3)
+    options = (*options, "--global-batch-size", 64, "--answers", 8)
     options = (*options, "--steps", 24, "--eval-every-steps", 12, "--checkpoint-every-steps", 12)
     options = (*options, "--log-every", 1, "--learning-rate", 1e-2)
     trained("grpo", tmp_path, *options)  # on 8 devices
@@ -53,8 +54,8 @@ def test_rewards_rise_with_equal_log_probabilities_and_a_resume_has_the_same_bit
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_rewards_on_one_device_are_those_on_eight(tmp_path: Path) -> None:
-    options = ("--digits", 2, "--symbols", 3, "--global-batch-size", 64, "--answers", 8)
-    options = (*options, "--steps", 3, "--log-every", 1)
+    options: tuple[object, ...] = ("--digits", 2, "--symbols", 3, "--global-batch-size", 64)
+    options = (*options, "--answers", 8, "--steps", 3, "--log-every", 1)
     split = ("--strategy", "fully_sharded", "--sharding.min-size", 64)
     places = {"eight": (), "one": ("--mesh.devices", 0), "split": split}
     for name, place in places.items():
@@ -70,7 +71,7 @@ def test_a_chat_is_learned_and_preferences_change_its_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats, pairs, preferred = (tmp_path / name for name in ("sft", "pairs", "dpo"))
-    options = ("--steps", 30, "--eval-every-steps", 30, "--learning-rate", 1e-2)
+    options: tuple[object, ...] = ("--steps", 30, "--eval-every-steps", 30, "--learning-rate", 1e-2)
     trained("sft", chats, "--length", 64, *options)
     assert values(chats, "train", "loss")[0] > 5 and values(chats, "eval", "loss")[-1] < 3
     # The second command of the docstring.

@@ -348,7 +348,7 @@ def test_an_extra_is_added_where_the_package_is_installed() -> None:
 def test_generation_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("python.md"))
     texts: list[list[int]] = [[], []]
-    for row, tokens, _ in found["pieces"]:
+    for row, tokens, *_ in found["pieces"]:
         texts[row] += tokens.tolist()
     assert texts == [text.tolist() for text in found["texts"]]
     assert all(len(text) == 40 or text[-1] == 0 for text in texts)

@@ -328,15 +328,19 @@ def test_log_probabilities_of_training_are_those_of_generation_to_the_bit(kind: 
         tokens[piece.row, : len(piece.tokens)] = piece.tokens
         said[piece.row, : len(piece.tokens)] = piece.log_probs
     is_token = ~np.isnan(said)
-    prompts = np.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in PROMPTS], np.int32)
-    lengths = np.array([*map(len, PROMPTS)], np.int32)
+    prompts = jnp.array(
+        [[*prompt, *[0] * (longest - len(prompt))] for prompt in PROMPTS], jnp.int32
+    )
+    lengths = jnp.array([*map(len, PROMPTS)], jnp.int32)
     graph, *states = nnx.split(model, nnx.Param, ...)
     params, others = states
 
     @jax.jit
     def trained(params: Any) -> Any:
         def loss(params: Any) -> Any:
-            found = completion_log_probs(nnx.merge(graph, params, others), prompts, lengths, tokens)
+            found = completion_log_probs(
+                nnx.merge(graph, params, others), prompts, lengths, jnp.asarray(tokens)
+            )
             return jnp.where(is_token, found, 0).sum(), found
 
         return jax.value_and_grad(loss, has_aux=True)(params)
@@ -368,6 +372,6 @@ def test_log_probabilities_of_training_are_those_of_generation_to_the_bit(kind: 
 
 def test_completions_beyond_the_context_are_refused() -> None:
     model = small()
-    prompts, completions = np.zeros((2, 10), np.int32), np.zeros((2, 8), np.int32)
+    prompts, completions = jnp.zeros((2, 10), jnp.int32), jnp.zeros((2, 8), jnp.int32)
     with pytest.raises(UserError, match="need a context of 17, but the model's is 16"):
-        completion_log_probs(model, prompts, np.full(2, 10), completions)
+        completion_log_probs(model, prompts, jnp.full(2, 10), completions)
