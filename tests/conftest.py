@@ -14,6 +14,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spmdtrain.xla.compiler import keep_programs
+
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parent
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
@@ -55,6 +57,8 @@ def pytest_collection_finish() -> None:
 def eight_devices() -> None:
     """A sharding test on one device would prove nothing."""
     assert len(jax.devices()) == 8
+    # From the first test on: half of what tests compile, other tests have compiled, too.
+    keep_programs(None)
 
 
 @pytest.fixture
