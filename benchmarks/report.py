@@ -27,6 +27,8 @@ TITLES = {
     "w1-8-devices": "W1: batch 32 over 8 virtual devices",
     "w1-2-processes": "W1: batch 32 over 2 processes",
     "w2-resnet": "W2: a small residual network on images of 32 x 32, batch 32",
+    "keras-w1-8-devices": "Keras: the MNIST MLP over 8 virtual devices, by keras.distribution and here",
+    "keras-w2-8-devices": "Keras: the residual network over 8 virtual devices, the same",
     "w3-transformer": "W3: a transformer of 10.8 million parameters, 8 rows of 128 tokens",
     "w5-rows": "W5: shuffled batches of 32 rows in memory, without training",
     "w5-pictures": "W5: JPEG files of 500 x 375, decoded to 224 x 224, batches of 32",
