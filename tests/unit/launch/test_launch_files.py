@@ -1105,7 +1105,7 @@ def test_the_image_has_what_the_package_and_the_experiments_need() -> None:
     sent = [x.removeprefix("!") for x in SENT.read_text().splitlines() if x.startswith("!")]
     assert [*map(Path, sent)] == copied
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert {project["readme"], *project["license-files"]} <= {*sent}
+    assert {"README.md", *project["license-files"]} <= {*sent}
     for path in (JOBSET, TFJOB):  # they run in /app, relative to which the experiment is named
         assert "workingDir: /app" in path.read_text()
     assert ("WORKDIR", "/app") in instructions()
