@@ -13,7 +13,7 @@
 #   COMMAND                            the experiment and its options
 #   SPMDTRAIN_JOB_TOKEN                the token by which the processes recognize each other: a new
 #                                      one for each job, unless the environment has one. It is in the
-#                                      JobSet: whoever may read JobSets of the namespace can read it
+#                                      JobSet: those who may read JobSets of the namespace can read it
 #   MAX_RESTARTS                       how often a failed training is restarted
 #
 # Submit: launch/xpk.sh create
