@@ -50,6 +50,9 @@ FAST = Peer(
 AUTOMATIC = Peer("spmdtrain, reduced by XLA", "ours.py", ("--automatic",))
 KERAS = Peer("Keras on JAX", "keras_fit.py")
 KERAS_10 = Peer("Keras on JAX, 10 steps an execution", "keras_fit.py", ("--per-dispatch=10",))
+KERAS_BY_TRAINER = Peer("spmdtrain, the same Keras model", "keras_fit.py", ("--trainer",))
+# The first of a table on many devices, where Keras' `fit` uses `keras.distribution`.
+DISTRIBUTION = Peer("keras.distribution", "keras_fit.py")
 EAGER = Peer("PyTorch eager", "torch_loop.py", (), TORCH)
 COMPILED = Peer("PyTorch compiled", "torch_gpt.py", (), TORCH)
 LIGHTNING = Peer("Lightning", "lightning_fit.py", (), TORCH)
@@ -132,6 +135,16 @@ LINES = [
         quick=True,
     ),
     Line("w2-resnet", Work("resnet", 32, 20), (FLOOR, OURS, KERAS)),
+    Line(
+        "keras-w1-8-devices",
+        Work("mlp", 32, 200, devices=8),
+        (DISTRIBUTION, KERAS_BY_TRAINER, OURS),
+    ),
+    Line(
+        "keras-w2-8-devices",
+        Work("resnet", 32, 10, devices=8),
+        (DISTRIBUTION, KERAS_BY_TRAINER, OURS),
+    ),
     Line("w3-transformer", Work("transformer", 8, 4), (FLOOR, OURS, KERAS)),
     Line("w5-rows", Work("mlp", 32, 2000), tuple(rows_by(*each) for each in ROWS)),
     Line(

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:  # `_HOMES` is read from these lines, which are not executed
     from spmdtrain.adapters.as_adapter import FunctionModel as FunctionModel

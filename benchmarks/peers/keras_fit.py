@@ -1,6 +1,11 @@
-"""Keras on JAX: `fit` as in its documentation, one epoch per segment."""
+"""Keras on JAX: `fit` as in its documentation, one epoch per segment.
+
+On several devices it uses `keras.distribution`. With `--trainer`, `Trainer.from_keras` trains the
+same compiled model.
+"""
 
 import os
+import sys
 
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -18,7 +23,8 @@ import numpy as np
 from keras import layers
 
 gate.mark("imported")
-if work.devices > 1:
+by_trainer = "--trainer" in sys.argv
+if work.devices > 1 and not by_trainer:
     keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
 
 
@@ -127,12 +133,29 @@ if gate.checks:
     batch = same_work.first_batch(work)
     for variable in model.trainable_variables:
         variable.assign(next(given))
+    if by_trainer:
+        from spmdtrain import Trainer
+        from spmdtrain.step.program import plan_step
+
+        trainer = Trainer.from_keras(model, global_batch_size=work.batch_size)
+        state = trainer.functions.init(0)
+        step = plan_step(trainer.functions, batch).program()
+        facts = jax_work.facts(step, state, batch, params=state.params)
+        gate.report_work(float(step(state, batch)[1].metrics["loss"]), **facts)
     loss = model.train_on_batch(*batch)[0]
     names = ("trainable", "non_trainable", "optimizer", "metrics")
     state = model._get_jax_state(**{f"{name}_variables": True for name in names})
     facts = jax_work.facts(model.train_step, state, batch, params=state[0])
     gate.report_work(float(loss), **facts)
 
+if by_trainer:
+    import gated_batches
+
+    from spmdtrain import Trainer
+
+    trainer = Trainer.from_keras(model)
+    gated_batches.install(gate, work, lambda: trainer.state)
+    trainer.fit((images, labels), global_batch_size=work.batch_size, epochs=10_000)
 model.fit(
     images[:rows], labels[:rows], batch_size=work.batch_size, epochs=10**6, callbacks=[AtTheGate()]
 )

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,12 @@ if work.processes > 1:
     task = {"type": "worker", "index": gate.rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": tasks}, "task": task})
 
+import gated_batches
 import jax
 import nets
 
 from spmdtrain import ArrayDataset, CollectiveOptions, Trainer
-from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.data import loader
-from spmdtrain.data.sampling import CountedBatches
 from spmdtrain.step.program import plan_step
-from spmdtrain.train import executor
 
 gate.mark("imported")
 net = nets.net_of(work)
@@ -41,43 +37,6 @@ if "--data-on-device" in sys.argv:
     options["data_on_device"] = True
 if "--automatic" in sys.argv:
     options["collectives"] = CollectiveOptions(reduction="automatic")
-train_batches = loader.train_batches
-
-
-saving: list[Checkpoints] = []  # one for each save of the segment
-save = Checkpoints.save
-
-
-def record_save(self: Checkpoints, *arguments: Any, **options: Any) -> None:
-    saving.append(self)
-    save(self, *arguments, **options)
-
-
-Checkpoints.save = record_save  # type: ignore[method-assign]
-
-
-def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
-    """Yields the batches; waits at the gate between segments, after all steps are complete."""
-    due = count = 0
-    for batch in train_batches(*arguments, **options):
-        if count >= due:
-            jax.block_until_ready(run.state)
-            for checkpoints in saving:  # pending writes belong to this segment
-                checkpoints.wait()
-            gate.wait(steps=count - due + work.segment, saves=len(saving)) or os._exit(0)
-            saving.clear()
-            due = count + work.segment
-        leading = jax.tree.leaves(batch)[0].shape[0]
-        steps = leading if leading != work.batch_size else 1
-        steps = int(batch.count) if isinstance(batch, CountedBatches) else steps
-        count += steps
-        yield batch
-        if count == steps:
-            jax.block_until_ready(run.state)
-            gate.mark("first step")
-
-
-vars(executor)["train_batches"] = gated
 if gate.checks:
     import jax_work
     import same_work
@@ -109,4 +68,5 @@ run = Trainer(
     workdir=str(workdir),
     **options,
 )
+gated_batches.install(gate, work, lambda: run.state)
 run.fit(ArrayDataset({"image": images, "label": labels}), epochs=10_000)

@@ -163,6 +163,27 @@ def test_the_newest_release_of_the_changelog_is_the_version_of_the_package() -> 
     assert project["version"] == spmdtrain.__version__
 
 
+def test_the_links_of_the_package_s_readme_lead_to_files_of_the_release() -> None:
+    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    urls = pyproject["project"]["urls"]
+    hook = pyproject["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = (REPOSITORY / "README.md").read_text()
+    for rule in hook["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    text = text.replace("$HFPR_VERSION", spmdtrain.__version__)
+    raw = urls["Repository"].replace("github.com", "raw.githubusercontent.com")
+    bases = [f"{raw}/v{spmdtrain.__version__}/"]
+    bases.append(f"{urls['Repository']}/blob/v{spmdtrain.__version__}/")
+    found = re.findall(r"(!?)\[[^]]*\]\(([^)#]+)", text)
+    for is_image, link in found:
+        if not is_image and not link.startswith(urls["Repository"]):
+            assert link.startswith("https://"), link
+            continue
+        (path,) = (link.removeprefix(base) for base in bases if link.startswith(base))
+        assert link.startswith(bases[0]) == bool(is_image) and (REPOSITORY / path).exists(), link
+    assert len([link for _, link in found if link.startswith(tuple(bases))]) > 30
+
+
 # -- the audit of the lock -------------------------------------------------------------------------
 
 # Makes an environment whose pip and pip-audit do what the environment variables say.

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,17 @@ pytestmark = pytest.mark.slow
 LAUNCH = REPOSITORY / "launch"
 JOBSET, TFJOB = LAUNCH / "jobset.yaml", LAUNCH / "tfjob.yaml"
 SBATCH, TPU_POD = LAUNCH / "slurm.sbatch", LAUNCH / "tpu_pod.sh"
-FILES = [JOBSET, TFJOB, SBATCH, TPU_POD]
+SKYPILOT, XPK = LAUNCH / "skypilot.yaml", LAUNCH / "xpk.sh"
+DOCKERFILE, SENT = LAUNCH / "Dockerfile", LAUNCH / "Dockerfile.dockerignore"
+FILES = [JOBSET, TFJOB, SBATCH, TPU_POD, SKYPILOT, XPK, DOCKERFILE]
+EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The job itself, which follows its network policy."""
-    _, content = yaml.safe_load_all(path.read_text())
+    """The job itself, which follows its network policy if it has one."""
+    *_, content = yaml.safe_load_all(path.read_text())
     assert isinstance(content, dict)
     return content
 
@@ -200,7 +206,31 @@ TFJOB_SCHEMA = an(
         tfReplicaSpecs=an(Chief=REPLICA, Worker=REPLICA, PS=REPLICA, Evaluator=REPLICA),
     ),
 )
-SCHEMAS = {JOBSET: JOBSET_SCHEMA, TFJOB: TFJOB_SCHEMA}
+# Of SkyPilot 0.14 (sky/utils/schemas.py): a task, its resources, the recovery of a managed job.
+EXIT_CODE = {"type": "integer", "minimum": 0, "maximum": 255}
+VARIABLES: dict[str, Any] = {
+    "type": "object",
+    "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
+    "additionalProperties": False,
+}
+SKYPILOT_SCHEMA = an(
+    name=TEXT,
+    workdir=TEXT,
+    num_nodes={"type": "integer"},
+    resources=an(
+        accelerators={"type": "string", "pattern": "^[A-Za-z0-9-]+:[0-9]+$"},
+        use_spot={"type": "boolean"},
+        job_recovery=an(
+            max_restarts_on_errors=COUNT,
+            recover_on_exit_codes=some(EXIT_CODE) | {"uniqueItems": True},
+        ),
+    ),
+    envs=VARIABLES,
+    secrets=VARIABLES,
+    setup=TEXT,
+    run=TEXT,
+)
+SCHEMAS = {JOBSET: JOBSET_SCHEMA, TFJOB: TFJOB_SCHEMA, SKYPILOT: SKYPILOT_SCHEMA}
 
 
 def faults(value: Any, schema: dict[str, Any]) -> list[str]:
@@ -234,13 +264,15 @@ def test_the_yaml_fits_its_schema(path: Path) -> None:
             ".cleanPodPolicy: None is not of type",
         ),
         (TFJOB, "tfjob-port, ", "tfjob-port, port: 1, ", ".ports[0]: Additional properties"),
+        (SKYPILOT, "num_nodes: 2", "nodes: 2", "('nodes' was unexpected)"),
+        (SKYPILOT, 'MAX_RESTARTS: "10"', "MAX_RESTARTS: 10", ".envs.MAX_RESTARTS: 10 is not of"),
+        (SKYPILOT, "codes: [75]", "codes: [-1]", "recover_on_exit_codes[0]: -1 is less than the"),
     ],
 )
 def test_the_schema_would_notice(path: Path, old: str, new: str, fault: str) -> None:
-    text = path.read_text()
-    start = text.index("\napiVersion")
-    assert old in text[text.index("\n---") :]
-    _, job = yaml.safe_load_all(text[start:].replace(old, new))
+    body = path.read_text().removeprefix(header(path))
+    assert old in (body.partition("\n---\n")[2] or body)
+    *_, job = yaml.safe_load_all(body.replace(old, new))
     found = faults(job, SCHEMAS[path])
     assert any(fault in one for one in found), found
 
@@ -917,6 +949,179 @@ def test_tpu_pod_s_usage(tmp_path: Path, arguments: tuple[str, ...], message: st
     assert said(tmp_path) == []
 
 
+# -- SkyPilot --------------------------------------------------------------------------------------
+
+
+def on_sky_node(
+    folder: Path, codes: str = "0", **variables: object
+) -> subprocess.CompletedProcess[str]:
+    """Runs what a machine of the job runs, with a stand-in for its Python."""
+    task = load(SKYPILOT)
+    (folder / "spmdtrain").mkdir(exist_ok=True)
+    stand_in(folder / "spmdtrain" / "bin", "python", PYTHON)
+    stand_in(folder / "bin", "sleep", NOTES)
+    given = task["envs"] | {"WORKDIR": "s3://my-bucket/a b", "HOME": folder} | variables
+    return bash("-c", task["run"], env=outside(folder, codes, **given), cwd=REPOSITORY)
+
+
+def test_sky_s_machines_are_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = load(SKYPILOT)
+    assert task["secrets"] == {job_token.TOKEN: None}  # no job starts without one
+    count = task["num_nodes"]
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NUM_NODES": count}
+    for rank in range(count):
+        done = on_sky_node(tmp_path, SKYPILOT_NODE_RANK=rank, **nodes)
+        assert done.returncode == 0, done.stderr
+        command = understood(said(tmp_path)[-1], monkeypatch)
+        options = command.options
+        assert options.coordinator == "10.0.0.7:2222"
+        assert (options.processes, options.process_id) == (count, rank)
+        assert command.config.workdir == "s3://my-bucket/a b"
+    (installed,) = re.findall(r"pip install --quiet '\.\[(.*)\]'", task["setup"])
+    assert {*installed.split(",")} <= EXTRAS.keys()
+
+
+@pytest.mark.parametrize(
+    ("codes", "attempts", "code"),
+    [
+        ("0", 1, 0),
+        ("2", 1, 2),
+        ("3", 1, 3),
+        ("4", 1, 4),
+        ("75", 1, 75),
+        ("1 134 0", 3, 0),
+        ("1 137 134 0", 3, 134),
+    ],
+)
+def test_sky_s_machines_by_exit_code(tmp_path: Path, codes: str, attempts: int, code: int) -> None:
+    nodes = {"SKYPILOT_NODE_IPS": "a", "SKYPILOT_NUM_NODES": 1, "SKYPILOT_NODE_RANK": 0}
+    done = on_sky_node(tmp_path, codes, MAX_RESTARTS=2, **nodes)
+    assert done.returncode == code, done.stderr
+    assert len([line for line in said(tmp_path) if line.startswith("-u -m")]) == attempts
+    recovery = load(SKYPILOT)["resources"]["job_recovery"]
+    assert recovery == {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}
+
+
+def test_sky_s_bucket_has_to_be_named(tmp_path: Path) -> None:
+    done = on_sky_node(tmp_path, WORKDIR=load(SKYPILOT)["envs"]["WORKDIR"])
+    assert done.returncode == 2 and done.stderr.startswith("set WORKDIR")
+
+
+# -- XPK -------------------------------------------------------------------------------------------
+
+# Of xpk 1.16, `xpk workload create --help` and so on: the options that the file uses.
+XPK_OPTIONS = {
+    "create": {
+        *("workload", "cluster", "zone", "project", "tpu-type", "num-slices", "docker-image"),
+        *("env-file", "max-restarts", "restart-on-exit-codes", "command"),
+        "termination-grace-period-seconds",
+    },
+    "list": {"cluster", "zone", "project"},
+    "delete": {"workload", "cluster", "zone", "project"},
+}
+# Records its arguments, one to a line, and the variables of its file.
+XPK_COMMAND = """#!/bin/bash
+printf '%s\\n' "$@" >>"$LOG"
+while [[ $# -gt 0 && $1 != --env-file ]]; do shift; done
+[[ $# -gt 0 ]] && for name in $(cat "$2"); do echo "$name=${!name}" >>"$LOG.env"; done
+true
+"""
+
+
+def xpk(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    stand_in(folder / "bin", "xpk", XPK_COMMAND)
+    return bash(XPK, *arguments, env=outside(folder, **variables), cwd=REPOSITORY)
+
+
+def xpk_options(folder: Path, verb: str) -> dict[str, str]:
+    """What xpk was asked, by option."""
+    workload, asked, *words = (folder / "log").read_text().splitlines()
+    assert (workload, asked) == ("workload", verb)
+    found = dict(zip(words[::2], words[1::2], strict=True))
+    assert {name.removeprefix("--") for name in found} <= XPK_OPTIONS[verb]
+    return found
+
+
+@pytest.mark.parametrize("project", ["", "mine"])
+@pytest.mark.parametrize("token", ["", "a token of sixteen"])
+def test_an_xpk_workload(
+    tmp_path: Path, project: str, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"WORKDIR": BUCKET["WORKDIR"], "PROJECT": project, job_token.TOKEN: token}
+    done = xpk(tmp_path, "create", **variables)
+    assert done.returncode == 0, done.stderr
+    options = xpk_options(tmp_path, "create")
+    assert options.get("--project", "") == project
+    assert options["--tpu-type"] == "v5litepod-16" and options["--num-slices"] == "1"
+    assert not Path(options["--env-file"]).exists()
+    name, _, given = (tmp_path / "log.env").read_text().strip().partition("=")
+    assert name == job_token.TOKEN
+    assert given == token if token else re.fullmatch("[0-9a-f]{64}", given)
+    assert given not in (tmp_path / "log").read_text()
+    assert options["--command"].startswith("exec python ")
+    command = understood(options["--command"], monkeypatch)
+    assert command.options.cluster == "auto" and command.config.workdir == BUCKET["WORKDIR"]
+    # As xpk reads them, which adds 42 and 127 to 255.
+    restarted = {42, *range(127, 256)}
+    for part in options["--restart-on-exit-codes"].split(","):
+        first, _, last = part.partition("-")
+        restarted |= {*range(int(first), int(last or first) + 1)}
+    assert {*range(256)} - restarted == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize("verb", ["list", "delete"])
+def test_what_else_xpk_is_asked(tmp_path: Path, verb: str) -> None:
+    assert xpk(tmp_path, verb, ZONE="here").returncode == 0
+    assert xpk_options(tmp_path, verb)["--zone"] == "here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "usage: launch/xpk.sh create|"), (("fly",), "usage: "), (("create",), "set WORKDIR")],
+)
+def test_xpk_s_usage(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = xpk(tmp_path, *arguments)
+    assert done.returncode == 2 and done.stderr.startswith(message)
+    assert said(tmp_path) == []
+
+
+# -- the image -------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile, with continued lines joined."""
+    lines = [x for x in DOCKERFILE.read_text().splitlines() if not x.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", "")
+    return [
+        (name, rest) for line in joined.split("\n") if line for name, rest in [line.split(" ", 1)]
+    ]
+
+
+def test_the_image_has_what_the_package_and_the_experiments_need() -> None:
+    copied = [
+        Path(name) for what, rest in instructions() if what == "COPY" for name in rest.split()[:-1]
+    ]
+    assert all((REPOSITORY / name).exists() for name in copied)
+    sent = [x.removeprefix("!") for x in SENT.read_text().splitlines() if x.startswith("!")]
+    assert [*map(Path, sent)] == copied
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert {"README.md", *project["license-files"]} <= {*sent}
+    for path in (JOBSET, TFJOB):  # they run in /app, relative to which the experiment is named
+        assert "workingDir: /app" in path.read_text()
+    assert ("WORKDIR", "/app") in instructions()
+
+
+def test_the_image_s_user_is_not_root_and_its_extras_exist() -> None:
+    steps = instructions()
+    given = dict(rest.split("=") for what, rest in steps if what == "ARG")
+    assert [rest for what, rest in steps if what == "USER"] == ["${USER_ID}"]
+    assert int(given["USER_ID"]) > 0
+    named = [given["EXTRAS"], *re.findall(r"\b[a-z0-9]+(?:,[a-z0-9]+)+\b", header(DOCKERFILE))]
+    assert len(named) > 3
+    assert {extra for names in named for extra in names.split(",")} <= EXTRAS.keys()
+    assert f"Python :: {given['PYTHON']}" in (REPOSITORY / "pyproject.toml").read_text()
+
+
 # -- all of them -----------------------------------------------------------------------------------
 
 
@@ -928,7 +1133,7 @@ def header(path: Path) -> str:
 
 
 def test_there_are_no_other_files() -> None:
-    assert sorted(LAUNCH.iterdir()) == sorted(FILES)
+    assert sorted(LAUNCH.iterdir()) == sorted([*FILES, SENT])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -948,7 +1153,7 @@ def test_the_header_says_how_to_use_the_file(path: Path) -> None:
         assert placeholder in head, placeholder
 
 
-@pytest.mark.parametrize("path", [SBATCH, TPU_POD], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [SBATCH, TPU_POD, XPK], ids=lambda path: path.name)
 def test_bash_can_read_it(path: Path) -> None:
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
