@@ -34,6 +34,9 @@ class Dataset(Protocol):
     It may also have `blocks`, int64 (m+1,), ascending from 0 to its length: the examples at which
     the blocks begin that are read together, such as the row groups of a file. Shuffling then keeps
     the examples of a block close together.
+
+    `thread_safe = True` says that several threads may call `rows` at a time, and that a call takes
+    long enough to be worth it: `data_threads="auto"` then reads batches ahead.
     """
 
     def __len__(self) -> int:
@@ -363,10 +366,29 @@ def sources_within(data: Any) -> Iterator[Any]:
     if not any(name.startswith(("spmdtrain.", "grain.")) for name in known_as(data)):
         return
     yield data
+    for each in _within(data):
+        yield from sources_within(each)
+
+
+def _within(data: Any) -> list[Any]:
+    """Returns what an object of spmdtrain or Grain reads from."""
     inner = [getattr(data, name, None) for name in _WITHIN]
     components: Mapping[str, Any] = getattr(data, "components", {})
-    for each in (*inner, *getattr(data, "parents", ()), *components.values()):
-        yield from sources_within(each)
+    every = (*inner, *getattr(data, "parents", ()), *components.values())
+    return [each for each in every if each is not None]
+
+
+def is_thread_safe(data: Any) -> bool:
+    """Returns whether a dataset or source says that several threads may read it at a time.
+
+    It says so by an attribute `thread_safe`. Without one, spmdtrain's and Grain's classes are as
+    safe as all that they read from. Functions that map examples are functions of them alone.
+    """
+    if (declared := getattr(data, "thread_safe", None)) is not None:
+        return declared is True
+    known = any(name.startswith(("spmdtrain.", "grain.")) for name in known_as(data))
+    within = _within(data) if known else []
+    return bool(within) and all(map(is_thread_safe, within))
 
 
 def skipped_of(dataset: Any) -> list[str]:

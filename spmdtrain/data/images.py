@@ -28,6 +28,7 @@ from typing import IO, Any, Literal, get_args
 import numpy as np
 from etils import epath
 
+from spmdtrain.data.read_ahead import usable_cores
 from spmdtrain.data.sources.files import delayed_progress
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import byte_size
@@ -488,6 +489,7 @@ class ImageFolder:
         option is invalid.
     """
 
+    thread_safe = True
     classes: tuple[str, ...]
     files: tuple[str, ...]
     skipped: Mapping[str, str]
@@ -517,7 +519,7 @@ class ImageFolder:
         self.folder = epath.Path(folder).expanduser()
         self.size = checked_size(size)
         self.broken = broken
-        self._threads = _cpu_count() if threads is None else _checked_threads(threads)
+        self._threads = usable_cores() if threads is None else _checked_threads(threads)
         self._disk = _image_cache(cache, cache_dir, self.size)
         self._memory: dict[str, Future[np.ndarray]] | None = {} if cache == "memory" else None
         self._lock = threading.Lock()
@@ -757,13 +759,6 @@ def _image_cache(
     if is_url(os.fspath(cache_dir)):
         raise UserError(f"cache_dir is {cache_dir}: it must be a local folder")
     return ImageCache(Path(cache_dir).expanduser(), size)
-
-
-def _cpu_count() -> int:
-    """Returns the number of cores that this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @functools.cache
