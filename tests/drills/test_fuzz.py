@@ -48,7 +48,8 @@ from spmdtrain.cluster import job_token, rendezvous
 from spmdtrain.cluster.job_token import Line, Side
 from spmdtrain.cluster.spec import parse_tf_config
 from spmdtrain.config.run_config import RunConfig, config_as_json
-from spmdtrain.data.images import UndecodableError, decode, load_pillow, read_idx
+from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
+from spmdtrain.data.images import read_idx
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.launch.task_env import free_ports
 from spmdtrain.plan.instruction_work import bytes_moved, products

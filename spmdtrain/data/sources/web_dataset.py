@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.data.examples import array_or_value, cause_of
-from spmdtrain.data.images import (
+from spmdtrain.data.image_decoding import (
     SUFFIXES,
     UndecodableError,
     check_file_size,
-    checked_size,
     decode,
     load_pillow,
 )
+from spmdtrain.data.images import checked_size
 from spmdtrain.data.sources.files import Files, listed
 from spmdtrain.data.sources.indexed_parts import Corrupted, IndexedParts
 from spmdtrain.errors import BadRecordError, StorageError, UserError, did_you_mean, printable

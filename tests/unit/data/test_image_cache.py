@@ -20,9 +20,9 @@ from helpers import BOUND, together
 from image_helpers import everything, folder_of, noise, numbered, plain, values
 from PIL import ImageFile
 
-from spmdtrain.data import images
+from spmdtrain.data import image_decoding, images
+from spmdtrain.data.image_decoding import decode as decode_image
 from spmdtrain.data.images import BrokenImageError, ImageFolder
-from spmdtrain.data.images import decode as decode_image
 from spmdtrain.errors import StorageError, UserError
 
 
@@ -232,7 +232,7 @@ def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
 LEAVING = """
 import sys, threading, time
 import numpy as np
-from spmdtrain.data import images
+from spmdtrain.data import image_decoding, images
 
 def slow(content, size):
     print("decoding", flush=True)
@@ -293,8 +293,8 @@ def test_another_size_or_way_of_decoding_is_another_example(
         assert shape == size
     assert len(decodes) == 3
     changes = [
-        (images, "_VERSION", -1),
-        (images, "_libraries", lambda: "pillow=99"),
+        (image_decoding, "_VERSION", -1),
+        (image_decoding, "_libraries", lambda: "pillow=99"),
         (ImageFile, "LOAD_TRUNCATED_IMAGES", True),
     ]
     for number, change in enumerate(changes, 4):
@@ -307,8 +307,8 @@ def test_another_size_or_way_of_decoding_is_another_example(
 def test_the_libraries_that_decode_are_part_of_the_recipe() -> None:
     import PIL
 
-    assert f"pillow={PIL.__version__} jpeg=" in images.recipe()
-    assert "None" not in images.recipe()
+    assert f"pillow={PIL.__version__} jpeg=" in image_decoding.recipe()
+    assert "None" not in image_decoding.recipe()
 
 
 def flip(content: bytes) -> bytes:
