@@ -316,8 +316,9 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Returns what identifies a dataset: its length, shapes, dtypes and a CRC-32 of 16 rows.
 
     Class names are included if the dataset has any, and so are a CRC-32 of its blocks and of the
-    bad records that are left out, and the components and weights of a mixture, which determine the
-    order of the examples. The dictionary can be stored as JSON.
+    bad records that are left out, the libraries that decode images beside Pillow, and the
+    components and weights of a mixture, which determine the order of the examples. The dictionary
+    can be stored as JSON.
     """
     rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
     classes, blocks = classes_of(dataset), blocks_of(dataset)
@@ -326,6 +327,8 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
         given["blocks"] = f"{len(blocks) - 1} (crc32 {zlib.crc32(blocks.tobytes())})"
     if skipped := skipped_of(dataset):
         given["skipped"] = f"{len(skipped)} (crc32 {zlib.crc32(' '.join(skipped).encode())})"
+    if decoders := {getattr(each, "decoders", "") for each in sources_within(dataset)} - {""}:
+        given["decoders"] = ", ".join(sorted(decoders))
     inner: Any = dataset
     while isinstance(inner, MappedDataset):
         inner = inner.dataset

@@ -4,11 +4,12 @@ import functools
 import importlib
 import io
 import warnings
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, import_extra
 from spmdtrain.record.storage import one_line
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
@@ -23,6 +24,7 @@ OTHER_SUFFIXES = frozenset(
 # Pillow's readers start programs. "JPEG" also reads the files with several images that phones
 # write.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_JPEG = ("JPEG", "MPO")  # Pillow's names of what the reader of "JPEG" finds
 
 _VERSION = 2
 """The version of this code: increased whenever the pixels of any file change."""
@@ -62,11 +64,57 @@ def load_pillow() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"PIL\.")
 
 
-def recipe() -> str:
-    """Returns the versions and settings on which the pixels of decoded images depend."""
-    from PIL.ImageFile import LOAD_TRUNCATED_IMAGES
+Decoder = Literal["pillow", "simplejpeg"]
 
-    return f"{_VERSION} {_libraries()} truncated={LOAD_TRUNCATED_IMAGES}"
+
+@dataclass(frozen=True)
+class Decoding:
+    """How image files become arrays.
+
+    Attributes:
+      size: Height and width of the arrays.
+      antialias: Whether a pixel is the average over the area that it covers. If not, it is
+        interpolated between four pixels of the image, as by `tf.image.resize`.
+      decoder: What decodes JPEG files in RGB; Pillow decodes all others. "simplejpeg" gives the
+        pixels of `tf.io.decode_image`, which differ from Pillow's by rounding.
+
+    Raises:
+      UserError: If a library is missing.
+    """
+
+    size: tuple[int, int]
+    antialias: bool = True
+    decoder: Decoder = "pillow"
+
+    def __post_init__(self) -> None:
+        load_pillow()
+        if self.decoder == "simplejpeg":
+            import_extra("simplejpeg", "simplejpeg", "images with decoder='simplejpeg'")
+        if not self.antialias:
+            import_extra("cv2", "opencv", "images with antialias=False")
+
+    @property
+    def libraries(self) -> str:
+        """The names and versions of the libraries that are used beside Pillow."""
+        used = []
+        if self.decoder == "simplejpeg":
+            import simplejpeg
+
+            used.append(f"simplejpeg={simplejpeg.__version__}")
+        if not self.antialias:
+            import cv2
+
+            used.append(f"opencv={cv2.__version__}")
+        return " ".join(used)
+
+    @property
+    def recipe(self) -> str:
+        """The size, versions and settings on which the pixels of decoded images depend."""
+        from PIL.ImageFile import LOAD_TRUNCATED_IMAGES
+
+        height, width = self.size
+        pillow = f"{_VERSION} {_libraries()} truncated={LOAD_TRUNCATED_IMAGES}"
+        return " ".join(filter(None, (pillow, f"{height}x{width}", self.libraries)))
 
 
 @functools.cache
@@ -78,11 +126,10 @@ def _libraries() -> str:
     return f"pillow={PIL.__version__} jpeg={jpeg} webp={features.version('webp')}"
 
 
-def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
+def decode(content: bytes, how: Decoding) -> np.ndarray:
     """Decodes an image, turns it upright and resizes it to uint8 (height, width, 3), read-only.
 
-    Each side is scaled independently by Pillow's bilinear filter, which averages over the area
-    that a pixel covers. Of several frames, the first is decoded.
+    Each side is scaled independently by a bilinear filter. Of several frames, the first is decoded.
 
     Raises:
       UndecodableError: If it is not an image, is corrupted or is too large.
@@ -90,15 +137,15 @@ def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
     """
     from PIL import Image, UnidentifiedImageError
 
-    height, width = size
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             _check_pixels(*image.size)
-            if image.mode == "RGB" and "16B" in str(image.tile):
-                _shorten_key(image)
-            image.load()
-            rgb = _rgb(_upright(image))
-            return np.asarray(rgb.resize((width, height), Image.Resampling.BILINEAR))
+            if (rgb := _by_simplejpeg(image, content, how)) is None:
+                if image.mode == "RGB" and "16B" in str(image.tile):
+                    _shorten_key(image)
+                image.load()
+                rgb = _rgb(_upright(image))
+            return _resized(rgb, how)
     except (UndecodableError, MemoryError):
         raise  # a MemoryError is not the file's fault
     except UnidentifiedImageError:
@@ -131,15 +178,56 @@ def _check_pixels(width: int, height: int) -> None:
         )
 
 
+def _by_simplejpeg(image: Any, content: bytes, how: Decoding) -> Any:
+    """Returns the upright pixels of a JPEG file in RGB, if simplejpeg is to decode it; else None.
+
+    Also None for a file that it refuses: Pillow decodes that, or says why it is broken.
+    """
+    if how.decoder != "simplejpeg" or image.format not in _JPEG or image.mode != "RGB":
+        return None
+    import simplejpeg
+    from PIL import Image
+
+    try:
+        # The faster of libjpeg's cosine transforms, which TensorFlow's decoder uses by default.
+        pixels = simplejpeg.decode_jpeg(content, "RGB", fastdct=True)
+    except ValueError:
+        return None
+    turn = _turn(image)
+    return pixels if turn is None else Image.fromarray(pixels).transpose(turn)
+
+
+def _resized(rgb: Any, how: Decoding) -> np.ndarray:
+    """Returns the resized pixels of an image or array, read-only."""
+    from PIL import Image
+
+    height, width = how.size
+    if how.antialias:
+        image = Image.fromarray(rgb) if isinstance(rgb, np.ndarray) else rgb
+        return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    import cv2
+
+    # Of OpenCV's two bilinear filters the one that gives the same bits on every processor.
+    filtered = cv2.resize(np.asarray(rgb), (width, height), interpolation=cv2.INTER_LINEAR_EXACT)
+    filtered.flags.writeable = False
+    return filtered
+
+
 def _upright(image: Any) -> Any:
     """Returns the image turned upright by its EXIF orientation."""
+    turn = _turn(image)
+    return image if turn is None else image.transpose(turn)
+
+
+def _turn(image: Any) -> Any:
+    """Returns the transposition that turns an image upright; None if there is none."""
     from PIL import Image
 
     try:
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION))
     except Exception:  # corrupted metadata, intact pixels: not turned, as in image viewers
-        return image
-    return image if turn is None else image.transpose(Image.Transpose[turn])
+        return None
+    return None if turn is None else Image.Transpose[turn]
 
 
 def _shorten_key(image: Any) -> None:

@@ -28,11 +28,11 @@ from etils import epath
 from spmdtrain.data.image_decoding import (
     OTHER_SUFFIXES,
     SUFFIXES,
+    Decoder,
+    Decoding,
     UndecodableError,
     check_file_size,
     decode,
-    load_pillow,
-    recipe,
 )
 from spmdtrain.data.read_ahead import usable_cores
 from spmdtrain.data.sources.files import delayed_progress
@@ -214,13 +214,13 @@ _SUM = hashlib.sha256().digest_size  # bytes of the checksum, which precedes the
 
 @dataclass(frozen=True)
 class ImageCache:
-    """Decoded images of one size (height, width) in a local folder that processes may share.
+    """Decoded images of one size in a local folder that processes may share.
 
     The folder is created if it does not exist; `UserError` if this fails.
     """
 
     folder: Path
-    size: tuple[int, int]
+    decoding: Decoding
 
     def __post_init__(self) -> None:
         try:
@@ -233,8 +233,7 @@ class ImageCache:
 
     def key(self, content: bytes) -> str:
         """Returns the name of the entry for an image file with these bytes."""
-        height, width = self.size
-        digest = hashlib.sha256(f"{recipe()} {height}x{width}\n".encode())
+        digest = hashlib.sha256(f"{self.decoding.recipe}\n".encode())
         digest.update(content)
         return digest.hexdigest()
 
@@ -252,7 +251,7 @@ class ImageCache:
         pixels = stored[_SUM:]
         if stored[:_SUM] != _sum(key, pixels):
             return None
-        return np.frombuffer(pixels, np.uint8).reshape(*self.size, 3)
+        return np.frombuffer(pixels, np.uint8).reshape(*self.decoding.size, 3)
 
     def put(self, key: str, image: np.ndarray) -> None:
         """Stores an image, uint8 (height, width, 3), atomically; `StorageError` if this fails."""
@@ -324,11 +323,18 @@ class ImageFolder:
         ("disk").
       cache_dir: The folder of the cache on disk.
       threads: Number of threads that decode. The default is the number of CPU cores.
+      antialias: Whether a pixel of an example is the average over the area of the image that it
+        covers. If not, it is interpolated between four pixels, as by Keras'
+        `image_dataset_from_directory` and `tf.image.resize`; this needs OpenCV.
+      decoder: What decodes JPEG files: "pillow", or "simplejpeg", which is faster and gives the
+        pixels of `tf.io.decode_image`.
 
     Attributes:
       classes: The names of the classes' folders, sorted; the same for all splits. A label is an
         index into it.
       broken: What happens to a file that cannot be decoded.
+      decoders: Names and versions of the libraries that decode and resize beside Pillow, part of
+        the identity of a run's data.
       files: The files of this split as paths below the folder, with "/"; sorted by class and name.
       skipped: The files left out by `broken="skip"`, with the reason.
 
@@ -353,7 +359,12 @@ class ImageFolder:
         cache: Cache = "none",
         cache_dir: str | os.PathLike[str] | None = None,
         threads: int | None = None,
+        antialias: bool = True,
+        decoder: Decoder = "pillow",
     ) -> None:
+        _check_choice("decoder", decoder, get_args(Decoder))
+        if not isinstance(antialias, bool):
+            raise UserError(f"antialias is {antialias!r}: it must be True or False")
         _check_choice("broken", broken, get_args(Broken))
         _check_choice("cache", cache, get_args(Cache))
         if os.fspath(folder) == "":
@@ -361,14 +372,15 @@ class ImageFolder:
         check_splits(splits)
         if split is not None:
             _check_choice("split", split, splits)
-        load_pillow()
         if is_url(os.fspath(folder)):
             file_system(os.fspath(folder))
         self.folder = epath.Path(folder).expanduser()
         self.size = checked_size(size)
+        self._decoding = Decoding(self.size, antialias, decoder)
+        self.decoders = self._decoding.libraries
         self.broken = broken
         self._threads = usable_cores() if threads is None else _checked_threads(threads)
-        self._disk = _image_cache(cache, cache_dir, self.size)
+        self._disk = _image_cache(cache, cache_dir, self._decoding)
         self._memory: dict[str, Future[np.ndarray]] | None = {} if cache == "memory" else None
         self._lock = threading.Lock()
         self._checked_files = False  # whether all of `files` have been decoded once
@@ -480,10 +492,10 @@ class ImageFolder:
 
     def _image(self, content: bytes) -> np.ndarray:
         if self._disk is None:
-            return decode(content, self.size)
+            return decode(content, self._decoding)
         key = self._disk.key(content)
         if (image := self._disk.get(key)) is None:
-            image = decode(content, self.size)
+            image = decode(content, self._decoding)
             self._disk.put(key, image)
         return image
 
@@ -596,7 +608,7 @@ def _pixels(size: tuple[int, int]) -> str:
 
 
 def _image_cache(
-    cache: Cache, cache_dir: str | os.PathLike[str] | None, size: tuple[int, int]
+    cache: Cache, cache_dir: str | os.PathLike[str] | None, decoding: Decoding
 ) -> ImageCache | None:
     if cache != "disk":
         if cache_dir is not None:
@@ -606,7 +618,7 @@ def _image_cache(
         raise UserError("cache='disk' needs cache_dir, the folder for decoded images")
     if is_url(os.fspath(cache_dir)):
         raise UserError(f"cache_dir is {cache_dir}: it must be a local folder")
-    return ImageCache(Path(cache_dir).expanduser(), size)
+    return ImageCache(Path(cache_dir).expanduser(), decoding)
 
 
 @functools.cache
