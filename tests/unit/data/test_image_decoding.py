@@ -151,7 +151,7 @@ def test_a_cache_keeps_the_pixels_of_each_filter_and_decoder(tmp_path: Path) -> 
         for antialias in (True, False)
         for decoder in ("pillow", "simplejpeg")
     ]
-    cached = {"cache": "disk", "cache_dir": tmp_path / "cache"}
+    cached: dict[str, Any] = {"cache": "disk", "cache_dir": tmp_path / "cache"}
     for _ in range(2):
         for way in ways:
             found = everything(ImageFolder(folder, 16, **way, **cached))["image"]

@@ -109,9 +109,8 @@ def test_auto_adds_threads_while_batches_are_waited_for() -> None:
     reading.close()  # type: ignore[attr-defined]
     assert found == list(range(5, 5 + len(found)))
     assert slow.most >= 4  # 2 threads read a batch in 5 ms, and a step takes 4 ms
-    assert re.fullmatch(
-        r"data_threads auto: \d+ threads read batches ahead, .* of the time", *lines
-    )
+    (line,) = lines
+    assert re.fullmatch(r"data_threads auto: \d+ threads read batches ahead, .* of the time", line)
 
 
 def test_auto_goes_back_if_more_threads_do_not_help() -> None:
