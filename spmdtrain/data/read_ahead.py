@@ -160,9 +160,10 @@ class _ChosenThreads:
         self._restart()
 
     def _restart(self) -> None:
-        """Begins a window, after the batches that were requested before."""
-        self._to_pass, self._batches, self._waited = self._number, 0, 0.0
-        self._began = time.perf_counter()
+        """Begins a window, after the batches that may be ready."""
+        self._to_pass, self._batches, self._waited = 2 * self._number, 0, 0.0
+        self._began = self._last = time.perf_counter()
+        self._pause = 0.0  # the longest time between two requests
 
     def count(self, waited: float, batch: PyTree) -> int:
         """Counts the seconds of the wait for a batch; returns the number of threads from now on."""
@@ -170,15 +171,18 @@ class _ChosenThreads:
             size = max(sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch)), 1)
             fitting = int(available_memory() * _SHARE_OF_MEMORY / (2 * size))
             self._most = max(min(max(_MOST_THREADS, usable_cores()), fitting), 1)
+        now = time.perf_counter()
         if self._to_pass > 0:
             self._to_pass -= 1
-            self._began = time.perf_counter()
+            self._began = self._last = now
             return self._number
         self._batches += 1
         self._waited += waited
-        seconds = time.perf_counter() - self._began
+        self._pause = max(self._pause, now - self._last - waited)
+        self._last, seconds = now, now - self._began
         if self._batches >= max(4, 2 * self._number) and seconds >= _SECONDS_OF_WINDOW:
-            self._choose(self._waited / seconds, self._waited / self._batches, self._most)
+            if self._pause < seconds / 2:  # else the run compiled, evaluated or saved meanwhile
+                self._choose(self._waited / seconds, self._waited / self._batches, self._most)
             self._restart()
         return self._number
 
