@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from spmdtrain.data.image_decoding import Decoder
 from spmdtrain.data.images import ImageFolder
 
 REPEATS = 5
@@ -74,7 +75,8 @@ def by_tensorflow(folder: str | Path, size: int, antialias: bool) -> Callable[[]
 def compare(folder: str | Path, size: int) -> None:
     """Prints the speed of each decoder and filter that is installed, relative to tf.data."""
     has = {name: importlib.util.find_spec(name) for name in ("simplejpeg", "cv2", "tensorflow")}
-    decoders = ["pillow"] + ["simplejpeg"] * bool(has["simplejpeg"])
+    decoders: list[Decoder] = ["pillow"]
+    decoders += ["simplejpeg"] if has["simplejpeg"] else []
     for antialias in [True] + [False] * bool(has["cv2"]):
         ways: dict[str, Callable[[], float]] = {
             name: functools.partial(
