@@ -148,6 +148,7 @@ def keywords() -> str:
 
 def _as_keyword(kind: str) -> str:
     kind = kind.replace("spmdtrain.config.options.", "")
+    kind = re.sub(r"^Union\[(\w+), (.+)\]$", r"\1 | \2", kind)
     return re.sub(r"tuple\[(.+), \.\.\.\]", r"tuple[\1, ...] | list[\1]", kind)
 
 

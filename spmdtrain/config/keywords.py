@@ -19,7 +19,7 @@ class _SharedOptions(TypedDict, total=False):
     batch_size_per_device: int | None
     eval_batch_size: int | None
     shuffle: bool
-    data_threads: int
+    data_threads: int | Literal["auto"]
     data_workers: int
     on_bad_record: Literal["fail", "skip"]
     max_bad_records: int

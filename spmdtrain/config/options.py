@@ -435,7 +435,8 @@ def check_values(values: Any, fields: type, prefix: str = "") -> None:
         _check_integers(f"{prefix}{field.name}", getattr(values, field.name, None))
     for field in dataclasses.fields(fields):
         row, value = field.metadata.get(_OPTION, _PLAIN), getattr(values, field.name)
-        if row.range is not None and value is not None and value not in row.range:
+        is_number = value is not None and not isinstance(value, str)  # "auto" is none
+        if row.range is not None and is_number and value not in row.range:
             raise UserError(f"{prefix}{field.name} is {value}: it must be {row.range.text}")
         if row.check is not None and value not in (field.default, {}):
             row.check(value)
@@ -444,6 +445,11 @@ def check_values(values: Any, fields: type, prefix: str = "") -> None:
 def _check_type(name: str, value: Any, hint: Any) -> None:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
+        return
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if words and int in kinds:  # a number, or a word in place of it
+        if value not in words and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise UserError(f"{name} is {value!r}: it must be a whole number, or {words[0]!r}")
         return
     for kind in kinds:
         is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)

@@ -286,11 +286,15 @@ class RunConfig:
     """Folder that directly contains the data files."""
     shuffle: bool = option_field(True, Group.DATA, usual=True, on_resume=OnResume.REFUSED)
     """Shuffle the training examples, in another order every epoch."""
-    data_threads: int = option_field(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
-    """Threads that read batches ahead. 0 reads between steps, which suits data in memory."""
+    data_threads: int | Literal["auto"] = option_field(
+        "auto", Group.DATA, usual=True, range=NOT_NEGATIVE, on_resume=OnResume.FREE
+    )
+    """Threads that read batches ahead. 0 reads between steps, which suits data in memory. auto
+    chooses the number while the run waits for batches, and 0 for data that do not say that threads
+    may share them."""
     data_workers: int = option_field(0, Group.DATA, usual=True, range=NOT_NEGATIVE)
     """Processes that read training batches ahead, for each process of the job: for decoding and
-    tokenizing that hold Python's lock. Each reads with data_threads threads."""
+    tokenizing that hold Python's lock. Each reads with data_threads threads (auto: none)."""
     data_on_device: bool = option_field(False, Group.DATA, in_loops=STEP_IS_YOURS)
     """Keep all training examples on each device; steps select theirs by index."""
     on_bad_record: Literal["fail", "skip"] = option_field("fail", Group.DATA)

@@ -34,6 +34,9 @@ class Dataset(Protocol):
     It may also have `blocks`, int64 (m+1,), ascending from 0 to its length: the examples at which
     the blocks begin that are read together, such as the row groups of a file. Shuffling then keeps
     the examples of a block close together.
+
+    `thread_safe = True` says that several threads may call `rows` at a time, and that a call takes
+    long enough to be worth it: `data_threads="auto"` then reads batches ahead.
     """
 
     def __len__(self) -> int:
@@ -313,8 +316,9 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Returns what identifies a dataset: its length, shapes, dtypes and a CRC-32 of 16 rows.
 
     Class names are included if the dataset has any, and so are a CRC-32 of its blocks and of the
-    bad records that are left out, and the components and weights of a mixture, which determine the
-    order of the examples. The dictionary can be stored as JSON.
+    bad records that are left out, the libraries that decode images beside Pillow, and the
+    components and weights of a mixture, which determine the order of the examples. The dictionary
+    can be stored as JSON.
     """
     rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
     classes, blocks = classes_of(dataset), blocks_of(dataset)
@@ -323,6 +327,8 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
         given["blocks"] = f"{len(blocks) - 1} (crc32 {zlib.crc32(blocks.tobytes())})"
     if skipped := skipped_of(dataset):
         given["skipped"] = f"{len(skipped)} (crc32 {zlib.crc32(' '.join(skipped).encode())})"
+    if decoders := {getattr(each, "decoders", "") for each in sources_within(dataset)} - {""}:
+        given["decoders"] = ", ".join(sorted(decoders))
     inner: Any = dataset
     while isinstance(inner, MappedDataset):
         inner = inner.dataset
@@ -363,10 +369,29 @@ def sources_within(data: Any) -> Iterator[Any]:
     if not any(name.startswith(("spmdtrain.", "grain.")) for name in known_as(data)):
         return
     yield data
+    for each in _within(data):
+        yield from sources_within(each)
+
+
+def _within(data: Any) -> list[Any]:
+    """Returns what an object of spmdtrain or Grain reads from."""
     inner = [getattr(data, name, None) for name in _WITHIN]
     components: Mapping[str, Any] = getattr(data, "components", {})
-    for each in (*inner, *getattr(data, "parents", ()), *components.values()):
-        yield from sources_within(each)
+    every = (*inner, *getattr(data, "parents", ()), *components.values())
+    return [each for each in every if each is not None]
+
+
+def is_thread_safe(data: Any) -> bool:
+    """Returns whether a dataset or source says that several threads may read it at a time.
+
+    It says so by an attribute `thread_safe`. Without one, spmdtrain's and Grain's classes are as
+    safe as all that they read from. Functions that map examples are functions of them alone.
+    """
+    if (declared := getattr(data, "thread_safe", None)) is not None:
+        return declared is True
+    known = any(name.startswith(("spmdtrain.", "grain.")) for name in known_as(data))
+    within = _within(data) if known else []
+    return bool(within) and all(map(is_thread_safe, within))
 
 
 def skipped_of(dataset: Any) -> list[str]:

@@ -6,8 +6,6 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import importlib
-import io
 import itertools
 import math
 import numbers
@@ -17,7 +15,6 @@ import stat
 import sys
 import threading
 import uuid
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -28,6 +25,16 @@ from typing import IO, Any, Literal, get_args
 import numpy as np
 from etils import epath
 
+from spmdtrain.data.image_decoding import (
+    OTHER_SUFFIXES,
+    SUFFIXES,
+    Decoder,
+    Decoding,
+    UndecodableError,
+    check_file_size,
+    decode,
+)
+from spmdtrain.data.read_ahead import usable_cores
 from spmdtrain.data.sources.files import delayed_progress
 from spmdtrain.distributed import process_group
 from spmdtrain.document.terminal import byte_size
@@ -198,164 +205,6 @@ def _print_once(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-# -- Decoding of image files to RGB arrays of one size ---------------------------------------------
-
-SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
-"""Suffixes of image files, in lower case."""
-
-OTHER_SUFFIXES = frozenset(
-    {".avif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".tga", ".tif", ".tiff"}
-)
-"""Suffixes of image files that are not supported; the user is warned of them."""
-
-# Detected by content, not by name: a PNG named .jpg is common. No other formats, because some of
-# Pillow's readers start programs. "JPEG" also reads the files with several images that phones
-# write.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-
-_VERSION = 2
-"""The version of this code: increased whenever the pixels of any file change."""
-
-_WIDEST_PIXEL = 8  # bytes: four channels of 16 bits
-_HEAD = 2**24  # bytes that a file may have in addition to its pixels
-
-# Values of the EXIF tag 0x0112, and the transposition that turns the image upright.
-_ORIENTATION = 0x0112
-_UPRIGHT = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
-
-
-class UndecodableError(Exception):
-    """Bytes that are not an image, or not a complete one. The message is one line."""
-
-
-def load_pillow() -> None:
-    """Imports Pillow for `decode`, and silences its warnings; `UserError` if it is missing."""
-    try:
-        # All plugins are imported here, before any thread decodes.
-        for name in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
-            importlib.import_module(f"PIL.{name}ImagePlugin")
-        from PIL.Image import DecompressionBombWarning
-    except ImportError as error:
-        raise UserError(f"images need Pillow: {error} (pip install 'spmdtrain[images]')") from error
-    # Pillow warns of corrupted metadata, which no pixel depends on, and of large images, which
-    # `decode` rejects itself. Python 3.11 cannot catch warnings in a single thread.
-    for category in (UserWarning, DecompressionBombWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"PIL\.")
-
-
-def recipe() -> str:
-    """Returns the versions and settings on which the pixels of decoded images depend."""
-    from PIL.ImageFile import LOAD_TRUNCATED_IMAGES
-
-    return f"{_VERSION} {_libraries()} truncated={LOAD_TRUNCATED_IMAGES}"
-
-
-@functools.cache
-def _libraries() -> str:
-    import PIL
-    from PIL import features
-
-    jpeg = features.version_feature("libjpeg_turbo") or features.version("jpg")
-    return f"pillow={PIL.__version__} jpeg={jpeg} webp={features.version('webp')}"
-
-
-def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
-    """Decodes an image, turns it upright and resizes it to uint8 (height, width, 3), read-only.
-
-    Each side is scaled independently by Pillow's bilinear filter, which averages over the area
-    that a pixel covers. Of several frames, the first is decoded.
-
-    Raises:
-      UndecodableError: If it is not an image, is corrupted or is too large.
-      MemoryError: If there is not enough memory.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    height, width = size
-    try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            _check_pixels(*image.size)
-            if image.mode == "RGB" and "16B" in str(image.tile):
-                _shorten_key(image)
-            image.load()
-            rgb = _rgb(_upright(image))
-            return np.asarray(rgb.resize((width, height), Image.Resampling.BILINEAR))
-    except (UndecodableError, MemoryError):
-        raise  # a MemoryError is not the file's fault
-    except UnidentifiedImageError:
-        begins = f"begins with {content[:8].hex(' ')}" if content else "is empty"
-        raise UndecodableError(f"it {begins}: not one of {', '.join(_FORMATS)}") from None
-    except Exception as error:  # Pillow's readers raise many types of errors for corrupted files
-        raise UndecodableError(one_line(error)) from error
-
-
-def check_file_size(size: int) -> None:
-    """Raises `UndecodableError` if a file has more bytes than any supported image."""
-    from PIL import Image
-
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and size > _HEAD + _WIDEST_PIXEL * limit:
-        raise UndecodableError(
-            f"its {size:,} bytes are more than {limit:,} pixels take, PIL.Image.MAX_IMAGE_PIXELS"
-        )
-
-
-def _check_pixels(width: int, height: int) -> None:
-    """Enforces Pillow's limit of pixels; Pillow itself only warns up to twice the limit."""
-    from PIL import Image
-
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and width * height > limit:
-        raise UndecodableError(
-            f"{width} x {height} = {width * height:,} pixels are more than {limit:,}, "
-            "PIL.Image.MAX_IMAGE_PIXELS"
-        )
-
-
-def _upright(image: Any) -> Any:
-    """Returns the image turned upright by its EXIF orientation."""
-    from PIL import Image
-
-    try:
-        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # corrupted metadata, intact pixels: not turned, as in image viewers
-        return image
-    return image if turn is None else image.transpose(Image.Transpose[turn])
-
-
-def _shorten_key(image: Any) -> None:
-    """Shortens the transparent color to 8 bits: Pillow reads the upper byte of 16-bit colors."""
-    if (key := image.info.get("transparency")) is not None:
-        image.info["transparency"] = tuple(value >> 8 for value in key)
-
-
-def _rgb(image: Any) -> Any:
-    """Converts an image of any mode to RGB; transparent pixels are blended with white."""
-    from PIL import Image
-
-    if image.mode.startswith("I;16"):
-        # The upper byte, as for 16-bit colors; Pillow's own conversion would clip at 255.
-        wide = np.asarray(image)
-        gray = (wide >> 8).astype(np.uint8)
-        if (transparent := image.info.get("transparency")) is not None:
-            gray[wide == transparent] = 255
-        return Image.fromarray(gray).convert("RGB")
-    if image.has_transparency_data:
-        # Without blending, the invisible colors that an editor left there would show.
-        rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-    # Not copied needlessly: Pillow holds the GIL while it copies, which blocks the other threads.
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
 # -- A cache of decoded images on disk -------------------------------------------------------------
 #
 # The name of an entry is a hash of everything that its pixels depend on, so no entry is ever stale.
@@ -365,13 +214,13 @@ _SUM = hashlib.sha256().digest_size  # bytes of the checksum, which precedes the
 
 @dataclass(frozen=True)
 class ImageCache:
-    """Decoded images of one size (height, width) in a local folder that processes may share.
+    """Decoded images of one size in a local folder that processes may share.
 
     The folder is created if it does not exist; `UserError` if this fails.
     """
 
     folder: Path
-    size: tuple[int, int]
+    decoding: Decoding
 
     def __post_init__(self) -> None:
         try:
@@ -384,8 +233,7 @@ class ImageCache:
 
     def key(self, content: bytes) -> str:
         """Returns the name of the entry for an image file with these bytes."""
-        height, width = self.size
-        digest = hashlib.sha256(f"{recipe()} {height}x{width}\n".encode())
+        digest = hashlib.sha256(f"{self.decoding.recipe}\n".encode())
         digest.update(content)
         return digest.hexdigest()
 
@@ -403,7 +251,7 @@ class ImageCache:
         pixels = stored[_SUM:]
         if stored[:_SUM] != _sum(key, pixels):
             return None
-        return np.frombuffer(pixels, np.uint8).reshape(*self.size, 3)
+        return np.frombuffer(pixels, np.uint8).reshape(*self.decoding.size, 3)
 
     def put(self, key: str, image: np.ndarray) -> None:
         """Stores an image, uint8 (height, width, 3), atomically; `StorageError` if this fails."""
@@ -450,7 +298,7 @@ _CHANGED = "It was intact when the run started: repair it, and start again"
 class BrokenImageError(UserError):
     """A file of a dataset that cannot be decoded."""
 
-    def __init__(self, path: epath.Path, reason: str, advice: str = _SKIP) -> None:
+    def __init__(self, path: epath.Path | Path, reason: str, advice: str = _SKIP) -> None:
         super().__init__(f"{printable(path)}: a broken image: {reason}. {advice}")
         self.reason = reason
         self._given = path, reason, advice
@@ -475,11 +323,18 @@ class ImageFolder:
         ("disk").
       cache_dir: The folder of the cache on disk.
       threads: Number of threads that decode. The default is the number of CPU cores.
+      antialias: Whether a pixel of an example is the average over the area of the image that it
+        covers. If not, it is interpolated between four pixels, as by Keras'
+        `image_dataset_from_directory` and `tf.image.resize`; this needs OpenCV.
+      decoder: What decodes JPEG files: "pillow", or "simplejpeg", which is faster and gives the
+        pixels of `tf.io.decode_image`.
 
     Attributes:
       classes: The names of the classes' folders, sorted; the same for all splits. A label is an
         index into it.
       broken: What happens to a file that cannot be decoded.
+      decoders: Names and versions of the libraries that decode and resize beside Pillow, part of
+        the identity of a run's data.
       files: The files of this split as paths below the folder, with "/"; sorted by class and name.
       skipped: The files left out by `broken="skip"`, with the reason.
 
@@ -488,6 +343,7 @@ class ImageFolder:
         option is invalid.
     """
 
+    thread_safe = True
     classes: tuple[str, ...]
     files: tuple[str, ...]
     skipped: Mapping[str, str]
@@ -503,7 +359,12 @@ class ImageFolder:
         cache: Cache = "none",
         cache_dir: str | os.PathLike[str] | None = None,
         threads: int | None = None,
+        antialias: bool = True,
+        decoder: Decoder = "pillow",
     ) -> None:
+        _check_choice("decoder", decoder, get_args(Decoder))
+        if not isinstance(antialias, bool):
+            raise UserError(f"antialias is {antialias!r}: it must be True or False")
         _check_choice("broken", broken, get_args(Broken))
         _check_choice("cache", cache, get_args(Cache))
         if os.fspath(folder) == "":
@@ -511,14 +372,17 @@ class ImageFolder:
         check_splits(splits)
         if split is not None:
             _check_choice("split", split, splits)
-        load_pillow()
         if is_url(os.fspath(folder)):
             file_system(os.fspath(folder))
         self.folder = epath.Path(folder).expanduser()
+        # The methods of etils' paths would take a tenth of the time to read a small image.
+        self._folder = self.folder if is_url(self.folder) else Path(self.folder)
         self.size = checked_size(size)
+        self._decoding = Decoding(self.size, antialias, decoder)
+        self.decoders = self._decoding.libraries
         self.broken = broken
-        self._threads = _cpu_count() if threads is None else _checked_threads(threads)
-        self._disk = _image_cache(cache, cache_dir, self.size)
+        self._threads = usable_cores() if threads is None else _checked_threads(threads)
+        self._disk = _image_cache(cache, cache_dir, self._decoding)
         self._memory: dict[str, Future[np.ndarray]] | None = {} if cache == "memory" else None
         self._lock = threading.Lock()
         self._checked_files = False  # whether all of `files` have been decoded once
@@ -599,7 +463,7 @@ class ImageFolder:
                 image.cancel()  # `_decoded` submits a canceled one again
 
     def _read(self, file: str) -> np.ndarray:
-        path = self.folder / file
+        path = self._folder / file
         advice = _CHANGED if self._checked_files else _SKIP
         try:
             found = [] if is_url(path) else [os.stat(path)]
@@ -630,10 +494,10 @@ class ImageFolder:
 
     def _image(self, content: bytes) -> np.ndarray:
         if self._disk is None:
-            return decode(content, self.size)
+            return decode(content, self._decoding)
         key = self._disk.key(content)
         if (image := self._disk.get(key)) is None:
-            image = decode(content, self.size)
+            image = decode(content, self._decoding)
             self._disk.put(key, image)
         return image
 
@@ -746,7 +610,7 @@ def _pixels(size: tuple[int, int]) -> str:
 
 
 def _image_cache(
-    cache: Cache, cache_dir: str | os.PathLike[str] | None, size: tuple[int, int]
+    cache: Cache, cache_dir: str | os.PathLike[str] | None, decoding: Decoding
 ) -> ImageCache | None:
     if cache != "disk":
         if cache_dir is not None:
@@ -756,14 +620,7 @@ def _image_cache(
         raise UserError("cache='disk' needs cache_dir, the folder for decoded images")
     if is_url(os.fspath(cache_dir)):
         raise UserError(f"cache_dir is {cache_dir}: it must be a local folder")
-    return ImageCache(Path(cache_dir).expanduser(), size)
-
-
-def _cpu_count() -> int:
-    """Returns the number of cores that this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return ImageCache(Path(cache_dir).expanduser(), decoding)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ positions of the shards after it.
 
 import collections
 import itertools
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.config.run_config import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.read_ahead import read_ahead
+from spmdtrain.data.read_ahead import Threads, read_ahead
 from spmdtrain.data.sampling import (
     Augment,
     CountedBatches,
@@ -152,8 +152,9 @@ def train_batches(
     start: int,
     stop: int,
     augment: Augment | None = None,
-    threads: int = 0,
+    threads: Threads = 0,
     workers: int = 0,
+    announce: Callable[[str], None] = lambda line: None,
     sizes: Iterable[int] = itertools.repeat(1),
     most_steps: int | None = None,
     arrays: PyTree = None,
@@ -172,6 +173,7 @@ def train_batches(
       threads: Number of threads that read ahead, in each worker if there are workers; without both,
         batches are read when requested.
       workers: Number of processes that read ahead; they end when the iterator is closed.
+      announce: Prints the number of threads that "auto" has chosen.
       sizes: Number of steps of each dispatch. The batches of n > 1 steps are stacked, with a new
         leading dim of n.
       most_steps: If given, all dispatches have `CountedBatches` with this leading dim.
@@ -203,7 +205,7 @@ def train_batches(
     else:
         batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment, skipped)
         items = batches if arrays is None else _Indices(batches)
-        rows = read_ahead(items, start, threads=threads, workers=workers)
+        rows = read_ahead(items, start, threads=threads, workers=workers, announce=announce)
         read = ((x, {}) for x in rows)
     if size != batch_size:
         mask = (local < batch_size).astype(np.float32)
@@ -239,7 +241,12 @@ def _received(
 
 
 def ordered_batches(
-    dataset: Dataset, batch_size: int, sharding: Sharding, *, threads: int = 0, padded: bool = True
+    dataset: Dataset,
+    batch_size: int,
+    sharding: Sharding,
+    *,
+    threads: Threads = 0,
+    padded: bool = True,
 ) -> tuple[Iterator[tuple[PyTree, jax.Array]], int]:
     """Returns all examples once, as placed batches of (rows, mask), and the number of batches.
 

@@ -1,10 +1,13 @@
-"""Reading of batches ahead, in threads or worker processes of Grain."""
+"""Reading of batches ahead, in threads, or in worker processes of Grain."""
 
 import atexit
+import collections
 import contextlib
 import errno
 import functools
 import gc
+import itertools
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,13 +20,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jax
 import numpy as np
 
 from spmdtrain.distributed.code_digest import user_modules
+from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.errors import ExitCode, StorageError, UserError, describe_sys_exit
 from spmdtrain.sharding import placement
 from spmdtrain.sharding.placement import bind_strategy
@@ -45,48 +50,167 @@ _SECONDS_BETWEEN_CHECKS = 0.5  # of the workers' exit codes
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def read_ahead(batches: Any, start: int, *, threads: int = 0, workers: int = 0) -> Iterator[PyTree]:
+Threads = int | Literal["auto"]
+"""A number of threads, or "auto", for which the reader chooses the number while it runs."""
+
+_MOST_THREADS = 64  # that "auto" chooses, or as many as there are cores
+_SHARE_OF_MEMORY = 1 / 8  # that the batches may take which "auto" reads ahead
+_WAIT = 0.02  # share of the time in which a batch is waited for, from which on "auto" adds threads
+_SECONDS_OF_WINDOW = 0.25  # the least time over which the wait is measured
+_WINDOWS_OF_REST = 50  # without another attempt, after one did not help
+
+
+def read_ahead(
+    batches: Any,
+    start: int,
+    *,
+    threads: Threads = 0,
+    workers: int = 0,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Iterator[PyTree]:
     """Returns an iterator over batches, in order, from index `start` on.
 
     Without threads and workers a batch is read when it is requested, which is faster for rows in
     memory.
 
     Args:
-      batches: A sequence. To be read by workers it must be picklable.
+      batches: A sequence. To be read by workers it must be picklable. "auto" uses threads only if
+        its `thread_safe` is true, and none in workers.
       threads: Number of threads that read ahead, in each worker if there are workers.
       workers: Number of processes that read ahead. They end when the iterator is closed.
+      announce: Prints the number of threads that "auto" has chosen.
 
     Raises:
       UserError: If `batches` cannot be pickled, or an error of `batches`.
       StorageError: If a worker dies.
     """
     if workers:
-        return _from_workers(batches, start, threads, workers)
-    if threads == 0:
+        return _from_workers(batches, start, 0 if threads == "auto" else threads, workers)
+    if threads == "auto" and getattr(batches, "thread_safe", False):
+        return _from_threads(batches, start, 1, _ChosenThreads(announce).count)
+    if threads == "auto" or threads == 0:
         return (batches[index] for index in range(start, len(batches)))
-    import grain
+    return _from_threads(batches, start, threads, lambda waited, batch: threads)
 
-    dataset: Any = grain.MapDataset.source(_InStrategy(batches))
-    return iter(dataset[start:].to_iter_dataset(_read_options(threads)))
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def _from_threads(
+    batches: Any, start: int, number: int, choose: Callable[[float, PyTree], int]
+) -> Generator[PyTree, None, None]:
+    """Yields batches that threads read, each with the same `current_strategy`.
+
+    Their order is that of the requests, whatever the number of threads. Up to twice as many batches
+    as threads are read, or being read.
+
+    Args:
+      number: Number of threads at first.
+      choose: (seconds of the wait for a batch, the batch) -> number of threads from now on.
+    """
+    read = bind_strategy(batches.__getitem__)
+    indices, pending = iter(range(start, len(batches))), collections.deque[Future[PyTree]]()
+    pool = ThreadPoolExecutor(number, thread_name_prefix="read ahead")
+
+    def request() -> None:
+        missing = max(2 * number - len(pending), 0)
+        pending.extend(pool.submit(read, index) for index in itertools.islice(indices, missing))
+
+    try:
+        request()
+        while pending:
+            first = pending.popleft()
+            request()
+            began = time.perf_counter()
+            batch = first.result()
+            if (chosen := choose(time.perf_counter() - began, batch)) != number:
+                number = chosen
+                pool.shutdown(wait=False)  # its threads still read what they were asked for
+                pool = ThreadPoolExecutor(number, thread_name_prefix="read ahead")
+                request()
+            del first
+            yield batch
+    finally:
+        pool.shutdown(wait=False)
+        for future in pending:
+            future.cancel()
+
+
+class _ChosenThreads:
+    """The number of threads of a reader, chosen while it runs.
+
+    While batches are waited for, the number doubles, up to a limit of cores and memory. If the wait
+    for a batch does not fall by that, because all cores or Python's lock are busy, the number goes
+    back, and the next attempt comes much later.
+    """
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._number = self._before = 1  # now, and before it was doubled
+        self._announce, self._announced = announce, 1
+        self._most: int | None = None  # known when the first batch has been read
+        self._wait_before = math.inf  # seconds for a batch, before the number was doubled
+        self._rest = 0  # windows
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begins a window, after the batches that may be ready."""
+        self._to_pass, self._batches, self._waited = 2 * self._number, 0, 0.0
+        self._began = self._last = time.perf_counter()
+        self._pause = 0.0  # the longest time between two requests
+
+    def count(self, waited: float, batch: PyTree) -> int:
+        """Counts the seconds of the wait for a batch; returns the number of threads from now on."""
+        if self._most is None:
+            size = max(sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch)), 1)
+            fitting = int(available_memory() * _SHARE_OF_MEMORY / (2 * size))
+            self._most = max(min(max(_MOST_THREADS, usable_cores()), fitting), 1)
+        now = time.perf_counter()
+        if self._to_pass > 0:
+            self._to_pass -= 1
+            self._began = self._last = now
+            return self._number
+        self._batches += 1
+        self._waited += waited
+        self._pause = max(self._pause, now - self._last - waited)
+        self._last, seconds = now, now - self._began
+        if self._batches >= max(4, 2 * self._number) and seconds >= _SECONDS_OF_WINDOW:
+            if self._pause < seconds / 2:  # else the run compiled, evaluated or saved meanwhile
+                self._choose(self._waited / seconds, self._waited / self._batches, self._most)
+            self._restart()
+        return self._number
+
+    def _choose(self, share: float, wait: float, most: int) -> None:
+        """Chooses the number by the share of the time in which batches were waited for."""
+        self._rest = max(self._rest - 1, 0)
+        # Half of what would be saved if all threads read without waiting for each other.
+        enough = self._wait_before * (1 + self._before / self._number) / 2
+        if share > _WAIT and wait > enough:
+            self._number, self._rest = self._before, _WINDOWS_OF_REST
+        elif share > _WAIT and self._number < most and not self._rest:
+            self._before, self._wait_before = self._number, wait
+            self._number = min(2 * self._number, most)
+            return
+        self._wait_before = math.inf
+        if self._number != self._announced:
+            self._announced = self._number
+            threads = "1 thread reads" if self._number == 1 else f"{self._number} threads read"
+            self._announce(
+                f"data_threads auto: {threads} batches ahead, which are waited for in "
+                f"{share:.1%} of the time"
+            )
 
 
 def _read_options(threads: int) -> Any:
     import grain
 
     return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-
-
-class _InStrategy:
-    """A sequence whose items are read with the same `current_strategy` in every thread."""
-
-    def __init__(self, items: Any) -> None:
-        self._items, self._read = items, bind_strategy(items.__getitem__)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> PyTree:
-        return self._read(index)
 
 
 def in_thread(

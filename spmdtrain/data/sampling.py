@@ -13,7 +13,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.config.run_config import NOTHING_SKIPPED, Purpose, SkippedBatches, derive_seed
-from spmdtrain.data.datasets import Dataset, batched_of, blocks_of, own_rows
+from spmdtrain.data.datasets import (
+    Dataset,
+    batched_of,
+    blocks_of,
+    is_thread_safe,
+    own_rows,
+)
 from spmdtrain.data.mixture import mixture_of
 from spmdtrain.data.order import EpochOrder, Order
 from spmdtrain.errors import locate_errors
@@ -92,6 +98,11 @@ class TrainBatches:
 
     def __len__(self) -> int:
         return self.steps
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may read batches at a time, as the dataset declares."""
+        return is_thread_safe(self.dataset)
 
     def __getitem__(self, step: int) -> PyTree:
         indices, epochs = self.local_examples(step)
@@ -175,6 +186,11 @@ class OrderedBatches:
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may read batches at a time, as the dataset declares."""
+        return is_thread_safe(self.dataset)
 
     def is_unpadded(self, index: int) -> bool:
         """Returns whether every process loads all rows of a batch, which is not padded."""

@@ -80,7 +80,7 @@ def training_data(data: Any, config: RunConfig) -> TrainingData:
     if config.data_on_device:
         raise UserError("data_on_device copies all examples of a dataset; a stream has no end")
     for name, readers in (("data_threads", "threads"), ("data_workers", "worker processes")):
-        if number := getattr(config, name):
+        if (number := getattr(config, name)) not in (0, "auto"):
             raise UserError(
                 f"{name} is {number}: {readers} read the batches of a dataset, and a stream reads "
                 "ahead itself (Grain: to_iter_dataset(read_options), mp_prefetch)"

@@ -208,7 +208,7 @@ class WorkerFactory:
             batch_size=config.resolved_batch_size,
             seed=config.seed,
             shuffle=config.shuffle,
-            threads=config.data_threads,
+            threads=0 if config.data_threads == "auto" else config.data_threads,
             augment=self.augment,
             key=self.key,
         )

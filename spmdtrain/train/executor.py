@@ -142,6 +142,7 @@ class MeshExecutor(Executor):
             augment=augment,
             threads=config.data_threads,
             workers=config.data_workers,
+            announce=run.logger.terminal.line,
             sizes=map(len, run.schedule.dispatches(first)),
             most_steps=dispatch.steps if dispatch.is_counted else None,
             arrays=examples(run.train_dataset) if config.data_on_device else None,

@@ -415,6 +415,7 @@ class Loop:
             augment=parts.augment,
             threads=config.data_threads,
             workers=config.data_workers,
+            announce=self.terminal.line,
             progress=parts.run.stream_progress,
             skipped=parts.run.config.skipped_batches,
         )

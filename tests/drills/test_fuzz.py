@@ -48,7 +48,8 @@ from spmdtrain.cluster import job_token, rendezvous
 from spmdtrain.cluster.job_token import Line, Side
 from spmdtrain.cluster.spec import parse_tf_config
 from spmdtrain.config.run_config import RunConfig, config_as_json
-from spmdtrain.data.images import UndecodableError, decode, load_pillow, read_idx
+from spmdtrain.data.image_decoding import Decoding, UndecodableError, decode
+from spmdtrain.data.images import read_idx
 from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.launch.task_env import free_ports
 from spmdtrain.plan.instruction_work import bytes_moved, products
@@ -356,7 +357,7 @@ def run_status() -> Target:
 
 
 def image() -> Target:
-    load_pillow()
+    how = Decoding((4, 4))
     made = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
     files = []
     for kind in ("PNG", "JPEG", "GIF", "BMP", "WEBP"):
@@ -365,7 +366,7 @@ def image() -> Target:
 
     def read(content: bytes, _: Path) -> object:
         try:
-            return decode(content, (4, 4))
+            return decode(content, how)
         except UndecodableError as error:
             raise UserError(str(error)) from error
 

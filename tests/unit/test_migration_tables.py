@@ -297,7 +297,7 @@ def test_the_defaults_that_the_cells_state() -> None:
     words = [x for cell in cells for x in re.findall(r'`(\w+)="(\w+)"`, the default', cell)]
     stated = {name.removeprefix("--").replace("-", "_"): x for name, x in numbers + words}
     expected = {"seed", "log_every", "keep_latest", "keep_best", "init_timeout"}
-    assert stated.keys() == expected | {"strategy", "resume"}
+    assert stated.keys() == expected | {"strategy", "resume", "data_threads"}
     defaults = {**vars(Options(config="")), **vars(RunConfig())}
     shown = {name: f"{x:g}" if isinstance(x, float) else str(x) for name, x in defaults.items()}
     assert stated == {name: shown[name] for name in stated}

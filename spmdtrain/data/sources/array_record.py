@@ -38,6 +38,8 @@ class ArrayRecordSource:
       StorageError: If a file cannot be read.
     """
 
+    thread_safe = True
+
     def __init__(self, files: Files, decode: Callable[[bytes], Any] | None = None) -> None:
         if decode is not None and not callable(decode):
             raise UserError(f"decode is {decode!r}: it must be a function of the bytes of a record")

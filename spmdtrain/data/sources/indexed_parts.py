@@ -76,6 +76,7 @@ class IndexedParts:
     """
 
     CONTENT = "text"
+    thread_safe = True
     blocks: np.ndarray | None
 
     def __init__(

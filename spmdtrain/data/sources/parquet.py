@@ -179,6 +179,8 @@ class ParquetSource:
       StorageError: If a file cannot be read.
     """
 
+    thread_safe = True
+
     def __init__(
         self,
         files: Files,

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.data.examples import array_or_value, cause_of
-from spmdtrain.data.images import (
+from spmdtrain.data.image_decoding import (
     SUFFIXES,
+    Decoding,
     UndecodableError,
     check_file_size,
-    checked_size,
     decode,
-    load_pillow,
 )
+from spmdtrain.data.images import checked_size
 from spmdtrain.data.sources.files import Files, listed
 from spmdtrain.data.sources.indexed_parts import Corrupted, IndexedParts
 from spmdtrain.errors import BadRecordError, StorageError, UserError, did_you_mean, printable
@@ -272,13 +272,11 @@ class WebDatasetSource(IndexedParts):
         if decode is not None and not callable(decode):
             raise UserError(f"decode is {decode!r}: it must be a function of a sample")
         self._fields = None if fields is None else _checked(fields)
-        self._sizes = {
-            name: checked_size(field.size)
+        self._images = {
+            name: Decoding(checked_size(field.size))
             for name, field in (self._fields or {}).items()
             if field.size is not None
         }
-        if self._sizes:
-            load_pillow()
         self._function = decode
         given = [path for each in listed(files) for path in _expanded(each)]
         super().__init__(given, (".tar",), "tar files", SampleScanner, "webdataset", cache_dir)
@@ -350,7 +348,7 @@ class WebDatasetSource(IndexedParts):
             if decoder is not _IMAGE:
                 return decoder(content)
             check_file_size(len(content))
-            return decode(content, self._sizes[name])
+            return decode(content, self._images[name])
         except (UserError, StorageError, MemoryError):
             raise
         except UndecodableError as error:

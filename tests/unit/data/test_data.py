@@ -20,8 +20,10 @@ from spmdtrain.data.datasets import (
     Subset,
     as_dataset,
     fingerprint,
+    is_thread_safe,
 )
 from spmdtrain.data.loader import ordered_batches, train_batches
+from spmdtrain.data.mixture import Mixture
 from spmdtrain.data.order import permuted
 from spmdtrain.data.sampling import (
     Augment,
@@ -651,6 +653,18 @@ def test_an_error_in_a_dataset_reaches_the_one_who_reads() -> None:
         )
         with pytest.raises(OSError, match="the disk is gone"):
             list(batches)
+
+
+def test_a_dataset_is_as_safe_for_threads_as_all_that_it_reads_from() -> None:
+    class Safe(Recording):
+        thread_safe = True
+
+    safe, unsafe = Safe(), Recording()
+    assert is_thread_safe(MappedDataset(Subset(safe, np.arange(3)), lambda rows: rows))
+    assert not is_thread_safe(MappedDataset(Subset(unsafe, np.arange(3)), lambda rows: rows))
+    assert is_thread_safe(Mixture({"a": (safe, 0.5), "b": (safe, 0.5)}))
+    assert not is_thread_safe(Mixture({"a": (safe, 0.5), "b": (unsafe, 0.5)}))
+    assert not is_thread_safe(ArrayDataset(np.zeros(3)))  # is read between steps, which is faster
 
 
 # --- What can be a dataset ---

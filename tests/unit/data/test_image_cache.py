@@ -20,9 +20,10 @@ from helpers import BOUND, together
 from image_helpers import everything, folder_of, noise, numbered, plain, values
 from PIL import ImageFile
 
-from spmdtrain.data import images
+from spmdtrain.data import image_decoding, images
+from spmdtrain.data.image_decoding import Decoding
+from spmdtrain.data.image_decoding import decode as decode_image
 from spmdtrain.data.images import BrokenImageError, ImageFolder
-from spmdtrain.data.images import decode as decode_image
 from spmdtrain.errors import StorageError, UserError
 
 
@@ -31,9 +32,9 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The contents of the files that were decoded from now on."""
     seen: list[bytes] = []
 
-    def count(content: bytes, size: tuple[int, int]) -> np.ndarray:
+    def count(content: bytes, how: Decoding) -> np.ndarray:
         seen.append(content)
-        return decode_image(content, size)
+        return decode_image(content, how)
 
     monkeypatch.setattr(images, "decode", count)
     return seen
@@ -63,7 +64,8 @@ def test_the_rows_are_the_same_however_they_are_read(
 ) -> None:
     pictures = {f"{n % 3}/{n}.png": noise(20 + n, 30 - n, seed=n) for n in range(20)}
     folder = folder_of(tmp_path / "data", pictures)
-    expected = {file: decode_image((folder / file).read_bytes(), (9, 7)) for file in pictures}
+    how = Decoding((9, 7))
+    expected = {file: decode_image((folder / file).read_bytes(), how) for file in pictures}
     dataset = cached(tmp_path, cache, (9, 7), **options)
     asked = [np.random.default_rng(n).integers(0, 20, 8) for n in range(12)]
     found = together(*(partial(dataset.rows, indices) for indices in asked))
@@ -82,7 +84,7 @@ def test_as_many_are_decoded_at_a_time_as_there_are_threads_or_cores(
     together, lock = threading.Barrier(wanted, timeout=20), threading.Lock()
     decoding, most = 0, 0
 
-    def meet(content: bytes, size: tuple[int, int]) -> np.ndarray:
+    def meet(content: bytes, how: Decoding) -> np.ndarray:
         nonlocal decoding, most
         with lock:
             decoding += 1
@@ -91,7 +93,7 @@ def test_as_many_are_decoded_at_a_time_as_there_are_threads_or_cores(
         time.sleep(0.02)  # if there were more, they would come in now
         with lock:
             decoding -= 1
-        return decode_image(content, size)
+        return decode_image(content, how)
 
     dataset = ImageFolder(numbered(tmp_path, 2 * wanted), 2, threads=threads)
     monkeypatch.setattr(images, "decode", meet)
@@ -166,10 +168,10 @@ def test_where_one_picture_fails_the_others_are_not_decoded_first(
 ) -> None:
     begun: list[bytes] = []
 
-    def slow(content: bytes, size: tuple[int, int]) -> np.ndarray:
+    def slow(content: bytes, how: Decoding) -> np.ndarray:
         begun.append(content)
         time.sleep(0.05)
-        return decode_image(content, size)
+        return decode_image(content, how)
 
     folder = folder_of(numbered(tmp_path, 40), {"a/000.png": b"?"})
     monkeypatch.setattr(images, "decode", slow)
@@ -194,10 +196,10 @@ def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
 ) -> None:
     held, waiting = threading.Event(), threading.Event()
 
-    def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
+    def decode(content: bytes, how: Decoding) -> np.ndarray:
         if content == b"?":
             assert held.wait(20)
-        return decode_image(content, size)
+        return decode_image(content, how)
 
     folder = folder_of(numbered(tmp_path, 9), {"a/000.png": b"?"})
     dataset = ImageFolder(folder, 2, threads=1, cache="memory")
@@ -232,12 +234,12 @@ def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
 LEAVING = """
 import sys, threading, time
 import numpy as np
-from spmdtrain.data import images
+from spmdtrain.data import image_decoding, images
 
-def slow(content, size):
+def slow(content, how):
     print("decoding", flush=True)
     time.sleep(0.2)
-    return np.zeros((*size, 3), np.uint8)
+    return np.zeros((*how.size, 3), np.uint8)
 
 images.decode = slow
 dataset = images.ImageFolder(sys.argv[1], 2, threads=1)
@@ -293,8 +295,8 @@ def test_another_size_or_way_of_decoding_is_another_example(
         assert shape == size
     assert len(decodes) == 3
     changes = [
-        (images, "_VERSION", -1),
-        (images, "_libraries", lambda: "pillow=99"),
+        (image_decoding, "_VERSION", -1),
+        (image_decoding, "_libraries", lambda: "pillow=99"),
         (ImageFile, "LOAD_TRUNCATED_IMAGES", True),
     ]
     for number, change in enumerate(changes, 4):
@@ -307,8 +309,8 @@ def test_another_size_or_way_of_decoding_is_another_example(
 def test_the_libraries_that_decode_are_part_of_the_recipe() -> None:
     import PIL
 
-    assert f"pillow={PIL.__version__} jpeg=" in images.recipe()
-    assert "None" not in images.recipe()
+    assert f"pillow={PIL.__version__} jpeg=" in Decoding((2, 2)).recipe
+    assert "None" not in Decoding((2, 2)).recipe
 
 
 def flip(content: bytes) -> bytes:

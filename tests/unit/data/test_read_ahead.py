@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -73,6 +74,81 @@ def test_a_mixture_keeps_its_components() -> None:
     for step, batch in enumerate(read_ahead(items, 0, workers=1)):
         assert batch.names == ("a", "b")
         np.testing.assert_array_equal(batch.component, items[step].component)
+
+
+class Slow:
+    """Batches that take long and use no core, with the most that were read at a time."""
+
+    def __init__(self, thread_safe: bool | None = True) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+        if thread_safe is not None:
+            self.thread_safe = thread_safe
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.01)
+        with self._lock:
+            self.now -= 1
+        return np.full(3, index)
+
+
+def test_auto_adds_threads_while_batches_are_waited_for() -> None:
+    slow, lines, found = Slow(), list[str](), list[int]()
+    reading = read_ahead(slow, 5, threads="auto", announce=lines.append)
+    for batch in reading:
+        found.append(int(batch[0]))
+        if lines or len(found) == 900:
+            break
+        time.sleep(0.004)  # the step
+    reading.close()  # type: ignore[attr-defined]
+    assert found == list(range(5, 5 + len(found)))
+    assert slow.most >= 4  # 2 threads read a batch in 5 ms, and a step takes 4 ms
+    (line,) = lines
+    assert re.fullmatch(r"data_threads auto: \d+ threads read batches ahead, .* of the time", line)
+
+
+def test_auto_goes_back_if_more_threads_do_not_help() -> None:
+    lock = threading.Lock()
+
+    class Serial(Slow):
+        def __getitem__(self, index: int) -> np.ndarray:
+            with lock:  # as Python's lock does
+                time.sleep(0.01)
+            return np.full(3, threading.get_ident())
+
+    readers: list[int] = []
+    for number, batch in enumerate(read_ahead(Serial(), 0, threads="auto")):
+        readers.append(int(batch[0]))
+        if number == 150:
+            break
+    assert len(set(readers)) > 2 and len(set(readers[-20:])) <= 2
+
+
+def test_auto_keeps_the_batches_within_an_eighth_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("spmdtrain.data.read_ahead.available_memory", lambda: 8 * 4 * 24)
+    slow = Slow()
+    for number, _ in enumerate(read_ahead(slow, 0, threads="auto")):
+        if number == 150:
+            break
+    assert slow.most in (2, 3)  # 2 threads, and the one before them at its last batch
+
+
+@pytest.mark.parametrize("declared", [None, False])
+def test_auto_reads_between_steps_unless_threads_are_declared(declared: bool | None) -> None:
+    slow = Slow(declared)
+    reading = read_ahead(slow, 0, threads="auto")
+    next(reading)
+    assert (slow.most, slow.now) == (1, 0)
+    time.sleep(0.005)
+    assert slow.now == 0  # no thread reads ahead
 
 
 def test_data_that_cannot_be_sent_to_a_process_are_refused() -> None:

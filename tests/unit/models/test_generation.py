@@ -156,7 +156,7 @@ def test_a_row_is_not_held_back_longer_than_the_row_before_it() -> None:
             taken.append(number)
             yield NewTokens(row, np.array([number]), finished, np.zeros(1, np.float32))
 
-    found = [(piece.row, int(piece.tokens), len(taken)) for piece in in_order(pieces())]
+    found = [(piece.row, int(piece.tokens[0]), len(taken)) for piece in in_order(pieces())]
     assert found == [(0, 0, 1), (0, 2, 3), (1, 1, 3), (2, 3, 4)]
 
 

@@ -17,7 +17,17 @@ from helpers import small_experiment
 from linear_model import squared_error, trainer
 
 import spmdtrain
-from spmdtrain import EarlyStopping, Loop, RunConfig, Subset, Trainer, UserError, initialize
+from spmdtrain import (
+    EarlyStopping,
+    Loop,
+    RunConfig,
+    Subset,
+    Trainer,
+    UserError,
+    export_predict,
+    initialize,
+)
+from spmdtrain.checkpoints.command import Export
 from spmdtrain.config.command_line import Options, parse_command_line
 from spmdtrain.config.overrides import INSTEAD
 from spmdtrain.data.datasets import as_dataset
@@ -257,9 +267,9 @@ def test_each_option_that_a_message_names_is_one_in_python_and_in_a_command() ->
         for field in dataclasses.fields(group.default)
     }
     fields = {field.name for field in dataclasses.fields(RunConfig)} | groups
-    calls = (initialize, ClusterOptions, run_processes)
+    calls = (initialize, ClusterOptions, run_processes, export_predict)
     in_python = fields | {name for call in calls for name in inspect.signature(call).parameters}
-    options = [field for of in (Options, LaunchOptions) for field in dataclasses.fields(of)]
+    options = [field for of in (Options, LaunchOptions, Export) for field in dataclasses.fields(of)]
     in_commands = fields | {field.name for field in options}
     # An experiment file is opened by commands alone; `cluster=auto` has a text of its own.
     in_commands_alone = {"config", "mode", "role", "show_sharding", "cluster"}
