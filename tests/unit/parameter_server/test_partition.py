@@ -158,7 +158,7 @@ def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
         batch_size=config.global_batch_size or 0,
         seed=config.seed,
         shuffle=config.shuffle,
-        threads=config.data_threads,
+        threads=0,
         augment=of.augment,
         key=begun.key,
     )
