@@ -69,7 +69,7 @@ Decoder = Literal["pillow", "simplejpeg"]
 
 @dataclass(frozen=True)
 class Decoding:
-    """How image files become arrays.
+    """The decoding of image files to arrays.
 
     Attributes:
       size: Height and width of the arrays.

@@ -125,10 +125,10 @@ def test_a_truncated_file_is_broken_for_each_decoder(
 
 def test_a_file_that_only_pillow_decodes_is_decoded(tmp_path: Path) -> None:
     pytest.importorskip("simplejpeg")
-    damaged = bytearray(jpeg(SMOOTH))
-    damaged[len(damaged) // 2 : len(damaged) // 2 + 4] = b"\xff\xd0\xff\xd5"
+    corrupted = bytearray(jpeg(SMOOTH))
+    corrupted[len(corrupted) // 2 : len(corrupted) // 2 + 4] = b"\xff\xd0\xff\xd5"
     one, other = (
-        decoded(tmp_path, bytes(damaged), 8, decoder=name) for name in ("pillow", "simplejpeg")
+        decoded(tmp_path, bytes(corrupted), 8, decoder=name) for name in ("pillow", "simplejpeg")
     )
     np.testing.assert_array_equal(one, other)
 

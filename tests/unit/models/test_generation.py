@@ -370,6 +370,7 @@ def test_log_probabilities_of_training_are_those_of_generation_to_the_bit(kind: 
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * float(jnp.abs(other).max()))
 
 
+@pytest.mark.slow
 def test_completions_beyond_the_context_are_refused() -> None:
     model = small()
     prompts, completions = jnp.zeros((2, 10), jnp.int32), jnp.zeros((2, 8), jnp.int32)

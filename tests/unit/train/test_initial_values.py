@@ -115,6 +115,7 @@ def test_a_run_from_given_values_is_that_of_a_model_which_has_them(
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_linen_variables_with_and_without_the_statistics() -> None:
     variables = linen_values(1)
     found = []
@@ -193,6 +194,7 @@ def test_values_and_a_file_are_refused(tmp_path: Path) -> None:
 # -- A run without a step --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_of_no_steps_is_evaluated_saved_and_continued(tmp_path: Path) -> None:
     options = {"workdir": str(tmp_path / "run"), "log_hash_every": 1}
     shown: dict[str, Any] = {"validation": (X, Y), "test": (X, Y)}
