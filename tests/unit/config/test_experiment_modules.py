@@ -90,9 +90,9 @@ def run(folder: Path, *options: str, script: bool = False) -> tuple[int, str]:
     "name",
     [
         "package.inner.experiment",
-        "package/inner/experiment.py",
+        pytest.param("package/inner/experiment.py", marks=pytest.mark.nightly),
         "./package/inner/experiment.py",
-        "small",
+        pytest.param("small", marks=pytest.mark.nightly),
     ],
 )
 def test_an_experiment_of_a_package_may_import_its_siblings(name: str, folder: Path) -> None:

@@ -350,6 +350,7 @@ RUNS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # a drill compares the losses of experts in several processes
 def test_a_run_on_any_devices_for_experts_has_the_losses_of_one_device(tmp_path: Path) -> None:
     found: list[float] = []
     for number, (sizes, options) in enumerate(RUNS):  # each reads the checkpoint of another mesh

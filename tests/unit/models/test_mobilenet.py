@@ -84,6 +84,7 @@ def test_channels_are_multiples_of_8_and_never_more_than_10_percent_less(channel
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_numbers_are_those_of_keras() -> None:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
