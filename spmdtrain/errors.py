@@ -319,7 +319,10 @@ def printable(name: object) -> str:
 
     Credentials in a URL are left out.
     """
-    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], without_credentials(str(name)))
+    text = str(name)
+    if "://" in text:
+        text = without_credentials(text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def without_credentials(text: str) -> str:

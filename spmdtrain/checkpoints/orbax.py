@@ -38,7 +38,8 @@ def open_manager(
       keep: Returns for each of the existing steps whether its checkpoint is kept.
       removed: Subfolder to which other checkpoints are moved; None to remove them at once.
     """
-    check_s3(folder)
+    if is_url(folder):
+        check_s3(folder)
     count = process_group.count()
     return Manager(
         folder,

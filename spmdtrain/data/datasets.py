@@ -102,7 +102,13 @@ class ArrayDataset:
 
     def rows(self, indices: np.ndarray) -> PyTree:
         self._check_files()  # to read what a file has lost would end the process
-        rows = [_rows(x, indices) for x in self._leaves]
+        # For long rows `take` is faster, but it copies the whole of an array with other strides.
+        rows = [
+            x.take(indices, axis=0)
+            if x.ndim > 1 and x.flags.c_contiguous and x.flags.aligned
+            else x[indices]
+            for x in self._leaves
+        ]
         # JAX refuses the other byte order, of a file mapped into memory for example.
         native = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in rows]
         self._check_files()
@@ -111,12 +117,6 @@ class ArrayDataset:
     def _check_files(self) -> None:
         for file in self._files:
             file.check_unchanged()
-
-
-def _rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns rows of an array. For long rows `take` is faster, but it copies some arrays whole."""
-    is_plain = array.flags.c_contiguous and array.flags.aligned
-    return array.take(indices, axis=0) if is_plain and array.ndim > 1 else array[indices]
 
 
 def own_rows(dataset: Dataset, indices: np.ndarray) -> PyTree:

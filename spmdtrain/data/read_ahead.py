@@ -27,6 +27,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import jax
 import numpy as np
 
+from spmdtrain.data.datasets import is_thread_safe
 from spmdtrain.distributed.code_digest import user_modules
 from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.errors import ExitCode, StorageError, UserError, describe_sys_exit
@@ -75,7 +76,7 @@ def read_ahead(
 
     Args:
       batches: A sequence. To be read by workers it must be picklable. "auto" uses threads only if
-        its `thread_safe` is true, and none in workers.
+        they or what they read from declare `thread_safe`, and none in workers.
       threads: Number of threads that read ahead, in each worker if there are workers.
       workers: Number of processes that read ahead. They end when the iterator is closed.
       announce: Prints the number of threads that "auto" has chosen.
@@ -86,7 +87,7 @@ def read_ahead(
     """
     if workers:
         return _from_workers(batches, start, 0 if threads == "auto" else threads, workers)
-    if threads == "auto" and getattr(batches, "thread_safe", False):
+    if threads == "auto" and is_thread_safe(batches):
         return _from_threads(batches, start, 1, _ChosenThreads(announce).count)
     if threads == "auto" or threads == 0:
         return (batches[index] for index in range(start, len(batches)))

@@ -17,7 +17,6 @@ from spmdtrain.data.datasets import (
     Dataset,
     batched_of,
     blocks_of,
-    is_thread_safe,
     own_rows,
 )
 from spmdtrain.data.mixture import mixture_of
@@ -98,11 +97,6 @@ class TrainBatches:
 
     def __len__(self) -> int:
         return self.steps
-
-    @property
-    def thread_safe(self) -> bool:
-        """Whether several threads may read batches at a time, as the dataset declares."""
-        return is_thread_safe(self.dataset)
 
     def __getitem__(self, step: int) -> PyTree:
         indices, epochs = self.local_examples(step)
@@ -186,11 +180,6 @@ class OrderedBatches:
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
-
-    @property
-    def thread_safe(self) -> bool:
-        """Whether several threads may read batches at a time, as the dataset declares."""
-        return is_thread_safe(self.dataset)
 
     def is_unpadded(self, index: int) -> bool:
         """Returns whether every process loads all rows of a batch, which is not padded."""
