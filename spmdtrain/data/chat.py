@@ -1,6 +1,5 @@
 """Conversations as tokens: chat templates, and weights of the assistant's tokens."""
 
-import hashlib
 import itertools
 import json
 import operator
@@ -12,10 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from spmdtrain.data.datasets import blocks_of
 from spmdtrain.data.examples import read_examples
 from spmdtrain.data.text import (
     ByteTokenizer,
+    FromRecords,
     JsonTokenizer,
     WeightedTokens,
     check_source,
@@ -201,7 +200,7 @@ def _template_of(config: dict[str, Any]) -> str | None:
 # -- A source of conversations as a source of documents --------------------------------------------
 
 
-class Chat:
+class Chat(FromRecords):
     """The conversations of a source's records as tokens, one document for each record.
 
     `Packed` makes rows of fixed length of them, whose `weights` are 1 for the tokens that the
@@ -275,9 +274,6 @@ class Chat:
         self._template = _load_template(template, os.fspath(tokenizer), variables or {})
         self.vocabulary_size = self._tokenizer.vocabulary_size
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def __getitem__(self, index: int) -> WeightedTokens:
         return self.__getitems__([operator.index(index)])[0]
 
@@ -299,37 +295,10 @@ class Chat:
             )
         ]
 
-    @property
-    def blocks(self) -> np.ndarray | None:
-        """The blocks of the source."""
-        return blocks_of(self.source)
-
-    def reserve_blocks(self, count: int) -> None:
-        """Keeps at least this number of the source's blocks in memory, if it keeps any.
-
-        Args:
-          count: Number of blocks.
-        """
-        if hasattr(self.source, "reserve_blocks"):
-            self.source.reserve_blocks(count)
-
     def fingerprint(self) -> str:
         """Returns a hash of tokenizer, template, options, and the source's fingerprint if any."""
-        parts: list[Any] = [self._tokenizer.fingerprint, self._template.text]
-        parts += [self._template.variables, self.field, self._length, self._too_long]
-        if hasattr(self.source, "fingerprint"):
-            parts.append(self.source.fingerprint())
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-    def describe(self, index: int) -> str:
-        """Returns the name of a record for messages: its number, and its file if known.
-
-        Args:
-          index: The number of the record.
-        """
-        if hasattr(self.source, "describe"):
-            return f"{self.source.describe(index)} (record {index})"
-        return f"record {index}"
+        made_by = (self._tokenizer.fingerprint, self._template.text, self._template.variables)
+        return self._hash(*made_by, self.field, self._length, self._too_long)
 
     def prompt(self, messages: Messages, **more: Any) -> np.ndarray:
         """Returns the tokens after which the assistant writes its answer, for `generate`.

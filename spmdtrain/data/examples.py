@@ -2,7 +2,7 @@
 
 import functools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -396,6 +396,21 @@ def _is_of_decoder(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = frames[-1].f_globals.get("__name__", "") if frames else ""
     return module.partition(".")[0] in ("PIL", "bz2", "gzip", "lzma", "_compression")
+
+
+def decoded(function: Callable[[Any], Any] | None, record: Any, name: Callable[[], str]) -> Any:
+    """Returns what the user's function makes of a record, or the record if there is no function.
+
+    Raises `BadRecordError` with the name if it fails, but lets errors of storage and memory pass.
+    """
+    if function is None:
+        return record
+    try:
+        return function(record)
+    except (UserError, StorageError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadRecordError(f"{name()} cannot be decoded: {cause_of(error)}") from error
 
 
 def cause_of(error: Exception) -> str:

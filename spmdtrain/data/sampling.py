@@ -13,12 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.config.run_config import NOTHING_SKIPPED, Purpose, SkippedBatches, derive_seed
-from spmdtrain.data.datasets import (
-    Dataset,
-    batched_of,
-    blocks_of,
-    own_rows,
-)
+from spmdtrain.data.datasets import Dataset, batched_of, blocks_of, own_rows
 from spmdtrain.data.mixture import mixture_of
 from spmdtrain.data.order import EpochOrder, Order
 from spmdtrain.errors import locate_errors

@@ -28,7 +28,50 @@ from spmdtrain.record.storage import one_line
 # -- Text as tokens: a source of records with text as a source of documents ------------------------
 
 
-class Tokenized:
+class FromRecords:
+    """Documents that are made of the records of a source, one of each record.
+
+    Attributes:
+      source: The records.
+    """
+
+    source: Any
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        """The blocks of the source."""
+        return blocks_of(self.source)
+
+    def reserve_blocks(self, count: int) -> None:
+        """Keeps at least this number of the source's blocks in memory, if it keeps any.
+
+        Args:
+          count: Number of blocks.
+        """
+        if hasattr(self.source, "reserve_blocks"):
+            self.source.reserve_blocks(count)
+
+    def describe(self, index: int) -> str:
+        """Returns the name of a record for messages: its number, and its file if known.
+
+        Args:
+          index: The number of the record.
+        """
+        if hasattr(self.source, "describe"):
+            return f"{self.source.describe(index)} (record {index})"
+        return f"record {index}"
+
+    def _hash(self, *parts: Any) -> str:
+        """Returns a hash of what makes the documents, and of the source's fingerprint if any."""
+        if hasattr(self.source, "fingerprint"):
+            parts = (*parts, self.source.fingerprint())
+        return hashlib.sha256(repr([*parts]).encode()).hexdigest()
+
+
+class Tokenized(FromRecords):
     """The text of a source's records as tokens, one document for each record.
 
     Item i is the tokens of record i, int32 (n,). `Packed` makes rows of fixed length of them.
@@ -85,9 +128,6 @@ class Tokenized:
         self.vocabulary_size = max(self.vocabulary_size, append + 1)
         return append
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def __getitem__(self, index: int) -> np.ndarray:
         return self.__getitems__([operator.index(index)])[0]
 
@@ -110,36 +150,9 @@ class Tokenized:
         end = np.array([self.append], np.int32)
         return [np.concatenate([document, end]) for document in documents]
 
-    @property
-    def blocks(self) -> np.ndarray | None:
-        """The blocks of the source."""
-        return blocks_of(self.source)
-
-    def reserve_blocks(self, count: int) -> None:
-        """Keeps at least this number of the source's blocks in memory, if it keeps any.
-
-        Args:
-          count: Number of blocks.
-        """
-        if hasattr(self.source, "reserve_blocks"):
-            self.source.reserve_blocks(count)
-
     def fingerprint(self) -> str:
         """Returns a hash of the tokenizer, the options, and the source's fingerprint if any."""
-        parts = [self._tokenizer.fingerprint, self.field, self.append]
-        if hasattr(self.source, "fingerprint"):
-            parts.append(self.source.fingerprint())
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-    def describe(self, index: int) -> str:
-        """Returns the name of a record for messages: its number, and its file if known.
-
-        Args:
-          index: The number of the record.
-        """
-        if hasattr(self.source, "describe"):
-            return f"{self.source.describe(index)} (record {index})"
-        return f"record {index}"
+        return self._hash(self._tokenizer.fingerprint, self.field, self.append)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the tokens of a text, such as a prompt, int32 (n,). Appends no token.

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from spmdtrain.data.examples import cause_of
+from spmdtrain.data.examples import decoded
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
-from spmdtrain.errors import BadRecordError, StorageError, UserError, import_extra, printable
+from spmdtrain.errors import BadRecordError, UserError, import_extra, printable
 from spmdtrain.record.storage import in_short, is_url
 
 _OPENING_THREADS = 16
@@ -78,21 +78,9 @@ class ArrayRecordSource:
         if len(indices) and not (min(indices) >= 0 and max(indices) < len(self)):
             raise IndexError(f"records {min(indices)} to {max(indices)} of {len(self)}")
         contents = self._read(indices)
-        if self._function is None:
-            return contents
-        examples: list[Any] = []
-        try:
-            for content in contents:
-                examples.append(self._function(content))
-        except (UserError, StorageError, MemoryError):
-            raise
-        except Exception as error:
-            number = len(examples)
-            raise BadRecordError(
-                f"{self.describe(indices[number])} ({len(contents[number])} bytes) cannot be "
-                f"decoded: {cause_of(error)}"
-            ) from error
-        return examples
+        return [
+            self._example(content, index) for index, content in zip(indices, contents, strict=True)
+        ]
 
     _getitems = __getitems__  # Grain's protocol, by which a MapDataset reads several examples
 
@@ -109,6 +97,11 @@ class ArrayRecordSource:
         """
         file, record = self._file_of(index)
         return f"{file}: record {record}"
+
+    def _example(self, content: bytes, index: int) -> Any:
+        """Returns a record, decoded."""
+        size = len(content)
+        return decoded(self._function, content, lambda: f"{self.describe(index)} ({size} bytes)")
 
     def _file_of(self, index: int) -> tuple[SourceFile, int]:
         """Returns the file of a record, and its number in it."""

@@ -12,10 +12,10 @@ from typing import Any
 import crc32c
 import numpy as np
 
-from spmdtrain.data.examples import cause_of
+from spmdtrain.data.examples import decoded
 from spmdtrain.data.sources.files import Files
 from spmdtrain.data.sources.indexed_parts import Corrupted, IndexedParts
-from spmdtrain.errors import BadRecordError, StorageError, UserError, did_you_mean, printable
+from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
 
 # -- The records of a file: length, its checksum, content, its checksum ----------------------------
 
@@ -233,16 +233,8 @@ class TFRecordSource(IndexedParts):
             example = self._parsed(record)
         except _Malformed as error:
             raise BadRecordError(f"{self.describe(index)}: {error}") from error
-        if self._function is None:
-            return example
-        try:
-            return self._function(example)
-        except (UserError, StorageError, MemoryError):
-            raise
-        except Exception as error:
-            raise BadRecordError(
-                f"{self.describe(index)} ({len(record)} bytes) cannot be decoded: {cause_of(error)}"
-            ) from error
+        size = len(record)
+        return decoded(self._function, example, lambda: f"{self.describe(index)} ({size} bytes)")
 
     def _parsed(self, record: memoryview) -> Any:
         """Returns the features of a record, or its bytes."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.data.examples import array_or_value, cause_of
+from spmdtrain.data.examples import array_or_value, cause_of, decoded
 from spmdtrain.data.image_decoding import (
     SUFFIXES,
     Decoding,
@@ -126,7 +126,7 @@ class SampleScanner:
 
     @property
     def _next(self) -> int:
-        """Where the next header begins."""
+        """The position of the next header in the file."""
         return 0 if self._tar is None else self._tar.offset
 
     def _member(self) -> tarfile.TarInfo | None:
@@ -304,16 +304,7 @@ class WebDatasetSource(IndexedParts):
                 example = self._values(tar, key, members)
         except (_Malformed, tarfile.TarError) as error:
             raise BadRecordError(f"{self._named(index, key)}: {error}") from error
-        if self._function is None:
-            return example
-        try:
-            return self._function(example)
-        except (UserError, StorageError, MemoryError):
-            raise
-        except Exception as error:
-            raise BadRecordError(
-                f"{self._named(index, key)}: cannot be decoded: {cause_of(error)}"
-            ) from error
+        return decoded(self._function, example, lambda: self._named(index, key))
 
     def _named(self, index: int, key: str) -> str:
         return f"{self.describe(index)}{f', sample {printable(key)!r}' if key else ''}"
