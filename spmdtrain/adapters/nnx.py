@@ -69,7 +69,9 @@ class NnxModel:
             if (found := _modes_of(module))
         }
         graph, *states = nnx.split(model, *_KINDS)
-        params, streams, rest = (jax.tree.map(_as_array, state) for state in states)
+        params, streams, rest = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, _NUMBERS) else x, states
+        )
         self.annotations = _annotations(params, "params") | _annotations(rest, "model_state")
         self._structure = _NnxStructure(graph, _Layout(params), _Layout(streams), _Layout(rest))
         return Variables(_to_dict(params), _to_dict(rest))
@@ -110,6 +112,7 @@ class NnxModel:
 
 
 _KINDS: Any = (nnx.Param, nnx.RngState, ...)
+_NUMBERS = (bool, int, float, complex)
 """The variables of a module: parameters, random streams, and all others."""
 
 
@@ -193,10 +196,6 @@ def _refuse_other_variables(state: Any, before: Collection[str]) -> NoReturn:
         f"{', '.join(made)}. Make them in __init__; take values from `sow` out in the objective, "
         f"after the call: nnx.pop(model, {kind})"
     )
-
-
-def _as_array(leaf: Any) -> Any:
-    return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, (bool, int, float, complex)) else leaf
 
 
 def _use_stored_statistics(model: nnx.Module, frozen: Collection[str]) -> None:

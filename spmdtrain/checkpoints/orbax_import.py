@@ -1,4 +1,4 @@
-"""Orbax, imported when it is first used, which also saves at `s3://` URLs then."""
+"""Orbax, imported when it is first used, and changed to save at `s3://` URLs if there are any."""
 
 import os
 import posixpath
@@ -8,20 +8,21 @@ from typing import Any
 from etils import epath, epy
 
 from spmdtrain.errors import StorageError
+from spmdtrain.record.storage import BEFORE_USE
 
 __all__ = ["check_s3", "ocp", "s3_kvstore"]
 
 _PREFIXES = ("gs://", "s3://")
 
 
-def _add_s3(module: str) -> None:
+def _add_s3() -> None:
     """Makes Orbax use `s3://` URLs as it uses `gs://` URLs.
 
     Orbax 0.12 accesses the files of both through epath, and TensorStore, which writes the arrays,
     has a driver for both. But Orbax takes an `s3://` URL for a relative local path, and has no
     public way to choose the driver. So this replaces the private names that recognize an object
     store and describe it to TensorStore. `gs://` URLs and local paths are used as before. A version
-    of Orbax without these names is left as it is: see `check_s3`. `module` is its name.
+    of Orbax without these names is left as it is: see `check_s3`.
     """
     if _is_added() is not False:
         return
@@ -44,13 +45,18 @@ def _add_s3(module: str) -> None:
     tensorstore_utils._normalize_path = normalized
 
 
-with epy.lazy_imports(success_callback=_add_s3):  # it takes long, and may not be needed
+BEFORE_USE["s3"] = _add_s3
+
+with epy.lazy_imports():  # it takes long, and may not be needed
     import orbax.checkpoint as ocp
 
 
 def check_s3(folder: epath.Path) -> None:
     """Raises `StorageError` if a folder is at an `s3://` URL, and Orbax cannot save there."""
-    if str(folder).startswith("s3://") and not _is_added():
+    if not str(folder).startswith("s3://"):
+        return
+    _add_s3()
+    if not _is_added():
         raise StorageError(
             f"{folder}: checkpoints at s3:// URLs need orbax-checkpoint 0.12, not "
             f"{version('orbax-checkpoint')}: install it, or use a local workdir and the callback "

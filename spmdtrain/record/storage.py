@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ _STORES = {
     "s3": _ObjectStore("s3", {}),
 }
 """The object stores by the scheme of their URLs."""
+BEFORE_USE: dict[str, Callable[[], None]] = {}
+"""What other libraries need once, before the first use of a store, by its scheme."""
 _SCHEMES = " or ".join(f"{scheme}://" for scheme in _STORES)
 
 
@@ -121,6 +123,8 @@ def file_system(url: str) -> Any:
     scheme = scheme_of(url)
     # Otherwise epath uses TensorFlow, if it is installed, which does not have every scheme.
     os.environ.setdefault("EPATH_USE_TF", "false")
+    if (prepare := BEFORE_USE.pop(scheme, None)) is not None:
+        prepare()
     try:
         import fsspec
         from fsspec.config import conf

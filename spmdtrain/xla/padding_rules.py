@@ -161,7 +161,7 @@ def same_array(first: Any, second: Any) -> bool:
         return True
     if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (first, second)):
         return False
-    a, b = map(_numbers, (first, second))
+    a, b = (np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in (first, second))
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -180,10 +180,6 @@ def creates_zeros(jaxpr: Any, variable: Any) -> bool:
     if made is None or made.primitive.name != "broadcast_in_dim":
         return False
     return is_zero(made.invars[0])
-
-
-def _numbers(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def classified_const(first: Any, second: Any) -> Value:
