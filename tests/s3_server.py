@@ -24,7 +24,7 @@ class S3Server:
     address: str
 
     def environment(self) -> dict[str, str]:
-        """What sends s3fs and TensorStore here, and keeps them from any other host."""
+        """The variables by which s3fs and TensorStore use this server and no other."""
         return {
             "AWS_ENDPOINT_URL": self.address,
             "AWS_REGION": "us-east-1",

@@ -82,8 +82,8 @@ class Export:
     config: str | None = None
     """The experiment's file, for --format. None means the file that the run has recorded."""
     weights: Weights | None = None
-    """Whether the weights are constants of a stablehlo program, the default, or a file beside
-    it."""
+    """The place of the weights of a stablehlo program: inside it as constants, the default, or
+    beside it in a file."""
     platforms: tuple[Platform, ...] | None = None
     """The platforms of a stablehlo or saved_model program. None means cpu, cuda and tpu."""
     batch_size: int | None = None

@@ -220,9 +220,11 @@ class Trainer:
           config: The configuration.
           **keywords: Arguments of `Trainer`, in place of the experiment's.
         """
-        of_fit = {"train", "validation", "test", "prompts", "format_predictions", "generate"}
-        of_fit.add("huggingface")
-        names = {field.name for field in dataclasses.fields(experiment)} - of_fit
+        of_others = {
+            *("train", "validation", "test", "prompts", "format_predictions", "generate"),
+            "huggingface",
+        }
+        names = {field.name for field in dataclasses.fields(experiment)} - of_others
         parts = {name: getattr(experiment, name) for name in names}
         parts |= {"config": config, "trackers": experiment.trackers or None}
         return cls(**{**parts, **keywords})

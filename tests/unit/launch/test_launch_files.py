@@ -1034,7 +1034,7 @@ def xpk(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 def xpk_options(folder: Path, verb: str) -> dict[str, str]:
-    """What xpk was asked, by option."""
+    """The options that xpk was given, by name."""
     workload, asked, *words = (folder / "log").read_text().splitlines()
     assert (workload, asked) == ("workload", verb)
     found = dict(zip(words[::2], words[1::2], strict=True))
