@@ -8,9 +8,12 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import os
 import re
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -214,6 +217,12 @@ def run(span: str, scope: dict[str, Any], folder: Path) -> None:
     elif re.fullmatch(r"[\w+]+", span):
         if span not in {*scope, *FIELDS, *KEYWORDS, *AXES, *GROUP_FIELDS}:
             strategy(span)
+    elif span.startswith("export_predict("):
+        out = tempfile.mkdtemp(dir=folder)
+        missing = "saved_model" in span and not importlib.util.find_spec("tensorflow")
+        with pytest.raises(UserError, match="tensorflow") if missing else nullcontext():
+            eval(span, scope | {"out": out, "batch": (scope["x"], scope["y"])})
+            assert os.listdir(out), span
     else:
         code = re.sub(r"(\w+)=(?:\.\.\.)?(?=[,)]|$)", r"\1=left_out['\1']", span)
         code = code.replace("(...)", "()")
