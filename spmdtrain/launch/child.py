@@ -250,7 +250,10 @@ def prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:
 
 
 class Child:
-    """A running command in its own session, whose output is forwarded line by line."""
+    """A running command in its own session, whose output is forwarded line by line.
+
+    It inherits the open `files`.
+    """
 
     def __init__(
         self,
@@ -259,6 +262,7 @@ class Child:
         environment: Mapping[str, str],
         output: LineWriter,
         reaper: Reaper,
+        files: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.sent: set[int] = set()
@@ -281,6 +285,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=files,
         )
         self.pid = self._process.pid
         reaper.notify("+", self.pid)

@@ -32,6 +32,7 @@ from spmdtrain.launch.child import (
     hint,
     root_cause,
 )
+from spmdtrain.launch.spare import Imports, Spares
 from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks, without_task
 
 # -- Options of the command `python -m spmdtrain.launch` -------------------------------------------
@@ -57,6 +58,9 @@ class Options:
     evaluator in the command, the training leaves the validation split to it."""
     max_restarts: int = 3
     """Largest number of restarts without a new checkpoint between them."""
+    warm_spares: int = 0
+    """Number of spare processes, which have imported what a task imports: a restart goes on in
+    them. One for each process makes the restart of a whole job warm."""
     hang_timeout: float | None = None
     """Seconds without progress after which the job counts as hung; 0 disables this. The default
     is five times the longest pause between steps so far, at least 60, and 900 for the first steps,
@@ -68,6 +72,7 @@ class Options:
 # -- The processes of a job on one machine: starting, watching and restarting them -----------------
 
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
+_STEPS_OF_START = 2  # steps after which a start has ended, and its compilations with it
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
 _REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
@@ -106,6 +111,10 @@ class Launcher:
         environments: Mapping[str, Mapping[str, str]],
         signals: Signals,
     ) -> None:
+        imports = None
+        if options.warm_spares:
+            environment = next(iter(environments.values()))
+            imports = Imports.of_command(command, environment, with_servers=bool(options.ps))
         self.options = options
         self.command = command
         self.environments = environments
@@ -119,6 +128,22 @@ class Launcher:
         self.oom_kills = out_of_memory.OomKills()
         self.output = Output([*environments, "launch"])
         self.evaluator = EvaluatorTask(self) if options.evaluator else None
+        self._spares = None if imports is None else self._make_spares(imports)
+        self._first_step: int | None = None  # of the chief in this attempt
+        self._makes_steps = False
+
+    def _make_spares(self, imports: Imports) -> Spares:
+        first = next(iter(self.environments.values()))
+        return Spares(
+            self.options.warm_spares,
+            self.command,
+            {**first, progress.LAUNCH: self.folder},
+            imports,
+            Path(self.folder) / "spare",
+            self.output,
+            self.reaper,
+            self.log,
+        )
 
     def __enter__(self) -> "Launcher":
         return self
@@ -129,6 +154,8 @@ class Launcher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._spares is not None:
+            self._spares.close()
         self.reaper.close()
         self.output.close()
 
@@ -179,6 +206,8 @@ class Launcher:
             progress.path(self.folder, name, kind).unlink(missing_ok=True)
         cluster = {"TF_CONFIG": tf_config, progress.LAUNCH: self.folder}
         environment = {**self.environments[name], **cluster}
+        if self._spares is not None and (child := self._spares.take(name, environment)):
+            return child
         return Child(name, self.command, environment, self.output, self.reaper)
 
     def tick(self) -> None:
@@ -187,6 +216,21 @@ class Launcher:
         self.oom_kills.poll()
         if self.evaluator is not None:
             self.evaluator.poll()
+        if self._spares is not None:
+            self._keep_spares(self._spares)
+
+    def _keep_spares(self, spares: Spares) -> None:
+        """Fills the spares while the job makes steps: a start needs the processors itself."""
+        if self.signals.received:
+            spares.close()
+            return
+        chief = progress.read(self.folder, "chief")
+        if chief is not None and chief.phase in (Phase.LOAD, Phase.STEP):
+            if self._first_step is None:
+                self._first_step = chief.step
+            self._makes_steps |= chief.step >= self._first_step + _STEPS_OF_START
+        if self._makes_steps:
+            spares.fill()
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -197,6 +241,7 @@ class Launcher:
         """Starts all training tasks and watches them until the last one has exited."""
         names = training_tasks(self.options.processes, self.options.ps)
         tasks = [self.start(name, configs[name]) for name in names]
+        self._first_step, self._makes_steps = None, False
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
