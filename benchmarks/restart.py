@@ -51,11 +51,13 @@ WORKS = {
     ),
     "mobilenet": (
         *("--config", str(_EXPERIMENTS / "flowers_mobilenet.py"), "--image-size", "48"),
-        *("--data-dir", "{data}/tf_flowers_small", "--cache", "disk", "--epochs", "none"),
+        *("--data-dir", "{data}/tf_flowers_small", "--cache", "disk"),
     ),
 }
-_ALL = ("--steps", "1000000", "--eval-every-steps", "1000000", "--log-every", "1")
-_ALL = (*_ALL, "--checkpoint-every-steps", "10", "--quiet")
+_ALL = (
+    *("--steps", "1000000", "--eval-every-steps", "1000000", "--log-every", "1"),
+    *("--checkpoint-every-steps", "10", "--quiet"),
+)
 _TIMEOUT = 600.0  # seconds for a step or a spare on a busy machine
 
 
@@ -83,7 +85,10 @@ class Job:
 
     def step(self) -> int:
         """Returns the last step with a line in metrics.jsonl; 0 without one."""
-        with contextlib.suppress(FileNotFoundError), (self.workdir / "metrics.jsonl").open() as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            (self.workdir / "metrics.jsonl").open() as file,
+        ):
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
             for line in reversed(file.read().split("\n")[:-1]):
                 with contextlib.suppress(ValueError):

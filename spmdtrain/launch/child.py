@@ -658,13 +658,15 @@ class Restarts:
     """Restarts since the last new checkpoint."""
     saved: int = -1
     """Step of the newest checkpoint at the last restart; -1 without one."""
+    first_at_once: bool = False
+    """Whether the first restart after a new checkpoint comes without a wait."""
 
     def next(self, saved: int, *, after_rollback: bool = False) -> float | None:
         """Uses one restart and returns the seconds to wait before it; None if no restarts are left.
 
-        The seconds double from 1 to 60. `saved` is the step of the newest checkpoint; -1 without
-        one. `after_rollback` means that the newest checkpoints were renamed, so that the next one
-        may be of an earlier step.
+        The seconds double from 1 to 60, after a first restart at once if there is one. `saved` is
+        the step of the newest checkpoint; -1 without one. `after_rollback` means that the newest
+        checkpoints were renamed, so that the next one may be of an earlier step.
         """
         if saved > self.saved:
             self.saved, self.used = saved, 0
@@ -673,4 +675,11 @@ class Restarts:
         if self.used >= self.limit:
             return None
         self.used += 1
-        return min(60.0, 2.0 ** (self.used - 1))
+        waits = self.used - self.first_at_once
+        return min(60.0, 2.0 ** (waits - 1)) if waits else 0.0
+
+    def note(self, wait: float, task: str = "") -> str:
+        """Returns `restart 2 of 3 of TASK in 1 s`, for the seconds that `next` has returned."""
+        of_task = f" of {task}" if task else ""
+        when = f"in {wait:g} s" if wait else "at once"
+        return f"restart {self.used} of {self.limit}{of_task} {when}"

@@ -20,6 +20,7 @@ SPARE = "SPMDTRAIN_SPARE"
 """Environment variable that makes a process a spare: the argument of `hold` as JSON."""
 UNHELD = "this process is a spare of the launcher"
 """TF_CONFIG of a spare whose Python does not run this file: it ends, and trains nothing."""
+_CLOCK = 0.1  # seconds by which the clock of a file system may differ
 _REST = 3.0  # seconds of sleep for each second of imports, so that they do not slow the job
 
 
@@ -73,7 +74,7 @@ def hold(request: dict[str, Any]) -> None:
         gc.enable()
         imported = {file: _state(file) for file in _files()}
         for file, state in imported.items():
-            if state is None or max(state[:2]) >= (began - 1) * 1e9:
+            if state is None or max(state[:2]) >= (began - _CLOCK) * 1e9:
                 imported[file] = None  # it may have changed between its import and now
         _send(line, {"ready": True})
         task = _receive(line)

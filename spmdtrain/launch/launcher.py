@@ -76,6 +76,7 @@ _STEPS_OF_START = 2  # steps after which a start has ended, and its compilations
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
 _REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
+_KILLED_TIMEOUT = 0.2  # the same after a task was killed, if they can go on in warm spares
 _LOADER_FAILURE = 127  # exit code of glibc if it cannot allocate the thread-local data of a library
 
 
@@ -127,8 +128,8 @@ class Launcher:
         self.reaper = Reaper(self.folder)
         self.oom_kills = out_of_memory.OomKills()
         self.output = Output([*environments, "launch"])
-        self.evaluator = EvaluatorTask(self) if options.evaluator else None
         self._spares = None if imports is None else self._make_spares(imports)
+        self.evaluator = EvaluatorTask(self) if options.evaluator else None
         self._first_step: int | None = None  # of the chief in this attempt
         self._makes_steps = False
 
@@ -163,9 +164,13 @@ class Launcher:
         """Prints a line of the launcher itself."""
         self.output.report("launch", text)
 
+    def restarts(self) -> Restarts:
+        """Returns a new budget of restarts."""
+        return Restarts(self.options.max_restarts, first_at_once=self._spares is not None)
+
     def run(self) -> int:
         """Runs the training with restarts, then waits for the evaluator; returns the exit code."""
-        restarts = Restarts(self.options.max_restarts)
+        restarts = self.restarts()
         configs = tf_configs(list(self.environments))
         if self.evaluator is not None:
             self.evaluator.start(configs[EVALUATOR])
@@ -189,7 +194,7 @@ class Launcher:
     def _restart_note(self, outcome: Outcome, restarts: Restarts, wait: float | None) -> str:
         if wait is not None:
             without = f" without {outcome.without}" if outcome.without is not None else ""
-            return f"; restart {restarts.used} of {restarts.limit} in {wait:g} s{without}"
+            return f"; {restarts.note(wait)}{without}"
         if outcome.may_restart and not self.signals.received:
             return f"; no restarts left of {restarts.limit}"
         return ""
@@ -283,7 +288,13 @@ class Launcher:
     def _time_left(self, ended: TaskExit) -> float:
         """Returns the seconds that the others may continue after a task has exited."""
         seconds = {CauseRank.NONE: math.inf, CauseRank.PREEMPTED: self.options.grace}
-        return seconds.get(cause_rank(ended), _REPORT_TIMEOUT)
+        rank = cause_rank(ended)
+        # Others cannot know more about a task that a signal has ended. They may complete a save.
+        if self._spares is not None and rank is CauseRank.OWN and ended.status < 0:
+            records = [progress.read(self.folder, name) for name in self.environments]
+            if not any(record and record.sealing >= 0 for record in records):
+                return _KILLED_TIMEOUT
+        return seconds.get(rank, _REPORT_TIMEOUT)
 
     def _request_stop(self, running: Sequence[Child], received: signal.Signals) -> None:
         self.deadline = time.monotonic() + self.options.grace
@@ -436,7 +447,7 @@ class EvaluatorTask:
 
     def __init__(self, launcher: "Launcher") -> None:
         self._launcher = launcher
-        self._restarts = Restarts(launcher.options.max_restarts)
+        self._restarts = launcher.restarts()
         self._child: Child | None = None
         self._due = math.inf  # time of the next restart
         self._config = ""
@@ -470,7 +481,7 @@ class EvaluatorTask:
             next_ = "" if final else f"; no restarts left of {self._restarts.limit}"
         else:
             self._due = time.monotonic() + wait
-            next_ = f"; restart {self._restarts.used} of {self._restarts.limit} in {wait:g} s"
+            next_ = f"; {self._restarts.note(wait)}"
         self._launcher.log(f"{describe_exit(ended)}{next_}")
 
     def finish(self) -> int:
@@ -530,7 +541,7 @@ class WorkerRestarter:
         if final or not ended.task.startswith("worker") or self._launcher.signals.received:
             return False
         limit = self._launcher.options.max_restarts
-        restarts = self._restarts.setdefault(ended.task, Restarts(limit))
+        restarts = self._restarts.setdefault(ended.task, self._launcher.restarts())
         chief = progress.read(self._launcher.folder, "chief")
         if (wait := restarts.next(chief.saved if chief else -1)) is None:
             self._given_up.add(ended.task)
@@ -542,8 +553,7 @@ class WorkerRestarter:
             return True
         self._due[ended.task] = time.monotonic() + wait
         self._launcher.log(
-            f"{describe_exit(ended)}; the others continue; restart {restarts.used} of {limit} of "
-            f"{ended.task} in {wait:g} s"
+            f"{describe_exit(ended)}; the others continue; {restarts.note(wait, ended.task)}"
         )
         return True
 

@@ -8,7 +8,6 @@ import re
 import select
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +20,14 @@ from spmdtrain.errors import UserError
 from spmdtrain.launch import hold
 from spmdtrain.launch.child import Child, LineWriter, Reaper
 
-# -- What a command will import, as far as a look at its files shows --------------------------------
+# -- What a command will import, as far as its files show ------------------------------------------
 
 # What every run imports, in the order in which it does.
 _BEFORE = ("spmdtrain.config.command_line",)
 _AFTER = (
     *("spmdtrain.train.command", "spmdtrain.checkpoints.orbax", "spmdtrain.adapters.nnx"),
-    *("flax.nnx", "optax", "jaxlib.mlir.dialects.mhlo"),
+    *("flax.nnx", "optax", "jaxlib.mlir.dialects.mhlo", "jaxlib.mlir.dialects.builtin"),
+    "typeguard",  # of tyro
     "spmdtrain.trackers.tensorboard:import_writer",
 )
 _SERVERS = ("ray", "spmdtrain.parameter_server.executor")
@@ -124,8 +124,9 @@ class _Scan:
         """Adds a file or a module, and what it imports."""
         if name.endswith(".py"):
             folder = (file := Path(name).resolve()).parent
-            while (folder / "__init__.py").is_file():
+            while (init := folder / "__init__.py").is_file():
                 folder = folder.parent
+                self.read(init)
             self.roots += [file.parent, folder]
             self.read(file)
         elif files := self._files(name.split(".")):
@@ -224,17 +225,18 @@ def _constant(node: ast.expr) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-# -- The spares of a job -----------------------------------------------------------------------------
+# -- The spares of a job ---------------------------------------------------------------------------
 
 _READY_TIMEOUT = 600.0  # seconds for the imports, which sleep most of the time
 _TAKE_TIMEOUT = 3.0  # seconds for a spare to take a task
+_END_TIMEOUT = 1.0  # seconds for killed spares to be gone
 _MOST_FAILURES = 3  # spares in a row that end before they are ready
 _OF_TASK = {"TF_CONFIG", TASK, "CUDA_VISIBLE_DEVICES"}
 """Variables that no import reads, so that a spare may have other values than its task."""
 
 
 class _HeldOutput:
-    """Keeps the lines of a spare in its pipes until it has a task; `name` is None if it gets none."""
+    """Keeps the lines of a spare in its pipes until it has a task."""
 
     def __init__(self, output: LineWriter) -> None:
         self._output, self._released = output, threading.Event()
@@ -393,6 +395,7 @@ class Spares:
             why = answer.get("never") if answer else None
             if why is not None or self._failures >= _MOST_FAILURES:
                 self._count = 0
+                self.close()
                 self._log(f"no spares from now on: {why or 'they end before they are ready'}")
 
     def take(self, name: str, environment: Mapping[str, str]) -> Child | None:
@@ -432,3 +435,7 @@ class Spares:
         for spare in self._spares:
             self._end(spare)
         self._spares.clear()
+        until = time.monotonic() + _END_TIMEOUT
+        while self._ended and time.monotonic() < until:
+            self._ended = [spare for spare in self._ended if not spare.child.poll()]
+            time.sleep(0.01)

@@ -16,6 +16,7 @@ import pytest
 from helpers import BOUND, command, metrics, saved_steps, status
 from processes import (
     STEPS,
+    Launched,
     as_task,
     codes,
     differing,
@@ -402,6 +403,32 @@ def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
     if fault == "hang":  # where it hangs can be seen
         stacks = launched.output.partition("no progress for")[2]
         assert f"[{'worker 0' if rank else 'chief'}]" in stacks and "in fail" in stacks
+
+
+def test_a_restart_goes_on_in_warm_spares_and_ends_with_the_same_bits(
+    tmp_path: Path, whole: Path
+) -> None:
+    workdir, ready, mark = tmp_path / "run", tmp_path / "ready", tmp_path / "mark"
+    options = ("--workdir", workdir, "--fault", "SIGKILL", "--fault-after", ready, "--mark", mark)
+    own = ("--warm-spares", 2, "--hang-timeout", 0)
+    with launching(command(drill(tmp_path), *options), *own) as (process, lines):
+        until = time.monotonic() + 2 * BOUND
+        while not any("2 spare processes are ready" in text for _, text in lines):
+            assert time.monotonic() < until, lines
+            time.sleep(0.1)
+        ready.touch()
+        process.wait(BOUND)
+    launched = Launched(process.returncode, lines, mark)
+    assert launched.code == 0, launched.output
+    started = launched.said.index("chief starts in a spare process")
+    killed = r"worker 0 was killed \(SIGKILL\) in load at step 1[0-3]; restart 1 of 3 at once"
+    assert re.fullmatch(killed, launched.said[started - 1]), launched.output
+    assert launched.said[started + 1] == "worker 0 starts in a spare process", launched.output
+    assert launched.said[-1] == "finished", launched.output
+    assert sums(workdir) == sums(whole)
+    assert losses(workdir) == losses(whole)
+    assert left_over(workdir) == []
+    report("kill -9 of a worker, warm spares", launched)
 
 
 def test_a_nan_loss_is_not_retried(tmp_path: Path) -> None:
