@@ -113,12 +113,12 @@ class Job:
         before = {name: self.record(name) for name in self.names}
         victim = before[draw.choice(self.names)]
         assert victim is not None
-        began, newest = time.monotonic(), self.step()
+        began, newest = time.monotonic(), 0
         os.kill(victim.pid, signal.SIGKILL)
-        newest = max(newest, self.step())
         times: dict[str, float] = {}
 
         def reached() -> bool:
+            nonlocal newest
             now = time.monotonic() - began
             records = [self.record(name) for name in self.names]
             new = [r for r in records if r and r.pid not in {b.pid for b in before.values() if b}]
@@ -128,8 +128,10 @@ class Job:
                     times.setdefault("joined", now)
                 if new[0].phase not in (Phase.START, Phase.RESTORE, Phase.HOST):
                     times.setdefault("restored", now)
-                if self.step() > newest:
+                if "joined" in times and self.step() > newest:
                     times["useful"] = now
+            else:  # what still runs may complete steps
+                newest = max(newest, self.step())
             return "useful" in times
 
         self.wait(reached)

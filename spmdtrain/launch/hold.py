@@ -87,6 +87,7 @@ def hold(request: dict[str, Any]) -> None:
                 os.environ.pop(variable, None)
             else:
                 os.environ[variable] = value
+        importlib.invalidate_caches()  # the user may have added modules since
         signal.signal(signal.SIGINT, interrupt)
         _send(line, {"taken": True})
 
