@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +205,7 @@ WAITING = frozenset(
 # A record: pid, step, phase, changes, time. The step last saved follows in a separate slot, because
 # another thread may write it: separate slots need no lock.
 _WITHOUT = "without"  # file with the task to leave out
+_REFUSED = "refused-processes"  # file with the numbers of processes that the job cannot have
 _RECORD = struct.Struct("<qq8sqd")
 _SAVED = struct.Struct("<q")
 _SEALING = struct.Struct("<q")  # a third slot: the step whose manifest is being written
@@ -502,6 +503,17 @@ def request_without(task: str) -> None:
         (Path(folder) / _WITHOUT).write_text(_as_text(task), "utf-8")
 
 
+def wants_refused_processes() -> bool:
+    """Returns whether the launcher asks with which numbers of processes the job cannot go on."""
+    folder = os.environ.get(LAUNCH)
+    return folder is not None and (Path(folder) / _REFUSED).exists()
+
+
+def write_refused_processes(reasons: Mapping[int, str]) -> None:
+    """Tells the launcher with which numbers of processes the job cannot go on, and why."""
+    _replace(Path(os.environ[LAUNCH]), _REFUSED, json.dumps(reasons))
+
+
 def job_ended() -> str | None:
     """Returns how the training has finally ended: `finished`, `preempted` or `failed: ...`.
 
@@ -608,11 +620,30 @@ def take_without(folder: str | os.PathLike[str]) -> str | None:
     return task
 
 
+def ask_for_refused_processes(folder: str | os.PathLike[str]) -> None:
+    """Asks the job for its `refused_processes`."""
+    _replace(Path(folder), _REFUSED, "{}")
+
+
+def refused_processes(folder: str | os.PathLike[str]) -> dict[int, str]:
+    """Returns the numbers of processes with which the job cannot go on, and why.
+
+    It is empty before the job has said so.
+    """
+    found = json.loads((Path(folder) / _REFUSED).read_text("utf-8"))
+    return {int(number): why for number, why in found.items()}
+
+
 def write_ended(folder: str | os.PathLike[str], how: str) -> None:
     """Writes the result of the training for `job_ended`."""
-    written = Path(folder) / "ended.new"
-    written.write_text(_as_text(how), "utf-8")
-    written.replace(Path(folder) / "ended")
+    _replace(Path(folder), "ended", _as_text(how))
+
+
+def _replace(folder: Path, name: str, text: str) -> None:
+    """Writes a file that a reader sees as a whole."""
+    written = folder / f"{name}.new"
+    written.write_text(text, "utf-8")
+    written.replace(folder / name)
 
 
 # -- Jobs that hang: how long nothing has changed, and which task blocks the others ----------------

@@ -579,6 +579,12 @@ def cause_rank(ended: TaskExit) -> CauseRank:
     return CauseRank.FAILED
 
 
+def is_killed(ended: TaskExit) -> bool:
+    """Returns whether a signal from outside, or a crash, has ended a task: nothing it has said."""
+    by_signal = ended.signal is not None and ended.reason is None
+    return by_signal and cause_rank(ended) is CauseRank.OWN
+
+
 def root_cause(exits: Sequence[TaskExit]) -> TaskExit | None:
     """Returns the exit with the best rank, the first one of equal rank; None if none failed."""
     failed = [ended for ended in exits if cause_rank(ended) is not CauseRank.NONE]

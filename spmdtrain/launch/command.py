@@ -65,8 +65,19 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _check(options: Options) -> None:
-    minimum = {"processes": 1, "devices_per_process": 1}
+    minimum = {"processes": 1, "devices_per_process": 1, "min_processes": 1}
     for name, value in vars(options).items():
         if value is not None and not value >= minimum.get(name, 0):
             option = name.replace("_", "-")
             raise UserError(f"--{option} is {value}: it must be at least {minimum.get(name, 0)}")
+    if (least := options.min_processes) is None:
+        return
+    if options.ps:
+        raise UserError(
+            f"--min-processes is {least}, and with --ps workers are restarted one by one while the "
+            "others go on: leave --min-processes out"
+        )
+    if least >= options.processes:
+        raise UserError(
+            f"--min-processes is {least} of {options.processes}: give less than --processes"
+        )

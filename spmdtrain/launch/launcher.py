@@ -30,10 +30,12 @@ from spmdtrain.launch.child import (
     cause_rank,
     describe_exit,
     hint,
+    is_killed,
     root_cause,
 )
+from spmdtrain.launch.places import Places
 from spmdtrain.launch.spare import Imports, Spares
-from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks, without_task
+from spmdtrain.launch.task_env import EVALUATOR, tf_configs
 
 # -- Options of the command `python -m spmdtrain.launch` -------------------------------------------
 
@@ -61,6 +63,10 @@ class Options:
     warm_spares: int = 0
     """Number of spare processes, which have imported what a task imports: a restart goes on in
     them. One for each process makes the restart of a whole job warm."""
+    min_processes: int | None = None
+    """Smallest number of processes with which the job goes on when others are killed, with the
+    same global batch size. Lost ones are taken in again some seconds later, at a saved step. By
+    default the job is restarted with all."""
     hang_timeout: float | None = None
     """Seconds without progress after which the job counts as hung; 0 disables this. The default
     is five times the longest pause between steps so far, at least 60, and 900 for the first steps,
@@ -90,6 +96,8 @@ class Outcome:
     """Step of the newest complete checkpoint; -1 if there is none."""
     without: str | None = None
     """The task to leave out of the next attempt, because one of its devices is faulty."""
+    lost: Sequence[str] = ()
+    """Tasks that were killed or stopped from outside, so that the others may go on without them."""
 
     @property
     def may_restart(self) -> bool:
@@ -102,7 +110,7 @@ class Outcome:
 class Launcher:
     """A job: its training tasks, which are restarted together, and its evaluator.
 
-    `environments` has the environment of each task, without TF_CONFIG.
+    `environments` has the environment of each task, without TF_CONFIG, if the job has all.
     """
 
     def __init__(
@@ -118,23 +126,26 @@ class Launcher:
             imports = Imports.of_command(command, environment, with_servers=bool(options.ps))
         self.options = options
         self.command = command
-        self.environments = environments
+        self.places = Places(environments, options.ps, options.min_processes, time.monotonic)
         self.signals = signals
         self.deadline = math.inf
         """Time at which tasks are killed after a signal has requested their exit."""
         self.over = False
         """Whether the training has ended for good."""
         self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
+        if options.min_processes is not None:
+            progress.ask_for_refused_processes(self.folder)
         self.reaper = Reaper(self.folder)
         self.oom_kills = out_of_memory.OomKills()
         self.output = Output([*environments, "launch"])
         self._spares = None if imports is None else self._make_spares(imports)
         self.evaluator = EvaluatorTask(self) if options.evaluator else None
         self._first_step: int | None = None  # of the chief in this attempt
+        self._takes_back = False  # whether the tasks are asked to end, to go on in all places
         self._makes_steps = False
 
     def _make_spares(self, imports: Imports) -> Spares:
-        first = next(iter(self.environments.values()))
+        first = next(iter(self.places.environments.values()))
         return Spares(
             self.options.warm_spares,
             self.command,
@@ -171,46 +182,66 @@ class Launcher:
     def run(self) -> int:
         """Runs the training with restarts, then waits for the evaluator; returns the exit code."""
         restarts = self.restarts()
-        configs = tf_configs(list(self.environments))
+        configs = tf_configs(list(self.places.environments))
         if self.evaluator is not None:
             self.evaluator.start(configs[EVALUATOR])
         while True:
             outcome = self._attempt(configs)
-            wait = None
-            if outcome.may_restart and not self.signals.received:
-                wait = restarts.next(outcome.saved, after_rollback=outcome.without is not None)
-            self.log(f"{outcome.message}{self._restart_note(outcome, restarts, wait)}")
+            wait, note = self._next(outcome, restarts)
+            self.log(f"{outcome.message}{note and '; '}{note}")
             if wait is None:
                 break
-            if outcome.without is not None:
-                self._leave_out(outcome.without)
             self._pause(wait)
             if self.signals.received:
                 self.log(f"{self.signals.received.name}: not restarted")
                 break
-            configs = tf_configs(list(self.environments))
+            configs = tf_configs(list(self.places.environments))
         return self._finish(outcome)
 
-    def _restart_note(self, outcome: Outcome, restarts: Restarts, wait: float | None) -> str:
-        if wait is not None:
-            without = f" without {outcome.without}" if outcome.without is not None else ""
-            return f"; {restarts.note(wait)}{without}"
-        if outcome.may_restart and not self.signals.received:
-            return f"; no restarts left of {restarts.limit}"
-        return ""
+    def _next(self, outcome: Outcome, restarts: Restarts) -> tuple[float | None, str]:
+        """Decides how the job goes on after an attempt.
 
-    def _leave_out(self, task: str) -> None:
-        """Continues without a task; each later process takes the name of the one before it."""
-        self.options = dataclasses.replace(self.options, processes=self.options.processes - 1)
-        names = training_tasks(self.options.processes, self.options.ps)
-        self.environments = without_task(self.environments, task, names)
+        Returns the seconds to wait before the next attempt, None if there is none, and what to say.
+        """
+        places = self.places
+        if self.signals.received:
+            return None, ""
+        if outcome.code == ExitCode.BAD_INPUT and places.is_reduced:
+            places.refuse()
+            return 0.0, f"goes on with {self._numbers()}"
+        if not outcome.may_restart:
+            return None, ""
+        if self._takes_back and outcome.code == ExitCode.PREEMPTED:
+            places.take_back()
+            return 0.0, f"goes on with {self._numbers()}"
+        wait = restarts.next(outcome.saved, after_rollback=outcome.without is not None)
+        if wait is None:
+            return None, f"no restarts left of {restarts.limit}"
+        if outcome.without is not None:
+            places.leave_out(outcome.without)
+            return wait, f"{restarts.note(wait)} without {outcome.without}"
+        replaced = self._spares is not None and self._spares.ready >= len(outcome.lost)
+        if self.options.min_processes is None or not outcome.lost or replaced:
+            return wait, restarts.note(wait)
+        if places.lose(outcome.lost, progress.refused_processes(self.folder)):
+            return 0.0, f"{restarts.note(0.0)} with {self._numbers()}"
+        refused = progress.refused_processes(self.folder)
+        fewer = places.processes - len(outcome.lost)
+        why = refused.get(fewer, f"min_processes is {self.options.min_processes}")
+        places.take_back()
+        return wait, f"{restarts.note(wait)} with all, because {fewer} cannot go on: {why}"
+
+    def _numbers(self) -> str:
+        """Returns how many processes the job has, such as `2 of 4 processes`."""
+        of_all = f" of {self.places.total}" if self.places.is_reduced else ""
+        return f"{self.places.processes}{of_all} processes"
 
     def start(self, name: str, tf_config: str) -> Child:
         """Starts a task, after deleting the files of an earlier task with its name."""
         for kind in progress.KINDS:
             progress.path(self.folder, name, kind).unlink(missing_ok=True)
         cluster = {"TF_CONFIG": tf_config, progress.LAUNCH: self.folder}
-        environment = {**self.environments[name], **cluster}
+        environment = {**self.places.environments[name], **cluster}
         if self._spares is not None and (child := self._spares.take(name, environment)):
             return child
         return Child(name, self.command, environment, self.output, self.reaper)
@@ -221,21 +252,23 @@ class Launcher:
         self.oom_kills.poll()
         if self.evaluator is not None:
             self.evaluator.poll()
+        self._note_steps()
         if self._spares is not None:
-            self._keep_spares(self._spares)
+            # A start needs the processors itself.
+            if self.signals.received:
+                self._spares.close()
+            elif self._makes_steps:
+                self._spares.fill()
 
-    def _keep_spares(self, spares: Spares) -> None:
-        """Fills the spares while the job makes steps: a start needs the processors itself."""
-        if self.signals.received:
-            spares.close()
+    def _note_steps(self) -> None:
+        """Notes whether the start of this attempt is over."""
+        if self._spares is None and self.options.min_processes is None:
             return
         chief = progress.read(self.folder, "chief")
         if chief is not None and chief.phase in (Phase.LOAD, Phase.STEP):
             if self._first_step is None:
                 self._first_step = chief.step
             self._makes_steps |= chief.step >= self._first_step + _STEPS_OF_START
-        if self._makes_steps:
-            spares.fill()
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -244,9 +277,8 @@ class Launcher:
 
     def _attempt(self, configs: Mapping[str, str]) -> Outcome:
         """Starts all training tasks and watches them until the last one has exited."""
-        names = training_tasks(self.options.processes, self.options.ps)
-        tasks = [self.start(name, configs[name]) for name in names]
-        self._first_step, self._makes_steps = None, False
+        tasks = [self.start(name, configs[name]) for name in self.places.tasks]
+        self._first_step, self._makes_steps, self._takes_back = None, False, False
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
@@ -275,6 +307,13 @@ class Launcher:
             running = [child for child in tasks if child.status is None]
             if (received := self.signals.received) and running and self.deadline == math.inf:
                 self._request_stop(running, received)
+            if until == math.inf and self._may_take_back() and running:
+                self._takes_back, until = True, time.monotonic() + self.options.grace
+                self.log(
+                    f"{self.places.total} processes are possible again: asked the tasks to save "
+                    f"and exit within {self.options.grace:g} s"
+                )
+                self._terminate(running)
             if self.deadline < math.inf:  # tasks may be saving: only the grace period limits them
                 until = 0.0 if self.signals.repeated else self.deadline
             elif until == math.inf and (idle := self._hung_for(watch, running)):
@@ -291,7 +330,7 @@ class Launcher:
         rank = cause_rank(ended)
         # Others cannot know more about a task that a signal has ended. They may complete a save.
         if self._spares is not None and rank is CauseRank.OWN and ended.status < 0:
-            records = [progress.read(self.folder, name) for name in self.environments]
+            records = [progress.read(self.folder, name) for name in self.places.tasks]
             if not any(record and record.sealing >= 0 for record in records):
                 return _KILLED_TIMEOUT
         return seconds.get(rank, _REPORT_TIMEOUT)
@@ -302,9 +341,19 @@ class Launcher:
             f"{received.name}: asked the tasks to save and exit within "
             f"{self.options.grace:g} s; a second signal kills them"
         )
+        self._terminate(running)
+
+    def _terminate(self, running: Sequence[Child]) -> None:
+        """Asks tasks to save and exit."""
         for child in running:
             record = progress.read(self.folder, child.name)
             child.send(signal.SIGTERM, record.pid if record else None)
+
+    def _may_take_back(self) -> bool:
+        """Returns whether the job, which makes steps in some of its places, may use all again."""
+        if self.signals.received or not (self._makes_steps and self.places.may_take_back):
+            return False
+        return self._spares is None or self._spares.is_full
 
     def exit_of(self, child: Child) -> TaskExit:
         """Returns the exit of a child with its record, its reason and evidence of its cause."""
@@ -358,16 +407,19 @@ class Launcher:
                 self.log(describe_exit(ended))
         ours = [ended for ended in exits if ended.ours]
         by_us = {ended.task for ended in ours if ended.signal is signal.SIGKILL}
-        killed = ", ".join(name for name in self.environments if name in by_us)
+        killed = ", ".join(name for name in self.places.environments if name in by_us)
         if killed:
             self.log(f"killed {killed}")
+        lost = [ended.task for ended in exits if is_killed(ended) or ended.task in stopped]
         if hung is not None:
-            return Outcome(ExitCode.FAILED, f"hung: {hung}", saved)
+            return Outcome(ExitCode.FAILED, f"hung: {hung}", saved, lost=lost)
         own = [ended for ended in failures if cause_rank(ended) is not CauseRank.CONSEQUENCE]
         if self.signals.received and ours and not own:
             received = self.signals.received
             words = f"killed before saving: {killed}" if killed else "exited without saving"
             return Outcome(128 + received, f"{received.name}: {words}", saved)
+        if cause is None and self._takes_back and ours:
+            return Outcome(ExitCode.FAILED, f"killed before saving: {killed}", saved)
         if cause is None:
             return Outcome(ExitCode.DONE, "finished", saved)
         advice = hint(cause)
@@ -376,9 +428,9 @@ class Launcher:
         words = describe_exit(cause)
         if stopped and cause_rank(cause) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
-        is_fault = cause.code == ExitCode.DEVICE_FAULT and self.options.processes > 1
-        without = requested if is_fault and requested in self.environments else None
-        return Outcome(cause.code, words, saved, without)
+        is_fault = cause.code == ExitCode.DEVICE_FAULT and self.places.processes > 1
+        without = requested if is_fault and requested in self.places.environments else None
+        return Outcome(cause.code, words, saved, without, lost)
 
     def _hung_for(self, watch: HangTimer, running: Sequence[Child]) -> str | None:
         records = [progress.read(self.folder, child.name) for child in running]

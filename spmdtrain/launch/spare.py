@@ -364,6 +364,16 @@ class Spares:
         folder.mkdir()
         shutil.copyfile(hold.__file__, folder / "sitecustomize.py")
 
+    @property
+    def ready(self) -> int:
+        """Number of spares that can become a task at once."""
+        return sum(spare.ready for spare in self._spares)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all spares are ready, or no more are started."""
+        return self.ready >= self._count
+
     def fill(self) -> None:
         """Replaces spares that have ended or hang, and starts those that are missing.
 

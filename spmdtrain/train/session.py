@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import jax
 import numpy as np
 
 from spmdtrain.checkpoints.listing import Retention
@@ -55,8 +56,10 @@ from spmdtrain.errors import (
 from spmdtrain.record.run import Run
 from spmdtrain.record.run_files import RunFiles, Split, Status
 from spmdtrain.record.storage import folder_of, is_url
-from spmdtrain.sharding.placement import current_batch_shards
+from spmdtrain.sharding.mesh import abstract_devices, resolve
+from spmdtrain.sharding.placement import current_batch_shards, make_placement
 from spmdtrain.sharding.rules import check_placed
+from spmdtrain.step.exact import check_exact_shards
 from spmdtrain.step.metrics import component_metric
 from spmdtrain.step.optimizer import BaseModel
 from spmdtrain.step.optimizer_record import OptimizerRecord
@@ -215,6 +218,38 @@ def _largest_batch(config: RunConfig, size: int) -> str:
     parts = (config.exact or current_batch_shards()) * config.microbatches
     largest = size if config.uneven_batch == "pad" else size // parts * parts
     return f"give {option('global_batch_size', largest)}, or " if largest else ""
+
+
+def publish_refused_processes(config: RunConfig) -> None:
+    """Tells a launcher that asks for it with which fewer processes the job could not go on.
+
+    `config` is the configuration as the user gave it. All processes call it.
+    """
+    if not progress.wants_refused_processes():
+        return
+    numbers = range(1, process_group.count())
+    reasons = {n: why for n in numbers if (why := _fewer_processes_problem(config, n)) is not None}
+    if process_group.is_chief():
+        progress.write_refused_processes(reasons)
+
+
+def _fewer_processes_problem(config: RunConfig, processes: int) -> str | None:
+    """Returns why a run cannot go on with so many of its processes; None if nothing is known."""
+    if config.batch_size_per_device is not None:
+        return (
+            f"batch_size_per_device is {config.batch_size_per_device}, so the global batch size "
+            "would change: give global_batch_size"
+        )
+    left = [device for device in jax.devices() if device.process_index < processes]
+    try:
+        with abstract_devices(left):
+            shards = make_placement(config).batch_shards
+        resolve(config, batch_shards=shards)
+        if config.exact is not None:
+            check_exact_shards(config.exact, shards)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def identity_of(
