@@ -90,20 +90,6 @@ def environments_of(
     return environments
 
 
-def without_task(
-    environments: Mapping[str, Mapping[str, str]], task: str, names: Sequence[str]
-) -> dict[str, dict[str, str]]:
-    """Returns the environments of a job without a training task, whose devices are left out.
-
-    The remaining training tasks keep their devices and get new `names` in their order: if the chief
-    is left out, the first worker becomes the chief.
-    """
-    kept = [env for name, env in environments.items() if name not in (task, EVALUATOR)]
-    found = {n: {**env, TASK: n} for n, env in zip(names, kept, strict=True)}
-    evaluator = environments.get(EVALUATOR)
-    return found | ({} if evaluator is None else {EVALUATOR: dict(evaluator)})
-
-
 def _assign_gpus(
     gpus: Sequence[str], names: Sequence[str], devices: int | None
 ) -> dict[str, Sequence[str]]:
