@@ -125,6 +125,7 @@ def test_draws_do_not_depend_on_the_other_prompts_or_on_where_a_text_was_interru
     assert other_seed[0].tolist() != alone.tolist()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_stop_token_ends_its_row_alone() -> None:
     model = small()
@@ -136,6 +137,7 @@ def test_a_stop_token_ends_its_row_alone() -> None:
     assert ends[0] < 40 and 40 in ends
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_text_arrives_in_pieces_and_row_by_row() -> None:
     pieces = list(stream(small(), PROMPTS[:2], greedy(70)))
@@ -192,6 +194,7 @@ def test_every_strategy_writes_the_same(options: Any) -> None:
     assert lists(texts) == whole_window(on_one, PROMPTS, 30, slide=5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_cache_is_split_and_never_gathered() -> None:
     trainer = Trainer(
@@ -253,6 +256,7 @@ def test_draws_have_the_filtered_probabilities() -> None:
     np.testing.assert_allclose([(drawn == x).mean() for x in top], expected, atol=0.03)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_lower_precision_is_a_choice() -> None:
     texts = generate(small(), PROMPTS[:1], greedy(5, dtype="bfloat16"))
