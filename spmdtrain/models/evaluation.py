@@ -15,6 +15,7 @@ from spmdtrain.data.chat import ChatTemplate, Messages, load_template
 from spmdtrain.data.sources.files import delayed_progress
 from spmdtrain.data.text import SentencePieceTokenizer, load_tokenizer
 from spmdtrain.distributed import process_group
+from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import UserError, did_you_mean, import_extra, printable
 from spmdtrain.models.generation import (
     Decoder,
@@ -74,6 +75,12 @@ def continuation_likelihoods(
     """
     length = _checked_length(model, max_length, batch_size)
     texts = [_text(index, pair, length) for index, pair in enumerate(pairs)]
+    lengths = [len(context) + len(continuation) for context, continuation in pairs]
+    if cut := sum(count > len(text) for count, text in zip(lengths, texts, strict=True)):
+        Terminal(quiet=quiet or not process_group.is_chief()).warning(
+            f"{cut} of {len(texts)} texts have more than {length + 1} tokens: their contexts are "
+            "cut from the left"
+        )
     buckets: dict[int, list[int]] = {}
     # The longest texts come first: a lack of memory shows at once, and the bar is not too hopeful.
     for index in sorted(range(len(texts)), key=lambda index: -len(texts[index])):
@@ -246,6 +253,8 @@ class _Generation(NamedTuple):
                 f"the task has {name}={options[name]!r} in generation_kwargs, which is not "
                 f"supported: {', '.join(_OPTIONS)} are.{did_you_mean(name, _OPTIONS)}"
             )
+        if options.get("do_sample"):
+            options.setdefault("temperature", 1.0)
         options = _library("models.utils").normalize_gen_kwargs(options, _NEW_TOKENS)
         until = tuple(stop for stop in options["until"] if stop)
         if not all(isinstance(stop, str) for stop in until):
@@ -256,7 +265,7 @@ class _Generation(NamedTuple):
                 f"max_gen_toks is {count}: it must be below the number of tokens that the model "
                 f"sees, {length}. Give simple_evaluate(gen_kwargs={{'max_gen_toks': ...}})"
             )
-        temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
+        temperature = options["temperature"] if options["do_sample"] else 0.0
         top_k = None if top_k in (0, -1) else top_k  # these mean all tokens to other models
         return cls(until, count, temperature, top_k, options.get("top_p", 1.0))
 
@@ -312,6 +321,7 @@ def lm_eval_model(
       UserError: If lm_eval is not installed, the model is of another kind, or an argument does not
         fit it.
     """
+    GenerationOptions(max_new_tokens=1, seed=seed)  # checks it
     return _lm_class()(
         model,
         _Texts(tokenizer, model.config.vocabulary, end_of_text, begin_of_text),
