@@ -173,6 +173,7 @@ def test_what_cannot_be_scored(model: Transformer) -> None:
     ):
         with pytest.raises(UserError, match=why):
             continuation_likelihoods(model, pairs)
+    options: Any
     for options, why in (
         ({"max_length": 65}, "max_length is 65: the model's context is 64"),
         ({"batch_size": 0}, "batch_size is 0: it must be 1 or more"),
@@ -243,9 +244,7 @@ def test_tasks_with_local_data(
     tasks = make_tasks(tmp_path)
     (tmp_path / "choice.yaml").write_text(json.dumps(tasks[0]))  # JSON is YAML
     lm = lm_eval_model(model, "bytes", end_of_text=END, batch_size=16)
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=lm, tasks=["choice", tasks[1]], task_manager=manager, bootstrap_iters=0
     )
@@ -291,9 +290,9 @@ def test_texts_without_a_context_and_long_texts(
     text = "".join(map(chr, range(32, 127)))
     tokens = [END, *text.encode()]
     windows = [(tokens[:1], tokens[1:65]), (tokens[31:65], tokens[65:])]
-    expected = sum(log_prob for log_prob, _ in one_by_one(reference, windows, 64))
+    whole = sum(log_prob for log_prob, _ in one_by_one(reference, windows, 64))
     (total, nothing) = lm.loglikelihood_rolling(requests((text,), ("",)))
-    assert (total, nothing) == (pytest.approx(expected, rel=1e-5), 0.0)
+    assert (total, nothing) == (pytest.approx(whole, rel=1e-5), 0.0)
 
     begins = lm_eval_model(model, "bytes", end_of_text=END, begin_of_text=7)
     pairs = [([7, *b"a"], [*b"b"]), ([7], [*b"a"])]
