@@ -35,7 +35,7 @@ _SHORTEST = 32  # the smallest padded length of a text
 
 
 class Likelihood(NamedTuple):
-    """How probable a continuation is.
+    """The log-likelihood of a continuation.
 
     Attributes:
       log_prob: The log-probability of all its tokens after the context, in nats.
@@ -230,7 +230,7 @@ _ALIASES = ("max_new_tokens", "max_tokens", "max_completion_tokens")  # of max_g
 
 
 class _Generation(NamedTuple):
-    """How a task lets texts be generated: strings that end them, and `GenerationOptions`."""
+    """The options of a task for generated texts: strings that end them, and options of a model."""
 
     until: tuple[str, ...]
     max_new_tokens: int
