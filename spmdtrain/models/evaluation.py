@@ -321,12 +321,14 @@ def lm_eval_model(
       UserError: If lm_eval is not installed, the model is of another kind, or an argument does not
         fit it.
     """
+    length = _checked_length(model, max_length, batch_size)
+    texts = _Texts(tokenizer, model.config.vocabulary, end_of_text, begin_of_text)
     GenerationOptions(max_new_tokens=1, seed=seed)  # checks it
     return _lm_class()(
         model,
-        _Texts(tokenizer, model.config.vocabulary, end_of_text, begin_of_text),
+        texts,
         (template, os.fspath(tokenizer)),
-        max_length=_checked_length(model, max_length, batch_size),
+        max_length=length,
         batch_size=batch_size,
         seed=seed,
         quiet=quiet,
