@@ -1,6 +1,7 @@
 """Evaluation by lm-eval's tasks: the numbers of single texts, on one and many devices."""
 
 import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -244,7 +245,8 @@ def test_tasks_with_local_data(
     tasks = make_tasks(tmp_path)
     (tmp_path / "choice.yaml").write_text(json.dumps(tasks[0]))  # JSON is YAML
     lm = lm_eval_model(model, "bytes", end_of_text=END, batch_size=16)
-    manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    tasks_module = importlib.import_module("lm_eval.tasks")
+    manager = tasks_module.TaskManager(include_path=str(tmp_path), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=lm, tasks=["choice", tasks[1]], task_manager=manager, bootstrap_iters=0
     )
