@@ -141,10 +141,14 @@ def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
     return text, spans
 
 
-def _load_template(
+def load_template(
     template: str | os.PathLike[str] | None, tokenizer: str, variables: Mapping[str, Any]
 ) -> ChatTemplate:
-    """Returns a template from its text, its file, or the files beside the tokenizer's."""
+    """Returns a template from its text, its file, or the files beside the tokenizer's.
+
+    Raises:
+      UserError: If there is none, it is not a template, or jinja2 is not installed.
+    """
     folder = Path(tokenizer).expanduser().parent
     is_text = isinstance(template, str) and ("{%" in template or "{{" in template)
     if is_text:
@@ -170,8 +174,7 @@ def _load_template(
             return ChatTemplate(path.read_text("utf-8"), given)
     names = " or ".join(printable(path) for path in paths)
     raise UserError(
-        f"there is no chat template in {names}: give one, as text or as a file: "
-        "Chat(source, tokenizer, template=...)"
+        f"there is no chat template in {names}: give one, as text or as a file: template=..."
     )
 
 
@@ -271,7 +274,7 @@ class Chat(FromRecords):
                 "the same model"
             )
         self._tokenizer = loaded
-        self._template = _load_template(template, os.fspath(tokenizer), variables or {})
+        self._template = load_template(template, os.fspath(tokenizer), variables or {})
         self.vocabulary_size = self._tokenizer.vocabulary_size
 
     def __getitem__(self, index: int) -> WeightedTokens:
