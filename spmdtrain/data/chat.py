@@ -68,12 +68,17 @@ class ChatTemplate:
     def _refuse(self, message: str) -> None:
         raise self._library.TemplateError(message)
 
-    def render(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
-        """Returns the text of messages. With `prompt` it ends where the assistant begins to write.
+    def prompt(self, messages: Messages, **more: Any) -> str:
+        """Returns the text after which the assistant begins to write.
 
         Raises:
           BadRecordError: If the template refuses the messages.
         """
+        text, _ = _without_marks(self._render(messages, prompt=True, **more))
+        return text
+
+    def _render(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
+        """Returns the text of messages, with the marks of the parts within {% generation %}."""
         given = {**self.variables, **more, "add_generation_prompt": prompt}
         try:
             text: str = self._template.render(messages=list(messages), **given)
@@ -88,14 +93,14 @@ class ChatTemplate:
           BadRecordError: If the template refuses the messages, or does not show the completions.
         """
         if self._marks:
-            return _without_marks(self.render(messages, **more))
-        text = self.render(messages, **more)
+            return _without_marks(self._render(messages, **more))
+        text = self._render(messages, **more)
         spans = []
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.render(messages[:index], prompt=True, **more)
-            after = self.render(messages[: index + 1], **more)
+            before = self._render(messages[:index], prompt=True, **more)
+            after = self._render(messages[: index + 1], **more)
             if not (text.startswith(after) and after.startswith(before)):
                 raise BadRecordError(
                     f"message {index}: the chat template writes the conversation up to this "
@@ -145,26 +150,24 @@ def _load_template(
     template: str | os.PathLike[str] | None, tokenizer: str, variables: Mapping[str, Any]
 ) -> ChatTemplate:
     """Returns a template from its text, its file, or the files beside the tokenizer's."""
-    folder = Path(tokenizer).expanduser().parent
-    is_text = isinstance(template, str) and ("{%" in template or "{{" in template)
-    if is_text:
-        return ChatTemplate(str(template), variables)
+    if tokenizer == "bytes":
+        given, paths = {**variables}, []
+    else:
+        folder = Path(tokenizer).expanduser().parent
+        given = {**_special_tokens(folder), **variables}
+        paths = [folder / name for name in _FILES]
+    if isinstance(template, str) and ("{%" in template or "{{" in template):
+        return ChatTemplate(template, given)
     if template is not None:
         paths = [Path(template).expanduser()]
-        folder = paths[0].parent
-    elif tokenizer == "bytes":
+        given |= {**_special_tokens(paths[0].parent), **variables}
+    elif not paths:
         raise UserError(
             "template is missing, and the tokenizer 'bytes' has none: give a jinja template, as "
             "text or as a file"
         )
-    else:
-        paths = [folder / name for name in _FILES]
-    config = _read_config(folder / "tokenizer_config.json")
-    given = {name: _name(config[name]) for name in _SPECIAL if config.get(name)} | {**variables}
     for path in paths:
-        if path.suffix == ".json" and path.name != "tokenizer_config.json":
-            config = _read_config(path)
-        if path.suffix == ".json" and (text := _template_of(config)) is not None:
+        if path.suffix == ".json" and (text := _template_of(_read_config(path))) is not None:
             return ChatTemplate(text, given)
         if path.suffix != ".json" and path.is_file():
             return ChatTemplate(path.read_text("utf-8"), given)
@@ -185,8 +188,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _name(token: Any) -> Any:
-    return token["content"] if isinstance(token, dict) else token
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    config = _read_config(folder / "tokenizer_config.json")
+    found = {name: config[name] for name in _SPECIAL if config.get(name)}
+    return {
+        name: each["content"] if isinstance(each, dict) else each for name, each in found.items()
+    }
 
 
 def _template_of(config: dict[str, Any]) -> str | None:
@@ -219,8 +226,8 @@ class Chat(FromRecords):
       tokenizer: "bytes", or a file of Hugging Face's tokenizers (`.json`).
       template: A jinja template as text, or its file: `chat_template.jinja`, or
         `tokenizer_config.json` with the entry `chat_template`. By default one of these files
-        beside the tokenizer's. The special tokens of a `tokenizer_config.json` in the same folder
-        are variables of the template.
+        beside the tokenizer's. The special tokens of a `tokenizer_config.json` beside the tokenizer
+        or the template are variables of the template.
       field: The field with the messages, for records that are dictionaries. Their field `tools`, if
         there is one, is passed to the template.
       length: The most tokens of a conversation; None for any number. `Packed` splits conversations
@@ -310,7 +317,7 @@ class Chat(FromRecords):
         Returns:
           int32 (n,).
         """
-        return self._tokenizer.encode([self._template.render(messages, prompt=True, **more)])[0]
+        return self._tokenizer.encode([self._template.prompt(messages, **more)])[0]
 
     def token(self, name: str) -> int:
         """Returns the number of a token, such as `<|im_end|>` as a stop token of `generate`.
