@@ -329,11 +329,11 @@ def test_every_command_that_installs_names_extras_that_exist() -> None:
     extras = {*project["optional-dependencies"]}
     named: set[str] = set()
     for page in PAGES_THAT_INSTALL:
-        for found in re.findall(r"'(?:spmdtrain|\.)\[([a-z0-9,]+)\]'", page.read_text()):
+        for found in re.findall(r"'(?:spmdtrain|\.)\[([a-z0-9,-]+)\]'", page.read_text()):
             named |= {*found.split(",")}
     assert len(named) > 10 and named <= extras
     (listed,) = re.findall(r"The extras are (.*?) for what", (DOCS / "../README.md").read_text())
-    assert {*re.findall(r"`(\w+)`", listed)} == extras - {"dev", "docs"}
+    assert {*re.findall(r"`([\w-]+)`", listed)} == extras - {"dev", "docs"}
 
 
 @pytest.mark.slow
