@@ -74,6 +74,10 @@ class ChatTemplate:
         Raises:
           BadRecordError: If the template refuses the messages.
         """
+        return _without_marks(self._marked(messages, prompt=prompt, **more))[0]
+
+    def _marked(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
+        """Returns the text of messages, with the marks of the parts within {% generation %}."""
         given = {**self.variables, **more, "add_generation_prompt": prompt}
         try:
             text: str = self._template.render(messages=list(messages), **given)
@@ -88,14 +92,14 @@ class ChatTemplate:
           BadRecordError: If the template refuses the messages, or does not show the completions.
         """
         if self._marks:
-            return _without_marks(self.render(messages, **more))
-        text = self.render(messages, **more)
+            return _without_marks(self._marked(messages, **more))
+        text = self._marked(messages, **more)
         spans = []
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.render(messages[:index], prompt=True, **more)
-            after = self.render(messages[: index + 1], **more)
+            before = self._marked(messages[:index], prompt=True, **more)
+            after = self._marked(messages[: index + 1], **more)
             if not (text.startswith(after) and after.startswith(before)):
                 raise BadRecordError(
                     f"message {index}: the chat template writes the conversation up to this "
@@ -122,10 +126,10 @@ def _generation_tag() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("_marked")
+            call = self.call_method("_render")
             return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-        def _marked(self, caller: Any) -> str:
+        def _render(self, caller: Any) -> str:
             return f"{_BEGIN}{caller()}{_END}"
 
     return Generation
@@ -141,37 +145,38 @@ def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
     return text, spans
 
 
-def _load_template(
+def load_template(
     template: str | os.PathLike[str] | None, tokenizer: str, variables: Mapping[str, Any]
 ) -> ChatTemplate:
-    """Returns a template from its text, its file, or the files beside the tokenizer's."""
-    folder = Path(tokenizer).expanduser().parent
-    is_text = isinstance(template, str) and ("{%" in template or "{{" in template)
-    if is_text:
-        return ChatTemplate(str(template), variables)
+    """Returns a template from its text, its file, or the files beside the tokenizer's.
+
+    Raises:
+      UserError: If there is none, it is not a template, or jinja2 is not installed.
+    """
+    if tokenizer == "bytes":
+        given, paths = {**variables}, []
+    else:
+        folder = Path(tokenizer).expanduser().parent
+        given = {**_special_tokens(folder), **variables}
+        paths = [folder / name for name in _FILES]
+    if isinstance(template, str) and ("{%" in template or "{{" in template):
+        return ChatTemplate(template, given)
     if template is not None:
         paths = [Path(template).expanduser()]
-        folder = paths[0].parent
-    elif tokenizer == "bytes":
+        given |= {**_special_tokens(paths[0].parent), **variables}
+    elif not paths:
         raise UserError(
             "template is missing, and the tokenizer 'bytes' has none: give a jinja template, as "
             "text or as a file"
         )
-    else:
-        paths = [folder / name for name in _FILES]
-    config = _read_config(folder / "tokenizer_config.json")
-    given = {name: _name(config[name]) for name in _SPECIAL if config.get(name)} | {**variables}
     for path in paths:
-        if path.suffix == ".json" and path.name != "tokenizer_config.json":
-            config = _read_config(path)
-        if path.suffix == ".json" and (text := _template_of(config)) is not None:
+        if path.suffix == ".json" and (text := _template_of(_read_config(path))) is not None:
             return ChatTemplate(text, given)
         if path.suffix != ".json" and path.is_file():
             return ChatTemplate(path.read_text("utf-8"), given)
     names = " or ".join(printable(path) for path in paths)
     raise UserError(
-        f"there is no chat template in {names}: give one, as text or as a file: "
-        "Chat(source, tokenizer, template=...)"
+        f"there is no chat template in {names}: give one, as text or as a file: template=..."
     )
 
 
@@ -185,8 +190,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _name(token: Any) -> Any:
-    return token["content"] if isinstance(token, dict) else token
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    config = _read_config(folder / "tokenizer_config.json")
+    found = {name: config[name] for name in _SPECIAL if config.get(name)}
+    return {
+        name: each["content"] if isinstance(each, dict) else each for name, each in found.items()
+    }
 
 
 def _template_of(config: dict[str, Any]) -> str | None:
@@ -219,8 +228,8 @@ class Chat(FromRecords):
       tokenizer: "bytes", or a file of Hugging Face's tokenizers (`.json`).
       template: A jinja template as text, or its file: `chat_template.jinja`, or
         `tokenizer_config.json` with the entry `chat_template`. By default one of these files
-        beside the tokenizer's. The special tokens of a `tokenizer_config.json` in the same folder
-        are variables of the template.
+        beside the tokenizer's. The special tokens of a `tokenizer_config.json` beside the tokenizer
+        or the template are variables of the template.
       field: The field with the messages, for records that are dictionaries. Their field `tools`, if
         there is one, is passed to the template.
       length: The most tokens of a conversation; None for any number. `Packed` splits conversations
@@ -271,7 +280,7 @@ class Chat(FromRecords):
                 "the same model"
             )
         self._tokenizer = loaded
-        self._template = _load_template(template, os.fspath(tokenizer), variables or {})
+        self._template = load_template(template, os.fspath(tokenizer), variables or {})
         self.vocabulary_size = self._tokenizer.vocabulary_size
 
     def __getitem__(self, index: int) -> WeightedTokens:

@@ -1,7 +1,7 @@
 """Generation of text by a decoder with a cache of keys and values."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -100,7 +100,7 @@ class DecodingPrograms:
     ) -> None:
         self.context: int = model.config.context
         self._graph, self._values = nnx.split(model)
-        self.placement = _placement_of(nnx.state(model, nnx.Param))
+        self.placement = placement_of_values(nnx.state(model, nnx.Param))
         if dtype is not None:
             self._values = jax.tree.map(
                 lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
@@ -167,7 +167,7 @@ class DecodingPrograms:
         return cache, written, log_probs
 
 
-def _placement_of(values: PyTree) -> Placement:
+def placement_of_values(values: PyTree) -> Placement:
     """Returns a placement on the mesh of the arrays; without a mesh if it is not a run's mesh."""
     sharding = getattr(jax.tree.leaves(values)[0], "sharding", None)  # NumPy arrays have none
     mesh = getattr(sharding, "mesh", None)
@@ -292,6 +292,10 @@ class GenerationOptions:
       top_p: Draw only from the smallest number of most probable tokens whose probabilities (after
         temperature and `top_k`) sum up to at least this.
       stop_tokens: Tokens each of which ends a text. It is the last token of the result.
+      stop_when: A function of the tokens that were added to a text so far, int32 (n,), that returns
+        whether the text ends, such as one that finds a string in them. It is called once for every
+        32 tokens or fewer, so a text may have some more. With several processes it returns the
+        same in all of them.
       seed: The draws depend on the seed, the index of the prompt and the position in the text.
       slide: A text longer than the model's context is seen through a window, which moves by this
         many tokens whenever it is full; what remains in it is read again. By default half the
@@ -311,6 +315,7 @@ class GenerationOptions:
     top_k: int | None = None
     top_p: float = 1.0
     stop_tokens: tuple[int, ...] = ()
+    stop_when: Callable[[np.ndarray], bool] | None = None
     seed: int = 0
     slide: int | None = None
     batch_size: int | None = None
@@ -326,6 +331,10 @@ class GenerationOptions:
         if not isinstance(self.stop_tokens, Iterable) or isinstance(self.stop_tokens, str):
             raise UserError(f"stop_tokens is {self.stop_tokens!r}: give a tuple of tokens")
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        if self.stop_when is not None and not callable(self.stop_when):
+            raise UserError(
+                f"stop_when is {self.stop_when!r}: give a function of the tokens that were added"
+            )
         for name in ("temperature", "top_p"):
             if not isinstance(value := getattr(self, name), Real):
                 raise UserError(f"{name} is {value!r}: it must be a number")
@@ -495,6 +504,7 @@ class _Batch:
         shards = programs.placement.batch_shards
         added = -len(texts) % shards
         self._texts = [*texts, *[np.zeros(1, np.int32)] * added]
+        self._prompt_lengths = [len(text) for text in self._texts]
         self._ended = np.arange(len(self._texts)) >= self._count
 
     def __iter__(self) -> Iterator[NewTokens]:
@@ -543,8 +553,11 @@ class _Batch:
             is_new = written[row] != NO_TOKEN
             tokens = written[row][is_new]
             self._texts[row] = np.concatenate([self._texts[row], tokens])
-            self._ended[row] = finished or int(tokens[-1]) in self._options.stop_tokens
-            ended = bool(self._ended[row])
+            added = self._texts[row][self._prompt_lengths[row] :]
+            stop_when = self._options.stop_when
+            ended = finished or int(tokens[-1]) in self._options.stop_tokens
+            ended = ended or (stop_when is not None and bool(stop_when(added)))
+            self._ended[row] = ended
             yield NewTokens(self._first + int(row), tokens, ended, log_probs[row][is_new])
 
 

@@ -223,7 +223,10 @@ def one_line(error: Exception) -> str:
     """Returns the message of an error in one line."""
     if isinstance(error, FileNotFoundError) and error.errno is None:  # gcsfs gives only an address
         return "there is no such bucket"
-    return without_credentials(" ".join(str(error).split())) or type(error).__name__
+    text = without_credentials(" ".join(str(error).split())) or type(error).__name__
+    if type(error).__name__ == "NoCredentialsError":  # of botocore
+        text += ": set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return text
 
 
 def storage_reason(error: BaseException) -> str | None:

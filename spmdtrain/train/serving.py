@@ -31,6 +31,7 @@ from spmdtrain.checkpoints.manifest import Manifest, raw_keys
 from spmdtrain.checkpoints.read_arrays import restore_key
 from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
+from spmdtrain.data.streams import ShardedStream, as_stream
 from spmdtrain.data.training_data import run_dataset
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, foreign, import_extra, option, version_of
@@ -238,7 +239,8 @@ def export_predict(
     Args:
       trainer: The trainer.
       to: The folder to write, which must be new or empty, or a `gs://` URL.
-      data: A dataset, or arrays in a tuple or dictionary, with the shapes and dtypes of a batch.
+      data: A dataset, a stream, or arrays in a tuple or dictionary, with the shapes and dtypes of a
+        batch.
       format: "stablehlo" for `load_exported`; "saved_model" for TensorFlow (extra `tensorflow`);
         "onnx" (extra `onnx`).
       weights: Whether the weights are constants of the program or a file beside it, for
@@ -273,7 +275,10 @@ def export_predict(
     )
     config = config_for_export(trainer.config)
     functions = trainer.functions_on(config, make_placement(config))
-    rows = run_dataset(data, trainer.config).rows(np.arange(1))
+    if (stream := as_stream(data)) is not None:
+        rows = ShardedStream(stream, 1).first_row(None)
+    else:
+        rows = run_dataset(data, trainer.config).rows(np.arange(1))
     program = program_of(functions, variables, rows, batch_size)
     write(to, program, Target(tuple(platforms), weights, facts))
 
@@ -303,7 +308,7 @@ def _check_arguments(
     unknown = [name for name in platforms if name not in get_args(Platform)]
     if unknown or not platforms or len({*platforms}) < len(platforms):
         raise UserError(
-            f"platforms is {[*platforms]}: it must be different names of "
+            f"platforms is {platforms!r}: it must be a list of different names of "
             f"{', '.join(get_args(Platform))}"
         )
     if batch_size is not None and batch_size < 1:

@@ -94,6 +94,7 @@ def test_an_evaluator_whose_dataset_ends_it(tmp_path: Path, call: str, why: str)
     assert "evaluator" in said and why in said, said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "why"),
     [("exit", "sys.exit(0)"), pytest.param("end", "ended (code 0)", marks=pytest.mark.nightly)],

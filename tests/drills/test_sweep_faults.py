@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from helpers import BOUND, assert_gone, environment, metrics, run, saved_steps, status
 
 from spmdtrain.sweep.trials import SearchTrials, TrialFactory, TrialState, parse_settings
@@ -120,6 +121,7 @@ def test_a_sweep_that_is_stopped_and_killed_resumes_its_trials(tmp_path: Path) -
     assert metrics(runs[1]) == metrics(ordinary)
 
 
+@pytest.mark.nightly
 def test_a_search_ends_a_trial_that_is_worse_than_the_others(tmp_path: Path) -> None:
     folder, experiment = tmp_path / "sweep", tmp_path / "line.py"
     folder.mkdir()

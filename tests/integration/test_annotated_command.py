@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from helpers import run
 
 EXPERIMENT = '''"""A linen layer with logical names."""
@@ -40,6 +41,7 @@ def build(config):
 '''
 
 
+@pytest.mark.nightly
 def test_the_table_says_which_specs_came_from_annotations(tmp_path: Path) -> None:
     config = tmp_path / "layer.py"
     config.write_text(EXPERIMENT)

@@ -401,6 +401,7 @@ def test_a_table_gives_the_learning_rate_of_the_largest_batch_not_above(
     assert resolved(tmp_path / "run")["learning_rate"] == 0.125
 
 
+@pytest.mark.nightly
 def test_eager_steps_give_the_same_losses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,6 +418,7 @@ def test_eager_steps_give_the_same_losses(
     np.testing.assert_allclose(eager, jitted, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_newest_and_the_best_checkpoints_are_kept_also_by_a_resumed_run(
     tmp_path: Path,
@@ -500,6 +502,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(tmp_path: Pat
         assert message in found["reason"]
 
 
+@pytest.mark.nightly
 def test_what_the_message_of_a_loss_that_is_not_finite_advises_works(tmp_path: Path) -> None:
     line = "    y = jax.numpy.log(y)"  # of 3 * x + 2, which is negative for some x
     changes = ("import numpy", "import jax\nimport numpy"), ("= batch\n", f"= batch\n{line}\n")
@@ -564,6 +567,7 @@ def test_linear_regression_finds_slope_and_offset() -> None:
     assert error and 0.005 < float(error[1]) < 0.015
 
 
+@pytest.mark.nightly
 def test_mnist_learns_in_one_epoch(mnist: Path, tmp_path: Path) -> None:
     ended = run(MNIST, "--data-dir", mnist, "--workdir", tmp_path, "--epochs", 1)
     assert ended.returncode == 0, ended.stderr

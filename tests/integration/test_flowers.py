@@ -274,6 +274,7 @@ def test_loss_and_gradients_of_all_stages_are_equal_on_1_and_8_devices(
 # -- the command -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_learns_evaluates_and_predicts(
     pictures: Path, tmp_path: Path, shallow: None, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ def trained(workdir: Path, *options: object) -> list[float]:
     return [line[name] for line in lines for name in ("critic_loss", "generator_loss")]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_both_models_learn_and_resume_with_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -75,6 +75,7 @@ def test_a_trained_model_is_written_back_with_the_names_of_the_file(tmp_path: Pa
         np.testing.assert_array_equal(written[name], array)
 
 
+@pytest.mark.nightly
 def test_the_command_trains_and_exports(tmp_path: Path) -> None:
     """With the vocabulary of the published files, for which the file's own map is."""
     for name in ("train", "val"):

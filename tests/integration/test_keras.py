@@ -559,6 +559,7 @@ def test_the_error_for_a_keras_model_instance_says_how_to_fix_it() -> None:
 MNIST_KERAS = REPOSITORY / "experiments" / "mnist_keras.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_mnist_learns_in_one_epoch(mnist: Path, tmp_path: Path) -> None:
     options = (

@@ -131,6 +131,7 @@ def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
     assert len(specs) == 2 and set(map(str, specs.values())) == {"P(None, 'fsdp')"}
 
 
+@pytest.mark.nightly
 def test_a_state_that_is_not_finite_is_saved(tmp_path: Path) -> None:
     """Keras takes the first value as the best one, also if it is infinite."""
 
@@ -146,6 +147,7 @@ def test_a_state_that_is_not_finite_is_saved(tmp_path: Path) -> None:
     assert watch.best == -np.inf and watch.wait == 2
 
 
+@pytest.mark.nightly
 def test_callbacks_get_the_epoch_of_the_history(tmp_path: Path) -> None:
     """Where batches reach over the ends of epochs, and after a resume within one."""
     begun, ended = list[int](), list[int]()
@@ -175,6 +177,7 @@ def test_callbacks_get_the_epoch_of_the_history(tmp_path: Path) -> None:
     assert files == [f"{number}.weights.h5" for number in (1, 2, 3, 4)]
 
 
+@pytest.mark.nightly
 def test_the_best_values_are_restored(tmp_path: Path) -> None:
     stop = keras.callbacks.EarlyStopping(
         "loss", patience=1, min_delta=9.0, restore_best_weights=True

@@ -208,7 +208,11 @@ def refusal(program: Any, args: Any, mesh: Mesh) -> str:
 @pytest.mark.parametrize(
     ("name", "meshes"),
     [
-        *(pytest.param(name, MESHES, id=name) for name in PROGRAMS if name not in RECURRENT),
+        *(  # every second one is left to the night: most differ in a size or a stride
+            pytest.param(name, MESHES, marks=[pytest.mark.nightly] * (number % 2), id=name)
+            for number, name in enumerate(PROGRAMS)
+            if name not in RECURRENT
+        ),
         *(
             pytest.param(name, AT_NIGHT, marks=pytest.mark.nightly, id=f"{name}, at night")
             for name in PROGRAMS

@@ -132,6 +132,7 @@ def test_a_plan_is_kept_where_what_tries_its_advice_falls(tmp_path: Path) -> Non
     assert found["error"] == "planning for gpu:h100:1x8 ended with code 7, see above"
 
 
+@pytest.mark.nightly
 def test_an_experiment_that_ends_the_process_is_reported(tmp_path: Path) -> None:
     ends = tmp_path / "ends.py"
     ends.write_text(FALLS.replace("BUILT.append(config)", "raise SystemExit(0)"))

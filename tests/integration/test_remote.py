@@ -377,6 +377,7 @@ def test_a_full_disk_leaves_no_torn_line(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(tmp_path)] == [1, 3]
 
 
+@pytest.mark.nightly
 def test_checkpoints_of_a_local_run_are_uploaded(tmp_path: Path) -> None:
     uploads = "callbacks=[UploadCheckpoints('gs://bucket/copies')],\n        model="
     config = small_experiment(

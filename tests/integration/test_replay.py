@@ -55,6 +55,7 @@ def test_a_step_is_made_again_on_the_same_devices_and_on_others(
     assert contents(run) == before  # the run is only read
 
 
+@pytest.mark.nightly
 def test_a_replay_says_if_its_first_parameters_may_be_others(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

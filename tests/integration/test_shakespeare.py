@@ -281,6 +281,7 @@ def test_what_cannot_be_written() -> None:
             gpt.writer(config(**{"prompt": ("a",), **changes}), vocabulary)
 
 
+@pytest.mark.nightly
 def test_the_loss_is_of_the_tokens_that_count() -> None:
     model = Transformer(gpt.shape(gpt.PRESETS["tiny"], vocabulary=5), rngs=nnx.Rngs(0))
     tokens = jnp.array([[0, 1, 2, 3], [4, 3, 2, 1]])

@@ -118,6 +118,7 @@ def test_the_arrays_have_the_shapes_of_the_tiny_preset(default: StrategyRun) -> 
 DAILY = ("fully_sharded",)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "row",
     [

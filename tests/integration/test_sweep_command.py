@@ -23,6 +23,7 @@ def sweep(*options: object, config: Path = DIGITS) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.nightly
 def test_a_sweep_compares_its_trials_and_names_those_that_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(params["offset"], 2, atol=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_page_of_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("objectives.md"))
@@ -127,6 +128,7 @@ def test_the_page_of_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert shown == found["result"].validation.keys()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_page_of_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("fine-tuning.md"))
@@ -327,11 +329,11 @@ def test_every_command_that_installs_names_extras_that_exist() -> None:
     extras = {*project["optional-dependencies"]}
     named: set[str] = set()
     for page in PAGES_THAT_INSTALL:
-        for found in re.findall(r"'(?:spmdtrain|\.)\[([a-z0-9,]+)\]'", page.read_text()):
+        for found in re.findall(r"'(?:spmdtrain|\.)\[([a-z0-9,-]+)\]'", page.read_text()):
             named |= {*found.split(",")}
     assert len(named) > 10 and named <= extras
     (listed,) = re.findall(r"The extras are (.*?) for what", (DOCS / "../README.md").read_text())
-    assert {*re.findall(r"`(\w+)`", listed)} == extras - {"dev", "docs"}
+    assert {*re.findall(r"`([\w-]+)`", listed)} == extras - {"dev", "docs"}
 
 
 @pytest.mark.slow
@@ -344,6 +346,7 @@ def test_an_extra_is_added_where_the_package_is_installed() -> None:
     assert "spmdtrain[keras] in" in found.stdout and "keras" in found.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_generation_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("python.md"))

@@ -331,6 +331,7 @@ def test_in_bfloat16_the_sum_is_rounded_and_not_its_terms(options: dict[str, Any
 # -- runs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_only_the_factors_are_trained_from_the_loss_of_the_base_model() -> None:
     made, plain = trainer(lora()), trainer(lambda rngs: Net(rngs))
@@ -345,6 +346,7 @@ def test_only_the_factors_are_trained_from_the_loss_of_the_base_model() -> None:
     assert len(named_leaves(state.opt_state[0].mu)) == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_trains_saves_and_resumes_the_factors_alone(base: str, tmp_path: Path) -> None:
     def made(name: str, **options: Any) -> Trainer:

@@ -111,6 +111,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_flipped_bit_is_harmless_or_noticed(
     saved: Path, load: Callable[[Path], TrainState], tmp_path: Path

@@ -308,6 +308,7 @@ def random_state(steps: RunFunctions) -> TrainState:
     return state
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("saved_as", ["one device", "fsdp=8", "fsdp=2 tensor=4", "both in one dim"])
 def test_every_layout_of_the_state_is_restored_from_every_other(
@@ -1104,6 +1105,7 @@ def test_the_same_run_sees_that_the_arrays_are_gone(unevaluated: Run) -> None:
         trainer(unevaluated.workdir).fit((X, Y), steps=6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -96,6 +96,7 @@ def for_good(seen: Sequence[CheckpointRecord], of: Retention) -> list[int]:
     return kept
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(saves(), retentions)
@@ -203,6 +204,7 @@ def loss_at(step: int) -> float | None:
     return lowest.get(step, None if step % 3 == 0 else 1.0 + abs(step - 26) / 10)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_fifty_saves_leave_the_newest_and_the_best_alone(tmp_path: Path) -> None:
     folder, retention = tmp_path / "checkpoints", Retention(latest=3, best=2)
@@ -255,6 +257,7 @@ def worse_and_worse(workdir: Path, steps: int, **options: Any) -> list[int]:
     return saved_steps(workdir)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_saves_of_a_run_that_gets_worse_leave_n_and_m(tmp_path: Path) -> None:
     options = {"eval_every_steps": 4}

@@ -79,6 +79,7 @@ SETTINGS: dict[str, tuple[AbstractContextManager[Any], str]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -313,6 +314,7 @@ def test_a_fork_and_resume_anyway_print_what_a_resume_refuses(
         ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("of_keras", [True, False])
 def test_an_optimizer_of_keras_is_known_by_its_class_and_arguments(
@@ -413,6 +415,7 @@ def test_changed_functions_of_a_loop_are_printed_by_their_use(
     assert found == ["code of init", "code of step"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_numbers_in_64_bits_are_the_data_that_a_step_computes_with(tmp_path: Path) -> None:
     wide = (X.astype(np.float64), Y.astype(np.float64))

@@ -91,7 +91,7 @@ def run(folder: Path, *options: str, script: bool = False) -> tuple[int, str]:
     [
         "package.inner.experiment",
         pytest.param("package/inner/experiment.py", marks=pytest.mark.nightly),
-        "./package/inner/experiment.py",
+        pytest.param("./package/inner/experiment.py", marks=pytest.mark.nightly),
         pytest.param("small", marks=pytest.mark.nightly),
     ],
 )
@@ -109,6 +109,7 @@ def test_an_experiment_of_a_package_may_import_its_siblings(name: str, folder: P
     assert ended.returncode == 0, ended.stderr  # it finds the file again, and imports it alike
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_installed_command_finds_modules_of_its_folder_as_well(folder: Path) -> None:
     for name in ("package.inner.experiment", "small", "with-dash"):

@@ -205,6 +205,7 @@ def zeros_behind(begin: bytes, blocks: int) -> bytes:
     return b"\x1f\x8b\x08" + bytes(7) + parts[0] + parts[1] * blocks + end
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("declared", "blocks", "says"),

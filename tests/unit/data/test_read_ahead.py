@@ -186,6 +186,7 @@ class Ends(Rows):
         os.execv("/bin/true", ["true"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [0, pytest.param(40, marks=pytest.mark.nightly)])
 def test_a_process_that_ends_with_code_0_is_named(example: int) -> None:

@@ -186,6 +186,7 @@ def train(
     return {name: np.asarray(leaf) for name, leaf in named_leaves(trainer.state.params).items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["moved", pytest.param("cut short", marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_files_that_vanish_in_mid_epoch_are_named_and_the_run_resumes(
@@ -465,6 +466,7 @@ def as_stream(path: Path) -> Any:
     return grain.MapDataset.source(text(path)).to_iter_dataset(grain.ReadOptions(1, 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("read", "options"),
     [(text, {}), (text, {"data_workers": 1}), (as_mixture, {}), (as_stream, {})],

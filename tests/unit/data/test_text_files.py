@@ -295,6 +295,7 @@ def test_a_file_that_changes_or_is_removed_is_named(tmp_path: Path) -> None:
 # -- in a bucket -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_files_in_a_bucket_are_copied_once(cache: Path) -> None:
     code = """

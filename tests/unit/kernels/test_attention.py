@@ -147,6 +147,7 @@ def test_the_kernel_has_the_numbers_of_xla_on_a_mesh(name: str) -> None:
         check_equal(found, value_and_gradients("xla", query, key, value, **options), name)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 200])
 def test_the_kernel_has_the_numbers_of_xla_in_several_blocks(window: int | None) -> None:
@@ -158,6 +159,7 @@ def test_the_kernel_has_the_numbers_of_xla_in_several_blocks(window: int | None)
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_computed_by_each_device() -> None:
     query, key, value, _ = some(128, 3, 3, rows=1)
@@ -294,7 +296,7 @@ def wanted() -> dict[str, np.ndarray]:
             *("splash", {"remat": "attention"}),
             marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             "splash",
             {
                 "strategy": "hybrid",
@@ -302,6 +304,7 @@ def wanted() -> dict[str, np.ndarray]:
                 "collectives": CollectiveOptions(reduction="hierarchical"),
                 "microbatches": 2,
             },
+            marks=pytest.mark.nightly,
         ),
         ("splash", {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)}),
         pytest.param(

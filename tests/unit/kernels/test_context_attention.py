@@ -67,7 +67,7 @@ def placement(sizes: tuple[int, ...], method: ContextMethod | None) -> Placement
             method,
             case,
             id=f"{method} {case[0]} {case[4]}",
-            marks=[pytest.mark.nightly] * (method != "ring" and number > 0),
+            marks=[pytest.mark.nightly] * (number > (1 if method == "ring" else 0)),
         )
         for method in METHODS
         for number, case in enumerate(CASES)
@@ -96,6 +96,7 @@ def test_split_tokens_mix_what_whole_sequences_do(method: ContextMethod, case: A
         np.testing.assert_allclose(one, other, atol=2e-6 * np.abs(other).max())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_ring_in_blocks_of_queries_has_the_numbers_of_whole_sequences(
     monkeypatch: pytest.MonkeyPatch,
@@ -114,6 +115,7 @@ def test_no_rows_give_no_rows(method: ContextMethod) -> None:
         assert attention(none, none, none, causal=True).shape == none.shape
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_scale_may_be_a_parameter() -> None:
     query, key, value = np.random.default_rng(0).normal(size=(3, 2, 16, 4, 8)).astype("f")
@@ -158,6 +160,7 @@ def losses(sizes: tuple[int, ...], method: ContextMethod | None, **options: Any)
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "method", "options"),

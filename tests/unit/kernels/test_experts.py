@@ -109,11 +109,13 @@ def check_equals_dense(
     return float(found.overflow)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_split_experts_are_those_of_a_dense_layer_under_skew() -> None:
     assert check_equals_dense({"expert": 2}, skew=8, capacity_factor=1.25) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_experts_in_bfloat16_compile_on_cpus_that_split_their_dims() -> None:
     """XLA's CPU compiler aborts at 16-bit sums over a part of the axes: the worker would crash."""
@@ -121,6 +123,7 @@ def test_experts_in_bfloat16_compile_on_cpus_that_split_their_dims() -> None:
     assert check_equals_dense(sizes, 8, 1.25, jnp.bfloat16, tolerance=0.02) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "skew", "capacity_factor", "overflow"),
@@ -152,6 +155,7 @@ def test_the_reference_for_analyses_is_the_same_layer() -> None:
     np.testing.assert_allclose(found[1].output, wanted[1].output, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_without_normalize_the_probabilities_of_all_experts_weight_the_output() -> None:
     x, logits, weights, _ = arrays(0)
@@ -163,6 +167,7 @@ def test_without_normalize_the_probabilities_of_all_experts_weight_the_output() 
     np.testing.assert_allclose(one, other * total, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_batch_that_does_not_divide_over_the_axis_has_the_same_output() -> None:
     x, logits, weights, _ = arrays(0)
@@ -349,6 +354,7 @@ RUNS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.nightly  # a drill compares the losses of experts in several processes
 def test_a_run_on_any_devices_for_experts_has_the_losses_of_one_device(tmp_path: Path) -> None:

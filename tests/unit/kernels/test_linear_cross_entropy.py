@@ -78,6 +78,7 @@ def test_values_and_gradients_are_those_of_whole_logits(chunks: int | None) -> N
     assert_equal(computed(chunks=chunks), (by_hand(ARRAYS), gradients))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_logits_of_16_bits_differ_by_their_rounding(chunks: int) -> None:

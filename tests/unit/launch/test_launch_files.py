@@ -24,6 +24,7 @@ import jsonschema
 import pytest
 import yaml  # type: ignore[import-untyped]
 from helpers import BOUND, REPOSITORY, environment, metrics, saved_steps, status
+from packaging.specifiers import SpecifierSet
 
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_tf_config
@@ -977,8 +978,21 @@ def test_sky_s_machines_are_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert options.coordinator == "10.0.0.7:2222"
         assert (options.processes, options.process_id) == (count, rank)
         assert command.config.workdir == "s3://my-bucket/a b"
-    (installed,) = re.findall(r"pip install --quiet '\.\[(.*)\]'", task["setup"])
-    assert {*installed.split(",")} <= EXTRAS.keys()
+
+
+def test_sky_s_machines_install_a_python_that_is_new_enough(tmp_path: Path) -> None:
+    # Theirs may be 3.10, and SkyPilot always puts uv there.
+    (tmp_path / ".local").mkdir()
+    stand_in(tmp_path / ".local" / "bin", "uv", NOTES)
+    done = bash("-c", load(SKYPILOT)["setup"], env=outside(tmp_path, HOME=tmp_path))
+    assert done.returncode == 0, done.stderr
+    made, filled = said(tmp_path)
+    assert made == f"uv venv --quiet --allow-existing --python 3.12 {tmp_path}/spmdtrain"
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert SpecifierSet(project["requires-python"]).contains("3.12")
+    start = f"uv pip install --quiet --python {tmp_path}/spmdtrain .["
+    assert filled.startswith(start)
+    assert {*filled.removeprefix(start).removesuffix("]").split(",")} <= EXTRAS.keys()
 
 
 @pytest.mark.parametrize(

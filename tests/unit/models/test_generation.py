@@ -125,6 +125,7 @@ def test_draws_do_not_depend_on_the_other_prompts_or_on_where_a_text_was_interru
     assert other_seed[0].tolist() != alone.tolist()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_stop_token_ends_its_row_alone() -> None:
     model = small()
@@ -136,6 +137,21 @@ def test_a_stop_token_ends_its_row_alone() -> None:
     assert ends[0] < 40 and 40 in ends
 
 
+@pytest.mark.nightly
+def test_a_function_of_the_new_tokens_ends_its_row_alone() -> None:
+    whole, other = lists(generate(small(), PROMPTS[:2], greedy(100)))
+    seen: list[list[int]] = []
+
+    def stops(added: np.ndarray) -> bool:
+        seen.append(added.tolist())
+        return added.tolist() == whole[: len(added)] and len(added) > 32
+
+    short, full = lists(generate(small(), PROMPTS[:2], greedy(100, stop_when=stops)))
+    assert full == other and short == whole[: len(short)] and 32 < len(short) <= 64
+    assert short in seen and not any(text == whole for text in seen)
+
+
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_text_arrives_in_pieces_and_row_by_row() -> None:
     pieces = list(stream(small(), PROMPTS[:2], greedy(70)))
@@ -192,6 +208,7 @@ def test_every_strategy_writes_the_same(options: Any) -> None:
     assert lists(texts) == whole_window(on_one, PROMPTS, 30, slide=5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_cache_is_split_and_never_gathered() -> None:
     trainer = Trainer(
@@ -253,6 +270,7 @@ def test_draws_have_the_filtered_probabilities() -> None:
     np.testing.assert_allclose([(drawn == x).mean() for x in top], expected, atol=0.03)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_lower_precision_is_a_choice() -> None:
     texts = generate(small(), PROMPTS[:1], greedy(5, dtype="bfloat16"))
@@ -277,6 +295,7 @@ def test_lower_precision_is_a_choice() -> None:
         ({"stop_tokens": [0.5]}, "stop token 0.5: tokens are integers"),
         ({"stop_tokens": 0}, "stop_tokens is 0: give a tuple"),
         ({"max_new_tokens": 3.0}, "max_new_tokens is 3.0: it must be 1 or more, an integer"),
+        ({"stop_when": "end"}, "stop_when is 'end': give a function"),
         ({"seed": 0.5}, "seed is 0.5: it must be an integer"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"temperature": "hot"}, "temperature is 'hot': it must be a number"),

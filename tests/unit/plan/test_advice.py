@@ -185,6 +185,7 @@ def test_a_sum_over_one_axis_and_then_over_another_is_not_one_for_each_use(text:
     assert not [one.finding for one in found if "reduced" in one.finding]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_names_options_that_make_it_fit(text: Path) -> None:
     options = ("--width", 8192, "--layers", 8, "--heads", 32, "--data-dir", text)

@@ -236,6 +236,7 @@ def test_malformed_and_forged_files_give_a_page_with_a_note(
     assert base64.b64encode(png(99)).decode() not in content["main"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [7, "x", [[1]], {"a": {"b": [1]}}, True, None, 1e308])
 def test_fields_of_any_type_give_a_page(wrong: object, tmp_path: Path) -> None:

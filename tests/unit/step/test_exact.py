@@ -102,6 +102,7 @@ def state_digest(of: Trainer) -> str:
     return hashlib.sha256(b"".join(np.asarray(x).tobytes() for _, x in leaves)).hexdigest()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_dropout_clipping_and_adam_have_one_hash_and_without_exact_several() -> None:
     few = "one device", "eight devices", "fully_sharded"
@@ -147,6 +148,7 @@ def test_collectives_after_the_loop_of_the_update_depend_on_it() -> None:
     assert "while(" in text and not unordered_collectives(text)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_evaluation_has_the_bits_of_one_device_on_eight() -> None:
     """With values by row, padding rows, random numbers, and a sum of more digits than f32 has."""

@@ -196,7 +196,15 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            x, marks=[pytest.mark.nightly] * (x in ("adagrad", "adafactor", "nadam", "lion"))
+        )
+        for x in OPTIMIZERS
+    ],
+)
 def test_updates_are_those_of_the_keras_optimizer(name: str) -> None:
     keras.utils.set_random_seed(0)
     theirs, ours = dense(optimizer=OPTIMIZERS[name]()), dense(optimizer=OPTIMIZERS[name]())

@@ -217,6 +217,7 @@ def test_each_metric_is_that_of_keras_evaluate(kind: str, weighted: bool, device
         assert found[name] == in_f32(value), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "weighted", "devices"), CASES)
 def test_each_mean_of_an_epoch_is_that_of_keras_fit(
     kind: str, weighted: bool, devices: int

@@ -78,6 +78,7 @@ def outputs(draw: st.DrawFn) -> tuple[Any, Sums, np.ndarray | None, float]:
     return output, reference(values, weights, mask), mask, bound + 1e-30
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings
 @hypothesis.given(outputs())

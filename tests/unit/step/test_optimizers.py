@@ -137,6 +137,7 @@ def test_an_optimizer_of_the_table_equals_optax_on_eight_devices(code: str) -> N
     check_equal(trained(optimizer, strategy="mirrored"), plain(optimizer)[0], rtol)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "options"),
@@ -338,6 +339,7 @@ def test_the_average_of_a_schedule_free_part_leaves_other_parameters_as_they_are
     np.testing.assert_allclose(found["w"], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_schedule_free_run_is_evaluated_saved_and_resumed_with_its_average(
     tmp_path: Path,
@@ -387,6 +389,7 @@ def test_the_rate_includes_the_scale_of_a_plateau_and_the_step_of_a_line_search(
     assert 0 < line["learning_rate"] < 0.6 * base
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["inject_hyperparams", "monitor"])
 def test_a_state_that_changes_at_its_first_update_is_that_of_optax(kind: str) -> None:

@@ -208,6 +208,7 @@ def test_it_leaves_a_jitted_function_as_its_own_type() -> None:
 # -- the weighted mean -----------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(

@@ -146,6 +146,7 @@ def test_one_device_sends_along_a_tree_instead_of_an_all_reduce() -> None:
     assert len(sent) == 1 + len(permutes)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_name_stands_for_its_function() -> None:
     for options, function in (
@@ -164,6 +165,7 @@ def test_without_a_mesh_there_is_nothing_to_reduce() -> None:
     check_equal(gradients(tokens(reduction=never, strategy="default"), BATCH), expected())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_step_without_jit_reduces_too() -> None:
     check_equal(gradients(tokens(reduction=all_reduce, mesh=on(1), jit=False), BATCH), expected())
@@ -205,6 +207,7 @@ def test_a_reduction_gets_the_gradients_of_what_is_trained_and_the_axes_of_the_b
 # -- in the compiled step --------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_hierarchical_sends_between_replicas_each_device_s_part_alone() -> None:
     for microbatches in (1, 4):
@@ -432,6 +435,7 @@ def test_a_run_ends_with_the_refusal() -> None:
         of.fit(PAIRS, steps=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_small_gradients_do_not_vanish_in_float16() -> None:
     def found(**options: Any) -> np.ndarray:
@@ -579,7 +583,13 @@ def test_flattening_is_refused_if_it_would_change_the_result(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "objective", "why"), CHANGED)
+@pytest.mark.parametrize(
+    ("model", "objective", "why"),
+    [
+        pytest.param(*row, marks=[pytest.mark.nightly] * (n % 3 > 0))
+        for n, row in enumerate(CHANGED)
+    ],
+)
 def test_xla_reduces_them_if_flattening_would_change_the_result_and_says_why(
     model: Any, objective: Any, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_the_numbers_are_those_of_single_steps(tmp_path: Path, place: str) -> No
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(way))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_random_numbers_and_the_state_of_a_model_are_those_of_single_steps(tmp_path: Path) -> None:
     class Noisy(nnx.Module):
@@ -203,6 +204,7 @@ def test_fixed_loops_and_single_steps_make_the_same_run(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_small_steps_have_the_same_bits_wherever_a_dispatch_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -349,6 +351,7 @@ def test_speed_is_that_of_whole_dispatches(
 # -- what cannot be --------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_steps_that_are_not_compiled_are_made_one_by_one() -> None:
     with pytest.raises(UserError, match="jit is False"):
@@ -358,6 +361,7 @@ def test_steps_that_are_not_compiled_are_made_one_by_one() -> None:
     np.testing.assert_allclose(found.train["loss"], expected.train["loss"], rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_on_cpu_convolutions_of_several_steps_are_not_in_a_loop(
     capsys: pytest.CaptureFixture[str],
@@ -473,6 +477,7 @@ def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixtu
     assert len(finished) == 1, compiled
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "shape"),

@@ -143,6 +143,7 @@ def test_padding_rows_do_not_count_and_batches_are_added_up_in_f64() -> None:
     assert totals.result() == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path) -> None:
     trainer = make(1, workdir=str(tmp_path), global_batch_size=24, steps_per_dispatch=2)

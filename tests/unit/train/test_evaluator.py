@@ -324,6 +324,7 @@ def test_a_corrupted_checkpoint_is_skipped_once_and_hides_no_other(
     assert f"checkpoint {corrupted} is corrupted: " in output
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "steps"), [(1, [3, 4, 5, 6]), (5, [5, 6])])
 def test_evaluations_of_states_that_the_training_has_left_count_for_nothing(
@@ -608,6 +609,7 @@ def test_metrics_that_cannot_be_got_at_are_asked_for_again(
     assert f"{path} cannot be read: " in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_silence_is_broken_every_five_minutes(
     stage: Stage, capsys: pytest.CaptureFixture[str]
@@ -787,6 +789,7 @@ def evaluator(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_beside_a_training_that_keeps_but_one_checkpoint(tmp_path: Path) -> None:
     config, workdir = small_experiment(tmp_path), tmp_path / "run"

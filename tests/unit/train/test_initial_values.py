@@ -99,7 +99,13 @@ def trainer_of(model: Any, **options: Any) -> Trainer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.nightly] * (name in ("split", "narrow")))
+        for name, x in OPTIONS.items()
+    ],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_from_given_values_is_that_of_a_model_which_has_them(
     way: str, options: dict[str, Any]
@@ -355,6 +361,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_split_arrays_are_a_start_and_different_ones_are_refused() -> None:
     job = JOB.replace("TESTS", repr(str(TESTS)))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ from flax import linen, nnx
 from spmdtrain import (
     FunctionModel,
     LinenModel,
+    Stream,
     Trainer,
     UserError,
     export_predict,
@@ -183,7 +185,12 @@ def test_two_exports_have_the_same_bytes_and_no_path_of_this_machine(
 ) -> None:
     trainer, first = exported
     second = tmp_path / "second"
-    export_predict(trainer, str(second), BATCH, weights="beside", platforms=("cpu",), license="mit")
+    # The shapes are those of a batch, of a dataset or of a stream.
+    row = {"image": IMAGES[0], "label": LABELS[0]}
+    stream = Stream(lambda index, count: grain.MapDataset.source([row]).to_iter_dataset())
+    export_predict(
+        trainer, str(second), stream, weights="beside", platforms=("cpu",), license="mit"
+    )
     names = {path.name for path in first.iterdir()}
     assert names == {"predict.jax_export", "weights.npz", "export.json", "README.md"}
     for name in names:
@@ -296,6 +303,7 @@ def test_wrong_arguments_are_refused(exported: tuple[Trainer, Path], tmp_path: P
         ({"format": "pickle"}, "format is 'pickle'"),
         ({"platforms": ("cpu", "npu")}, "platforms is .*npu"),
         ({"platforms": ()}, "platforms is"),
+        ({"platforms": "cpu"}, "platforms is 'cpu': it must be a list"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"weights": "beside", "format": "onnx"}, "onnx files hold their own"),
         ({"license": "my own"}, "license is 'my own'"),

@@ -97,6 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [x if x == "threads" else pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS]
