@@ -504,13 +504,13 @@ def request_without(task: str) -> None:
 
 
 def wants_refused_processes() -> bool:
-    """Returns whether the launcher asks with which numbers of processes the job cannot go on."""
+    """Returns whether the launcher asks with which numbers of processes the job cannot continue."""
     folder = os.environ.get(LAUNCH)
     return folder is not None and (Path(folder) / _REFUSED).exists()
 
 
 def write_refused_processes(reasons: Mapping[int, str]) -> None:
-    """Tells the launcher with which numbers of processes the job cannot go on, and why."""
+    """Tells the launcher with which numbers of processes the job cannot continue, and why."""
     _replace(Path(os.environ[LAUNCH]), _REFUSED, json.dumps(reasons))
 
 
@@ -626,7 +626,7 @@ def ask_for_refused_processes(folder: str | os.PathLike[str]) -> None:
 
 
 def refused_processes(folder: str | os.PathLike[str]) -> dict[int, str]:
-    """Returns the numbers of processes with which the job cannot go on, and why.
+    """Returns the numbers of processes with which the job cannot continue, and why.
 
     It is empty before the job has said so.
     """

@@ -75,7 +75,7 @@ def _check(options: Options) -> None:
     if options.ps:
         raise UserError(
             f"--min-processes is {least}, and with --ps workers are restarted one by one while the "
-            "others go on: leave --min-processes out"
+            "others continue: leave --min-processes out"
         )
     if least >= options.processes:
         raise UserError(

@@ -162,6 +162,6 @@ def _end(line: socket.socket, message: dict[str, Any]) -> None:
 if __name__ == "sitecustomize" and SPARE in os.environ:
     try:
         hold(json.loads(os.environ.pop(SPARE)))
-    except BaseException as error:  # Python would go on to the command
+    except BaseException as error:  # Python would continue to the command
         sys.excepthook(type(error), error, error.__traceback__)
         os._exit(1)

@@ -5,13 +5,14 @@ import math
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.distributed.progress import (
+    TASK,
     HangTimer,
     IdleTimer,
     Phase,
@@ -33,9 +34,8 @@ from spmdtrain.launch.child import (
     is_killed,
     root_cause,
 )
-from spmdtrain.launch.places import Places
 from spmdtrain.launch.spare import Imports, Spares
-from spmdtrain.launch.task_env import EVALUATOR, tf_configs
+from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks
 
 # -- Options of the command `python -m spmdtrain.launch` -------------------------------------------
 
@@ -61,10 +61,10 @@ class Options:
     max_restarts: int = 3
     """Largest number of restarts without a new checkpoint between them."""
     warm_spares: int = 0
-    """Number of spare processes, which have imported what a task imports: a restart goes on in
+    """Number of spare processes, which have imported what a task imports: a restart continues in
     them. One for each process makes the restart of a whole job warm."""
     min_processes: int | None = None
-    """Smallest number of processes with which the job goes on when others are killed, with the
+    """Smallest number of processes with which the job continues when others are killed, with the
     same global batch size. Lost ones are taken in again some seconds later, at a saved step. By
     default the job is restarted with all."""
     hang_timeout: float | None = None
@@ -82,7 +82,7 @@ _STEPS_OF_START = 2  # steps after which a start has ended, and its compilations
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
 _REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
-_KILLED_TIMEOUT = 0.2  # the same after a task was killed, if they can go on in warm spares
+_KILLED_TIMEOUT = 0.2  # the same after a task was killed, if they can continue in warm spares
 _LOADER_FAILURE = 127  # exit code of glibc if it cannot allocate the thread-local data of a library
 
 
@@ -97,7 +97,7 @@ class Outcome:
     without: str | None = None
     """The task to leave out of the next attempt, because one of its devices is faulty."""
     lost: Sequence[str] = ()
-    """Tasks that were killed or stopped from outside, so that the others may go on without them."""
+    """Tasks that were killed or stopped from outside, so that the others may continue without them."""
 
     @property
     def may_restart(self) -> bool:
@@ -141,7 +141,7 @@ class Launcher:
         self._spares = None if imports is None else self._make_spares(imports)
         self.evaluator = EvaluatorTask(self) if options.evaluator else None
         self._first_step: int | None = None  # of the chief in this attempt
-        self._takes_back = False  # whether the tasks are asked to end, to go on in all places
+        self._takes_back = False  # whether the tasks are asked to end, to continue in all places
         self._makes_steps = False
 
     def _make_spares(self, imports: Imports) -> Spares:
@@ -199,7 +199,7 @@ class Launcher:
         return self._finish(outcome)
 
     def _next(self, outcome: Outcome, restarts: Restarts) -> tuple[float | None, str]:
-        """Decides how the job goes on after an attempt.
+        """Decides how the job continues after an attempt.
 
         Returns the seconds to wait before the next attempt, None if there is none, and what to say.
         """
@@ -208,12 +208,12 @@ class Launcher:
             return None, ""
         if outcome.code == ExitCode.BAD_INPUT and places.is_reduced:
             places.refuse()
-            return 0.0, f"goes on with {self._numbers()}"
+            return 0.0, f"continues with {self._numbers()}"
         if not outcome.may_restart:
             return None, ""
         if self._takes_back and outcome.code == ExitCode.PREEMPTED:
             places.take_back()
-            return 0.0, f"goes on with {self._numbers()}"
+            return 0.0, f"continues with {self._numbers()}"
         wait = restarts.next(outcome.saved, after_rollback=outcome.without is not None)
         if wait is None:
             return None, f"no restarts left of {restarts.limit}"
@@ -229,7 +229,7 @@ class Launcher:
         fewer = places.processes - len(outcome.lost)
         why = refused.get(fewer, f"min_processes is {self.options.min_processes}")
         places.take_back()
-        return wait, f"{restarts.note(wait)} with all, because {fewer} cannot go on: {why}"
+        return wait, f"{restarts.note(wait)} with all, because {fewer} cannot continue: {why}"
 
     def _numbers(self) -> str:
         """Returns how many processes the job has, such as `2 of 4 processes`."""
@@ -489,6 +489,130 @@ class Launcher:
             self.log(f"the training has finished, but the evaluator failed: exit code {code}")
             return code
         return outcome.code
+
+
+# -- The places of the processes of a job, some of which may be lost for a while -------------------
+
+_AWAY = 10.0  # seconds until a lost place is used again; doubled each time that it is lost
+_LONGEST_AWAY = 300.0
+
+
+class Places:
+    """The places in which the processes of a job run, each with devices of its own.
+
+    A place is lost if its process is killed. The job then continues in the others: in as many as its
+    batch size and its model can be split over, and at least `minimum`. Lost places are used again
+    after some seconds.
+
+    Args:
+      environments: The environment of each task, without TF_CONFIG. The places have these names.
+      servers: Number of parameter servers.
+      minimum: Smallest number of training processes; None if the job needs all places.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Mapping[str, str]],
+        servers: int,
+        minimum: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._servers, self._minimum, self._clock = servers, minimum, clock
+        self._own = {n: env for n, env in environments.items() if n != EVALUATOR}
+        self._evaluator = {n: env for n, env in environments.items() if n == EVALUATOR}
+        self._back: dict[str, float] = {}  # lost places, and when each may be used again
+        self._times: dict[str, int] = {}  # how often each place was lost
+        self._refused: set[int] = set()  # numbers of processes that the run cannot have
+        self._used = list(self._own)
+
+    @property
+    def total(self) -> int:
+        """Number of training processes in all places."""
+        return len(self._own) - self._servers
+
+    @property
+    def processes(self) -> int:
+        """Number of training processes of the job as it is now."""
+        return len(self._used) - self._servers
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names of the training tasks and servers of the job as it is now."""
+        return training_tasks(self.processes, self._servers)
+
+    @property
+    def environments(self) -> dict[str, dict[str, str]]:
+        """The environment of each task of the job as it is now."""
+        own = zip(self.tasks, self._used, strict=True)
+        found = {task: {**self._own[place], TASK: task} for task, place in own}
+        return found | {name: dict(env) for name, env in self._evaluator.items()}
+
+    def leave_out(self, task: str) -> None:
+        """Uses the place of a task no more, because one of its devices is faulty.
+
+        Each later process takes the name of the one before it.
+        """
+        place = self._place_of(task)
+        self._back.pop(place, None)
+        del self._own[place]
+        self._used.remove(place)
+
+    def lose(self, tasks: Iterable[str], cannot: Iterable[int]) -> bool:
+        """Leaves out the places of lost tasks for a while; returns whether the job can continue.
+
+        If not, nothing changes. `cannot` has numbers of processes that the run refuses.
+        """
+        self._refused |= set(cannot)
+        lost = [self._place_of(task) for task in tasks]
+        left = [place for place in self._own if place not in {*lost, *self._back}]
+        if (used := self._largest(left)) is None:
+            return False
+        for place in lost:
+            self._times[place] = self._times.get(place, 0) + 1
+            away = min(_LONGEST_AWAY, _AWAY * 2.0 ** (self._times[place] - 1))
+            self._back[place] = self._clock() + away
+        self._used = used
+        return True
+
+    def refuse(self) -> bool:
+        """Notes that the run cannot have as many processes as it has now.
+
+        Returns whether it can continue with fewer; otherwise it gets all places again.
+        """
+        self._refused.add(self.processes)
+        left = [place for place in self._own if place not in self._back]
+        used = self._largest(left)
+        if used is None:
+            self.take_back()
+            return False
+        self._used = used
+        return True
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the job has fewer processes than places."""
+        return len(self._used) < len(self._own)
+
+    @property
+    def may_take_back(self) -> bool:
+        """Whether all lost places may be used again."""
+        return self.is_reduced and all(at <= self._clock() for at in self._back.values())
+
+    def take_back(self) -> None:
+        """Uses all places again."""
+        self._back.clear()
+        self._used = list(self._own)
+
+    def _largest(self, places: Sequence[str]) -> list[str] | None:
+        """Returns the places that the job uses of those given; None if it cannot continue."""
+        least = math.inf if self._minimum is None else self._minimum
+        for count in range(len(places), 0, -1):
+            if count >= least and count not in self._refused:
+                return list(places[:count])
+        return None
+
+    def _place_of(self, task: str) -> str:
+        return self._used[self.tasks.index(task)]
 
 
 # -- The evaluator task of a job -------------------------------------------------------------------

@@ -40,7 +40,7 @@ _NEEDS = (
 
 @dataclass(frozen=True)
 class Imports:
-    """What a spare of a command imports."""
+    """The modules that a spare of a command imports, and how."""
 
     modules: Sequence[str]
     path: str

@@ -168,7 +168,11 @@ class DecodingPrograms:
 
 
 def placement_of_values(values: PyTree) -> Placement:
-    """Returns a placement on the mesh of the arrays; without a mesh if it is not a run's mesh."""
+    """Returns a placement on the mesh of the arrays; without a mesh if it is not a run's mesh.
+
+    Args:
+      values: Arrays of a model, of which the first decides.
+    """
     sharding = getattr(jax.tree.leaves(values)[0], "sharding", None)  # NumPy arrays have none
     mesh = getattr(sharding, "mesh", None)
     is_of_run = mesh is not None and {*BATCH_AXES, "tensor"} <= set(mesh.axis_names)

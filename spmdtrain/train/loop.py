@@ -70,13 +70,7 @@ from spmdtrain.train.loop_checks import (
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.run_logger import RunLogger, is_pending, next_batch
 from spmdtrain.train.schedule import Due
-from spmdtrain.train.session import (
-    Boundary,
-    RunSession,
-    check_best,
-    publish_refused_processes,
-    terminal_of,
-)
+from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
 from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.tree import with_own_containers
 from spmdtrain.xla.compiler import options_for_one_run
@@ -266,8 +260,6 @@ class Loop:
         refuse_evaluator("a Loop")
         configure_backend(config)
         self.placement = make_placement(config)
-        if process_group.count() > 1:
-            publish_refused_processes(config)
         self.config = resolve(config, batch_shards=self.placement.batch_shards)
         self.terminal = terminal or terminal_of(config)
         self.step = 0

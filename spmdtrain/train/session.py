@@ -220,10 +220,10 @@ def _largest_batch(config: RunConfig, size: int) -> str:
     return f"give {option('global_batch_size', largest)}, or " if largest else ""
 
 
-def publish_refused_processes(config: RunConfig) -> None:
-    """Tells a launcher that asks for it with which fewer processes the job could not go on.
+def _publish_refused_processes(config: RunConfig) -> None:
+    """Tells a launcher that asks for it with which fewer processes the job could not continue.
 
-    `config` is the configuration as the user gave it. All processes call it.
+    All processes call it.
     """
     if not progress.wants_refused_processes():
         return
@@ -234,12 +234,7 @@ def publish_refused_processes(config: RunConfig) -> None:
 
 
 def _fewer_processes_problem(config: RunConfig, processes: int) -> str | None:
-    """Returns why a run cannot go on with so many of its processes; None if nothing is known."""
-    if config.batch_size_per_device is not None:
-        return (
-            f"batch_size_per_device is {config.batch_size_per_device}, so the global batch size "
-            "would change: give global_batch_size"
-        )
+    """Returns why a run cannot continue in its first processes; None if nothing is known."""
     left = [device for device in jax.devices() if device.process_index < processes]
     try:
         with abstract_devices(left):
@@ -421,6 +416,8 @@ class RunSession:
             stack.callback(train.close)
         data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
         total = check_inputs(config, train, data, trained, callbacks)
+        if process_group.count() > 1:
+            _publish_refused_processes(config)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
         identity = identity_of(config, train, trained, functions or {})

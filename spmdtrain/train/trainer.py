@@ -77,13 +77,7 @@ from spmdtrain.train.executor import (
 from spmdtrain.train.metrics_reader import MetricsReader, add_advice
 from spmdtrain.train.run_logger import Metrics, Written, checked_media
 from spmdtrain.train.schedule import Epochs, FitResult
-from spmdtrain.train.session import (
-    Boundary,
-    RunSession,
-    check_best,
-    publish_refused_processes,
-    terminal_of,
-)
+from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
 from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, values_source
 
 PyTree = Any
@@ -713,8 +707,6 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._access.fitting())
             self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
-            if process_group.count() > 1:
-                publish_refused_processes(config)
             config = resolve(config, batch_shards=self.placement.batch_shards)
             stack.enter_context(use_placement(self.placement))
             run = RunSession.open(

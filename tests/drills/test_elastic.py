@@ -1,4 +1,4 @@
-"""A job that goes on in fewer processes, and takes the lost ones in again."""
+"""A job that continues in fewer processes, and takes the lost ones in again."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_a_lost_process_is_left_out_and_taken_in_again_with_the_same_bits(
     after = launched.said[launched.said.index(lost[0]) + 1 :]
     asked = "4 processes are possible again: asked the tasks to save and exit within 120 s"
     assert after[0] == asked, launched.output
-    assert re.fullmatch(r".* was preempted and saved .*; goes on with 4 processes", after[1])
+    assert re.fullmatch(r".* was preempted and saved .*; continues with 4 processes", after[1])
     assert after[2:] == ["finished"], launched.output
     counts = re.findall(r"\] (\d) x cpu of", launched.output)
     assert counts == ["4", "2", "4"], launched.output  # `exact` needs a power of two
@@ -64,6 +64,6 @@ def test_a_number_of_processes_that_the_run_refuses_gives_it_all_again(tmp_path:
     assert launched.code == 0, launched.output
     (number,) = (n for n, text in enumerate(launched.said) if "; restart " in text)
     assert launched.said[number].endswith("; restart 1 of 3 at once with 1 of 2 processes")
-    refused = r"chief ended \(code 2\): .*global_batch_size.*; goes on with 2 processes"
+    refused = r"chief ended \(code 2\): .*global_batch_size.*; continues with 2 processes"
     assert re.fullmatch(refused, launched.said[number + 1]), launched.output
     assert launched.said[number + 2 :] == ["finished"], launched.output

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from spmdtrain.launch.command import main
-from spmdtrain.launch.places import Places
+from spmdtrain.launch.launcher import Places
 from spmdtrain.launch.task_env import environments_of, training_tasks
 
 
