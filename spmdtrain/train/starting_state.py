@@ -20,7 +20,7 @@ from spmdtrain.checkpoints.listing import (
     find,
     list_for_all,
 )
-from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, read_positions
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.restore import (
     BaseWeights,
     Loaded,
@@ -256,7 +256,7 @@ def _load(
 def _continued(run: RunSession, trained: Trainable, loaded: Loaded, label: str) -> TrainState:
     """Restores the records of a checkpoint, prints what changed, and returns its state."""
     log, saved, state = run.logger.terminal.line, loaded.manifest, loaded.state
-    run.stream_progress.record(saved.step, read_positions(loaded.folder, saved.stream))
+    run.stream_progress.record(saved.step, loaded.source.read_positions(saved))
     run.epochs.restore(saved.epoch)
     run.callbacks.states.restore(saved.callbacks, log)
     run.start_is_evaluated = saved.metrics is not None and not saved.metrics_added
