@@ -148,7 +148,8 @@ def keywords() -> str:
 
 def _as_keyword(kind: str) -> str:
     kind = kind.replace("spmdtrain.config.options.", "")
-    kind = re.sub(r"^Union\[(\w+), (.+)\]$", r"\1 | \2", kind)
+    kind = re.sub(r"^Union\[(.+), NoneType\]$", r"Union[\1] | None", kind)
+    kind = re.sub(r"^Union\[(\w+), (.+\])\]", r"\1 | \2", kind)
     return re.sub(r"tuple\[(.+), \.\.\.\]", r"tuple[\1, ...] | list[\1]", kind)
 
 

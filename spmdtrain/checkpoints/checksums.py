@@ -144,11 +144,13 @@ def part_sum(leaf: Any, value: Any, shard: Any) -> PartSum:
     starts, counts = starts_of(shard.index), shard.replica_id == 0
     if process_group.count() == 1:
         return PartSum(value, starts, counts=counts)
-    return PartSum(value, starts, _holders(leaf.sharding, leaf.shape)[starts], counts)
+    return PartSum(value, starts, holders_of_parts(leaf.sharding, leaf.shape)[starts], counts)
 
 
 @functools.lru_cache(4096)
-def _holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
+def holders_of_parts(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Returns the processes that hold a copy of each part of an array, by the part's starts."""
     holders: dict[tuple[int, ...], set[int]] = {}
     parts: Mapping[Any, Any] = sharding.devices_indices_map(shape)

@@ -8,11 +8,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from etils import epath
 
-from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manifest, steps_in
+from spmdtrain.checkpoints.manifest import (
+    NAME,
+    CheckpointCorruptedError,
+    Manifest,
+    read_positions,
+    steps_in,
+)
+from spmdtrain.checkpoints.read_arrays import read_arrays
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError, foreign
 from spmdtrain.record.run import Run
@@ -141,6 +148,32 @@ class Source:
         """Returns the folder of one checkpoint."""
         return self.folder / str(step)
 
+    def is_on_disk(self, step: int) -> bool:
+        """Returns whether one checkpoint is in its folder, and no snapshot in memory."""
+        return step in self.steps
+
+    def origin(self, step: int) -> str:
+        """Returns the places of what was loaded, for messages; "" for a checkpoint on disk."""
+        return ""
+
+    def title(self, step: int) -> str:
+        """Returns the name of one checkpoint for messages."""
+        return f"checkpoint {self.path(step)}"
+
+    def read_manifest(self, step: int) -> Manifest:
+        """Returns the manifest of one checkpoint. Raises as `Manifest.read`, or `StorageError`."""
+        folder = self.path(step)
+        with storage_errors(folder):
+            return Manifest.read(folder)
+
+    def read_arrays(self, manifest: Manifest, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns arrays of one checkpoint by field, placed and verified (see `read_arrays`)."""
+        return read_arrays(self.path(manifest.step), manifest, fields)
+
+    def read_positions(self, manifest: Manifest) -> Mapping[str, str]:
+        """Returns the positions of the shards of a stream (see `read_positions`)."""
+        return read_positions(self.path(manifest.step), manifest.stream)
+
 
 def list_checkpoints(workdir: str) -> Source:
     """Returns the checkpoints of a workdir, perhaps none.
@@ -247,18 +280,13 @@ def load_latest_valid(
       UserError: If there is no checkpoint any more.
       StorageError: If a checkpoint cannot be read.
     """
-
-    def read(folder: epath.Path) -> Manifest:
-        with storage_errors(folder):
-            return Manifest.read(folder)
-
     if by_all:  # all processes load the same one
         source = replace(source, steps=process_group.broadcast(list(source.steps)))
     corrupted: dict[int, CheckpointCorruptedError] = {}
     for step in reversed(source.steps):
         folder = source.path(step)
         try:
-            reading = functools.partial(read, folder)
+            reading = functools.partial(source.read_manifest, step)
             manifest = (
                 process_group.run_on_all(reading, CheckpointCorruptedError) if by_all else reading()
             )
@@ -270,14 +298,12 @@ def load_latest_valid(
                 return load_latest_valid(_list(source.folder), load, log, by_all=by_all)
             corrupted[step] = error
             if step != source.steps[0]:
-                log(f"checkpoint {folder} is corrupted: {error}; trying the one before")
+                log(f"{source.title(step)} is corrupted: {error}; trying the one before")
     if not corrupted:
         raise UserError(f"{source.folder}: holds no checkpoint any more")
     newest = max(corrupted)
     if len(corrupted) == 1:
-        raise CheckpointCorruptedError(
-            f"checkpoint {source.path(newest)} is corrupted: {corrupted[newest]}"
-        )
+        raise CheckpointCorruptedError(f"{source.title(newest)} is corrupted: {corrupted[newest]}")
     raise CheckpointCorruptedError(
         f"none of the {len(corrupted)} checkpoints in {source.folder} is valid; of the newest, "
         f"{newest}: {corrupted[newest]}"

@@ -140,11 +140,29 @@ class Manifest:
           UserError: If another version of spmdtrain has written it.
         """
         try:
-            content = parse_object(read_bytes(folder / NAME))
+            text = read_bytes(folder / NAME)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointCorruptedError(
                 f"{NAME} is missing: the save was interrupted, or it is not a checkpoint"
             ) from None
+        except Malformed as error:
+            raise CheckpointCorruptedError(f"{NAME} is malformed: {error}") from error
+        return cls.parse(text, folder)
+
+    @classmethod
+    def parse(cls, text: bytes, folder: epath.Path) -> "Manifest":
+        """Returns the manifest that a file contains.
+
+        Args:
+          text: The content of the file.
+          folder: The folder of the checkpoint.
+
+        Raises:
+          CheckpointCorruptedError: If it is malformed or of another step.
+          UserError: If another version of spmdtrain has written it.
+        """
+        try:
+            content = parse_object(text)
         except Malformed as error:
             raise CheckpointCorruptedError(f"{NAME} is malformed: {error}") from error
         if content.pop("sha256", None) != digest(content):

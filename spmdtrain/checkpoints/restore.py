@@ -33,7 +33,6 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, r
 from spmdtrain.checkpoints.read_arrays import (
     check_saved_items,
     holds,
-    read_arrays,
     read_host_array,
     read_host_arrays,
     restore_key,
@@ -121,11 +120,16 @@ class Loaded:
       base: Weights that the checkpoint leaves out; None if it leaves none out.
     """
 
+    source: Source
     fields: Mapping[str, PyTree]
-    folder: epath.Path
     manifest: Manifest
     corrupted: Sequence[int]
     base: BaseWeights | None
+
+    @property
+    def folder(self) -> epath.Path:
+        """The folder of the checkpoint."""
+        return self.source.path(self.manifest.step)
 
     @property
     def state(self) -> TrainState:
@@ -179,7 +183,7 @@ def load(
             return wanted.take(_call(RunWeights, folder, manifest, raises=expected, by_all=by_all))
         if all(target is None for target in wanted.fields.values()):
             return {name: read_host_arrays(folder, manifest, name) for name in wanted.fields}
-        return read_arrays(folder, manifest, wanted.fields)
+        return source.read_arrays(manifest, wanted.fields)
 
     fields, manifest, corrupted = load_latest_valid(source, read, log, by_all=by_all)
     folder, lora = source.path(manifest.step), manifest.identity.lora
@@ -194,7 +198,7 @@ def load(
                 f"{option('init_from')}"
             ) from error
         _check_unchanged(base.sums, lora, folder)
-    return Loaded(fields, folder, manifest, corrupted, base)
+    return Loaded(source, fields, manifest, corrupted, base)
 
 
 def _call(
@@ -233,10 +237,11 @@ def open_source(
 
 def whole_state(abstract: TrainState, shardings: TrainState) -> Wanted:
     """Wants the whole state, on the current devices, whatever devices saved it."""
-    return Wanted(vars(jax.tree.map(_with_sharding, abstract, shardings)))
+    return Wanted(vars(jax.tree.map(with_sharding, abstract, shardings)))
 
 
-def _with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+def with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array with its sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
@@ -250,8 +255,8 @@ def values_of_model(manifest: Manifest, abstract: TrainState, shardings: TrainSt
     like = average_of(abstract.params) if TrainState.FIELDS[name].evaluated else abstract.params
     # A run without an average has no shardings for one: that of the parameters applies.
     places = getattr(shardings, name) or shardings.params
-    params = jax.tree.map(_with_sharding, like, places)
-    state = jax.tree.map(_with_sharding, abstract.model_state, shardings.model_state)
+    params = jax.tree.map(with_sharding, like, places)
+    state = jax.tree.map(with_sharding, abstract.model_state, shardings.model_state)
     return Wanted({name: params} | ({"model_state": state} if jax.tree.leaves(state) else {}))
 
 

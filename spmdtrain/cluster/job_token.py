@@ -1,6 +1,7 @@
 """The shared secret of a job, and the messages that it authenticates."""
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -9,6 +10,7 @@ import secrets
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -100,7 +102,7 @@ def _content(path: Path, source: str, warn: Callable[[str], None]) -> str:
         raise UserError(f"{source}: the token cannot be read: {error.strerror}; {_HINT}") from error
 
 
-# -- Bounded JSON lines over a socket, authenticated by a shared token -----------------------------
+# -- Bounded JSON lines and bytes over a socket, authenticated by a shared token -------------------
 #
 # The token is never sent. Each side sends a fresh nonce; a key for each direction is derived from
 # the token and both nonces, and every later line ends with the HMAC-SHA256 of its number and its
@@ -114,6 +116,7 @@ MAX_GREETING = 1024  # bytes of the line with the nonce
 MAX_LINE = 2**19  # bytes of any other line
 _MAX_DEPTH = 4  # levels of nested objects and lists; the messages of a job have two
 _MAC = 64  # hexadecimal digits
+_PIECE = 2**20  # bytes that are sent or received at a time
 _BRACKETS = re.compile(rb'\\.|["{}\[\]]', re.DOTALL)
 _NONCE = re.compile("[0-9a-f]{32}")
 
@@ -193,6 +196,82 @@ class Line:
             text += b" " + self.mac(self._side, text)
         self.socket.sendall(text + b"\n")
 
+    def send_bytes(self, content: memoryview, deadline: float) -> None:
+        """Sends bytes, whose number the other end knows, and then their HMAC.
+
+        Args:
+          content: The bytes, contiguous.
+          deadline: The time by `time.monotonic` at which the call ends by `TimeoutError`.
+
+        Raises:
+          OSError: If the other end is closed or does not read.
+        """
+        code = self._code_of_bytes(self._side)
+        for start in range(0, len(content), _PIECE):
+            piece = content[start : start + _PIECE]
+            code.update(piece)
+            self._limit_wait(deadline)
+            self.socket.sendall(piece)
+        self._limit_wait(deadline)
+        self.socket.sendall(code.hexdigest().encode())
+
+    def receive_bytes(self, into: memoryview, deadline: float) -> bool:
+        """Receives as many bytes as `into` holds, and returns whether their HMAC is valid.
+
+        If it is not, they come from a stranger, from another connection or position, or were
+        altered: nothing of them may be used.
+
+        Args:
+          into: Receives the bytes.
+          deadline: As for `send_bytes`.
+
+        Raises:
+          OSError: If the connection is closed before the last byte.
+        """
+        code = self._code_of_bytes(self._other)
+        for start in range(0, len(into), _PIECE):
+            piece = into[start : start + _PIECE]
+            self._fill(piece, deadline)
+            code.update(piece)
+        found = bytearray(_MAC)
+        self._fill(memoryview(found), deadline)
+        return hmac.compare_digest(bytes(found), code.hexdigest().encode())
+
+    def answer(self, deadline: float) -> dict[str, Any] | None:
+        """Waits for the next message; None if it is not valid, or if the connection has ended."""
+        while True:
+            for message in self.messages():
+                return message
+            self._limit_wait(deadline)
+            if not self.read():
+                return None
+
+    def _code_of_bytes(self, side: Side) -> "hmac.HMAC":
+        """Returns the HMAC of the next bytes of a side, to be updated, and counts them as a line.
+
+        It begins with NUL, with which no line begins.
+        """
+        code = hmac.new(self._keys[side], b"\0" + self._next(side), "sha256")
+        return code
+
+    def _fill(self, into: memoryview, deadline: float) -> None:
+        """Receives exactly as many bytes as `into` holds."""
+        count = min(len(into), len(self._buffer))
+        into[:count] = self._buffer[:count]
+        self._buffer = self._buffer[count:]
+        while count < len(into):
+            self._limit_wait(deadline)
+            received = self.socket.recv_into(into[count:])
+            if not received:
+                raise ConnectionResetError(errno.ECONNRESET, "the other end has closed")
+            count += received
+
+    def _limit_wait(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(errno.ETIMEDOUT, "it takes too long")
+        self.socket.settimeout(left)
+
     def read(self) -> bool:
         """Receives available bytes; returns False if the other end has closed the connection."""
         try:
@@ -232,15 +311,21 @@ class Line:
     def _verify(self, text: bytes) -> dict[str, Any] | None:
         if not self._keys:
             return parse_line(text)
-        other: Side = "worker" if self._side == "chief" else "chief"
         text, mac = text[: -_MAC - 1], text[-_MAC:]
-        if not hmac.compare_digest(mac, self.mac(other, text)):
+        if not hmac.compare_digest(mac, self.mac(self._other, text)):
             return None
         return parse_line(text)
 
     def mac(self, side: Side, text: bytes) -> bytes:
         """Returns the authentication code of the next line of a side, and counts the line."""
+        return hmac.digest(self._keys[side], self._next(side) + text, "sha256").hex().encode()
+
+    def _next(self, side: Side) -> bytes:
+        """Returns the position of the next line or bytes of a side, and counts it."""
         number = self._counts[side]
         self._counts[side] += 1
-        signed = number.to_bytes(8, "big") + text
-        return hmac.digest(self._keys[side], signed, "sha256").hex().encode()
+        return number.to_bytes(8, "big")
+
+    @property
+    def _other(self) -> Side:
+        return "worker" if self._side == "chief" else "chief"

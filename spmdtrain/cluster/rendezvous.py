@@ -102,6 +102,11 @@ class Admission:
         self._last = f"from {line.address}: {why}"
         self._drop(line, at_once=at_once)
 
+    def release(self, line: Line) -> None:
+        """Leaves an admitted connection to the caller, who closes it."""
+        self.members.remove(line)
+        self._selector.unregister(line.socket)
+
     def close(self) -> None:
         """Closes all connections; first waits for the other side to close the admitted ones."""
         for line in self.members:
@@ -195,6 +200,31 @@ class Admission:
             self.members.remove(line)
         self._selector.unregister(line.socket)
         line.close(at_once=at_once)
+
+
+def dial(address: tuple[str, int], token: bytes, deadline: float) -> Line:
+    """Connects to an `Admission` with the same token; the next message is the first that it gets.
+
+    Args:
+      deadline: The time by `time.monotonic` at which the attempt ends.
+
+    Raises:
+      OSError: If there is no answer, or it is not that of a process of the job.
+    """
+    left = max(0.1, deadline - time.monotonic())
+    line = Line(socket.create_connection(address, timeout=left), "worker")
+    try:
+        nonce = new_nonce()
+        line.send({"spmdtrain": "hello", "nonce": nonce, "token": bool(token)})
+        answer = line.answer(deadline)
+        other = (answer or {}).get("nonce")
+        if not isinstance(other, str) or not is_nonce(other):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "another program answers")
+        line.authenticate(token, worker_nonce=nonce, chief_nonce=other)
+    except BaseException:
+        line.close()
+        raise
+    return line
 
 
 # -- Rendezvous of the processes of a job before JAX starts, which names missing processes ---------

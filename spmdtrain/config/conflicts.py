@@ -285,6 +285,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("log_hash_every", "the servers update the state in an order of their own"),
             ("skip_steps", "a worker reads the batch with the number of the step"),
             ("uneven_batch", "each worker computes whole batches on its own devices"),
+            ("snapshot_every_steps", "the chief alone has the state, and only at boundaries"),
         )
     ),
     # -- the same bits on any number of devices
@@ -347,6 +348,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("eval_at_checkpoints", "give a folder for the checkpoints"),
             ("evaluated_by", "give the folder that the evaluator reads"),
             ("profile_steps", "give a folder for the trace"),
+            ("snapshot_every_steps", "give the folder in which a later start finds its run"),
         )
     ),
     Conflict(

@@ -43,6 +43,7 @@ class _SharedOptions(TypedDict, total=False):
     workdir: str | None
     resume: Literal["auto", "never", "must"]
     checkpoint_every_steps: int | None
+    snapshot_every_steps: int | Literal["auto"] | None
     keep_latest: int
     keep_best: int
     resume_anyway: bool

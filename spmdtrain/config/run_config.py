@@ -417,6 +417,16 @@ class RunConfig:
     )
     """Steps between two checkpoints. The last step has one, too. None means each epoch, or 500
     steps without epochs, unless checkpoint_every_seconds is given."""
+    snapshot_every_steps: int | Literal["auto"] | None = option_field(
+        None,
+        Group.CHECKPOINTS,
+        range=ABOVE_ZERO,
+        on_resume=OnResume.FREE,
+        in_measurements=False,
+    )
+    """Steps between two snapshots of the state in the memory of the hosts, and in that of another
+    host if there are several: a restart continues from the newest one. auto takes the number at
+    which they cost at most 1 % of the time. None means no snapshots."""
     keep_latest: int = option_field(3, Group.CHECKPOINTS, usual=True, range=ABOVE_ZERO)
     """Number of newest checkpoints to keep."""
     keep_best: int = option_field(1, Group.CHECKPOINTS, usual=True, range=NOT_NEGATIVE)

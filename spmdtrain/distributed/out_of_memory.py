@@ -141,6 +141,16 @@ def available_memory() -> int:
     return min(machine, group_limit() or machine)
 
 
+def free_memory() -> int:
+    """Returns the bytes of memory that this machine, or the container, can still give."""
+    free = available_memory()
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # not on Linux
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = min(free, int(line.split()[1]) * 1024)
+    return free
+
+
 def _group_files(root: Path, proc: Path, first: str, second: str) -> Iterator[Path]:
     """Yields the possible paths of a file in this process' control groups, innermost group first.
 

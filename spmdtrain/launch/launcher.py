@@ -97,7 +97,7 @@ class Outcome:
     without: str | None = None
     """The task to leave out of the next attempt, because one of its devices is faulty."""
     lost: Sequence[str] = ()
-    """Tasks that were killed or stopped from outside, so that the others may continue without them."""
+    """Tasks that were killed or stopped from outside: the others may continue without them."""
 
     @property
     def may_restart(self) -> bool:
@@ -500,9 +500,9 @@ _LONGEST_AWAY = 300.0
 class Places:
     """The places in which the processes of a job run, each with devices of its own.
 
-    A place is lost if its process is killed. The job then continues in the others: in as many as its
-    batch size and its model can be split over, and at least `minimum`. Lost places are used again
-    after some seconds.
+    A place is lost if its process is killed. The job then continues in the others: in as many as
+    its batch size and its mesh allow, and at least `minimum`. Lost places are used again after some
+    seconds.
 
     Args:
       environments: The environment of each task, without TF_CONFIG. The places have these names.

@@ -143,16 +143,21 @@ class LinesFile:
 # -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
 
 EVENTS_FILE = "events.jsonl"
-EVENT_KINDS = ("start", "phases", "checkpoint", "evaluation", "fault", "end")
+EVENT_KINDS = ("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "end")
 _STEP = "step"  # the phase whose time is productive
 
 
 class RunEvent(TypedDict):
-    """A line of `events.jsonl`. `time` is in seconds since the epoch."""
+    """A line of `events.jsonl`.
+
+    `time` is in seconds since the epoch. `source` says where the state of a start came from:
+    "checkpoint", "snapshot" or "fork".
+    """
 
     time: float
-    event: Literal["start", "phases", "checkpoint", "evaluation", "fault", "end"]
+    event: Literal["start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "end"]
     step: NotRequired[int]
+    source: NotRequired[str]
     processes: NotRequired[int]
     devices: NotRequired[int]
     seconds: NotRequired[dict[str, float]]
@@ -172,7 +177,7 @@ def parse_event(content: Mapping[str, Any]) -> RunEvent:
     seconds = event.get("seconds", {})
     numbers = [event.get("time"), *(seconds.values() if isinstance(seconds, dict) else [None])]
     counts = [event.get(name, 0) for name in ("step", "processes", "devices")]
-    texts = [event.get(name, "") for name in ("status", "reason")]
+    texts = [event.get(name, "") for name in ("status", "reason", "source")]
     if (
         event.get("event") not in EVENT_KINDS
         or not all(is_number(number) and number >= 0 for number in numbers)

@@ -75,6 +75,7 @@ class RunStart:
       last_step: The last step that is known.
       status: How it ended; empty if its end is not recorded, because it was killed or is running.
       reason: Why it ended early.
+      source: Where its state came from (see `RunEvent`); empty if it is not recorded, or initial.
     """
 
     time: float
@@ -85,6 +86,7 @@ class RunStart:
     last_step: int = 0
     status: str = ""
     reason: str = ""
+    source: str = ""
 
     @property
     def seconds(self) -> float:
@@ -132,7 +134,9 @@ class EventLog(Collector):
         time, step = event["time"], event.get("step", 0)
         if event["event"] == "start":
             processes = event.get("processes") or None
-            self.starts.append(RunStart(time, step, processes, last_time=time, last_step=step))
+            start = RunStart(time, step, processes, last_time=time, last_step=step)
+            start.source = foreign(event.get("source") or "", 40)
+            self.starts.append(start)
             return
         if not self.starts:
             return

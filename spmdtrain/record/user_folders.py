@@ -57,13 +57,17 @@ def check_own(path: Path) -> None:
             raise PermissionError(errno.EPERM, why, str(each))
 
 
-def private_folder() -> Path:
+def private_folder(parent: Path | None = None, variable: str = "TMPDIR") -> Path:
     """Returns a folder for temporary files that only this user can access, and creates it.
+
+    Args:
+      parent: The folder that contains it; by default the one for temporary files.
+      variable: The environment variable by which the user chooses another one.
 
     Raises:
       UserError: If it belongs to another user, is not a folder, or others can access it.
     """
-    folder = Path(tempfile.gettempdir()) / f"spmdtrain-{os.getuid()}"
+    folder = (parent or Path(tempfile.gettempdir())) / f"spmdtrain-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
@@ -71,8 +75,8 @@ def private_folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
         raise UserError(
             f"{folder} must be a folder of user {os.getuid()} with mode 0700, but is "
-            f"{stat.filemode(status.st_mode)} of user {status.st_uid}: remove it, or set TMPDIR to "
-            "a folder of your own"
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}: remove it, or set "
+            f"{variable} to a folder of your own"
         )
     return folder
 

@@ -136,6 +136,7 @@ def _forked(
         log_hash_every=config.log_hash_every or step,
         profile_steps=None,
         sentinel_every=None,
+        snapshot_every_steps=None,
         sentinel_action="stop",
         eval_at_checkpoints=False,
         evaluated_by="training",

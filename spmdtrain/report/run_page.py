@@ -454,7 +454,8 @@ def _starts_table(run: RunData, name: str) -> TableBlock:
             [
                 f"{index + 1}",
                 clock(start.time),
-                f"{start.step:,} to {start.last_step:,}",
+                f"{start.step:,} to {start.last_step:,}"
+                + ", from a snapshot" * (start.source == "snapshot"),
                 length(start.seconds),
                 _or_blank(own.get(Activity.DOWN)),
                 _or_blank(own.get(Activity.REPEATED)),

@@ -205,6 +205,10 @@ class StartedLoop(Boundary):
         self.run.save(self.state, step, metrics)
         self.saved = step
 
+    def take_snapshot(self, step: int, metrics: dict[str, float] | None) -> None:
+        check_not_donated(self.state, step)
+        self.run.take_snapshot(self.state, step, metrics)
+
 
 def _in_device_memory(x: Any) -> Any:
     if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
@@ -350,7 +354,8 @@ class Loop:
         state, is_restored = first_state(
             run, placed, lambda: InitialState(call_together(program, *keys))
         )
-        saved, in_flight = int(state.step) if is_restored else None, max_in_flight(self.placement)
+        in_flight = max_in_flight(self.placement)
+        saved = int(state.step) if is_restored and not run.from_snapshot else None
         self._parts = parts = StartedLoop(run, layout, augment, state, saved, in_flight)
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement, is_new=run.is_new)

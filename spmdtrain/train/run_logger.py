@@ -546,6 +546,7 @@ def peak_memory(devices: Any) -> int | None:
 
 # -- The time account of a run: `events.jsonl`, and the goodput over all of its starts -------------
 
+_BETWEEN_SNAPSHOTS = 10.0  # seconds between two lines of snapshots
 _INTERVAL = 30.0  # seconds between two lines of phases with lines of training
 _WIDTH = 80  # of the summary
 
@@ -567,6 +568,9 @@ class TimeAccount:
         self._done = 0  # the last step that an earlier start has reached
         self._own: list[RunEvent] = []  # of this start, as far as `run_times` needs them
         self._step, self._written_at, self._ended = 0, 0.0, False
+        self._snapshot_at = 0.0
+        self.source = ""
+        """Where the state of this start came from: "checkpoint", "snapshot" or "fork"."""
 
     @functools.cached_property
     def earlier_events(self) -> Sequence[RunEvent]:
@@ -595,6 +599,7 @@ class TimeAccount:
             self._lines = self._files.lines_file(EVENTS_FILE)
         start: RunEvent = {"time": began, "event": "start", "step": step}
         start |= {"processes": process_group.count(), "devices": devices}
+        start |= {"source": self.source} if self.source else {}
         self._own, self._step = [start], step
         self._write(start)
 
@@ -625,6 +630,15 @@ class TimeAccount:
             self._step = max(self._step, step)
             self._write({"time": self._clock(), "event": event, "step": step})
             self._write(self._now())
+
+    def log_snapshot(self, step: int) -> None:
+        """Writes that a snapshot is taken, at most every few seconds: a run may take many."""
+        if self._own:
+            self._step = max(self._step, step)
+            if (now := self._clock()) - self._snapshot_at >= _BETWEEN_SNAPSHOTS:
+                self._snapshot_at = now
+                self._write({"time": now, "event": "snapshot", "step": step})
+                self._write(self._now())
 
     def log_fault(self, step: int, reason: str) -> None:
         """Writes that in a step a device has computed other gradients than the other devices."""

@@ -22,6 +22,8 @@ from spmdtrain.train.run_logger import Metrics, RunLogger
 # -- The schedule of a run: the steps that are dispatched together, and what is due after a step
 
 _LOOK_AHEAD = 20_000  # steps whose cadences are compared
+FIRST_SNAPSHOTS = 10
+"""Steps between the first snapshots, whose cost decides about the others (auto)."""
 _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by several processes
 
 
@@ -35,6 +37,7 @@ class Due:
     save: bool = False
     evaluate: bool = False
     epoch_end: bool = False
+    snapshot: bool = False
 
 
 class Schedule:
@@ -68,6 +71,14 @@ class Schedule:
         self._config, self._num_examples = config, num_examples
         self._evaluates, self._saves, self._clock = evaluates, saves, clock
         self._saved_at = clock()
+        every = config.snapshot_every_steps
+        self.measures_snapshots = every == "auto"
+        self.snapshot_every = every if isinstance(every, int) else None
+        """Steps between two snapshots; None without them. `auto` changes it."""
+        if self.measures_snapshots:
+            self.snapshot_every = FIRST_SNAPSHOTS
+        self.kept_at = 0
+        """The last step whose state was saved or kept in a snapshot."""
         self._next_clock_step = 0  # the step at which to read process 0's clock again
         self._last_clock = 0.0, 0  # when it was read last, and at which step
 
@@ -104,9 +115,9 @@ class Schedule:
         if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):
             raise UserError(
                 f"steps_per_dispatch is {size}, and there are never so many steps without an "
-                "evaluation, a checkpoint, a profile, a hash of the state (log_hash_every), a "
-                "check of the devices (sentinel_every) or an end of an epoch that a callback "
-                "reads: make one of these rarer, or steps_per_dispatch smaller"
+                "evaluation, a checkpoint, a snapshot, a profile, a hash of the state "
+                "(log_hash_every), a check of the devices (sentinel_every) or an end of an epoch "
+                "that a callback reads: make one of these rarer, or steps_per_dispatch smaller"
             )
 
     def _splits(self, step: int) -> bool:
@@ -120,8 +131,12 @@ class Schedule:
         is_default = self._config.steps_per_dispatch is None
         timed = is_default and self._config.ends_epoch(step, self._num_examples)
         changes = self.kind(step) != self.kind(step + 1)
+        # A measured number changes, and the readers of batches know the dispatches beforehand: then
+        # a snapshot is taken at the end of one.
+        every = None if self.measures_snapshots else self.snapshot_every
+        kept = every is not None and step % every == 0
         due = saved or around or hashed or checked or timed or changes or self.ends_epoch(step)
-        return due or self.should_evaluate(step, saved=saved)
+        return due or kept or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
 
@@ -136,9 +151,13 @@ class Schedule:
         """
         save = self.should_save(step)
         evaluate, epoch_end = self.should_evaluate(step, saved=save), self.ends_epoch(step)
-        if not (save or evaluate or epoch_end or preempted or step == self.total):
+        every, snapshot = self.snapshot_every, False
+        if every is not None:
+            waits = step - self.kept_at < every if self.measures_snapshots else step % every
+            snapshot = not waits
+        if not (save or evaluate or epoch_end or snapshot or preempted or step == self.total):
             return None
-        return Due(save=save, evaluate=evaluate, epoch_end=epoch_end)
+        return Due(save=save, evaluate=evaluate, epoch_end=epoch_end, snapshot=snapshot)
 
     def is_due(self, step: int) -> bool:
         """Returns whether something is due after a step, apart from saves by the clock."""

@@ -255,6 +255,8 @@ class Sentinel:
             run.wait_for_save()
         except (ReplicaError, StorageError) as error:
             saving = f"; the pending save has failed: {error}"
+        if run.snapshots is not None:
+            run.snapshots.discard(last)
         try:
             source = list_for_all(run.config.workdir)
         except StorageError as error:

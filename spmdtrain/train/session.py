@@ -14,6 +14,7 @@ import numpy as np
 
 from spmdtrain.checkpoints.listing import Retention
 from spmdtrain.checkpoints.manifest import check_can_be_saved
+from spmdtrain.checkpoints.restore import with_sharding
 from spmdtrain.checkpoints.run_identity import (
     Identity,
     LoraRecord,
@@ -55,7 +56,7 @@ from spmdtrain.errors import (
 )
 from spmdtrain.record.run import Run
 from spmdtrain.record.run_files import RunFiles, Split, Status
-from spmdtrain.record.storage import folder_of, is_url
+from spmdtrain.record.storage import absolute, folder_of, is_url
 from spmdtrain.sharding.mesh import abstract_devices, resolve
 from spmdtrain.sharding.placement import current_batch_shards, make_placement
 from spmdtrain.sharding.rules import check_placed
@@ -71,6 +72,7 @@ from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
 
 if TYPE_CHECKING:
+    from spmdtrain.checkpoints.snapshots import Snapshots
     from spmdtrain.train.metrics_reader import MetricsReader
 
 # -- The checkpoints of a run, by its configuration ------------------------------------------------
@@ -93,6 +95,16 @@ def open_checkpoints(
         return Checkpoints(folder, retention, None, check_lock)
     run = Run(workdir)
     return Checkpoints(folder, retention, lambda: run.evaluations, check_lock)
+
+
+def open_snapshots(workdir: str, trained: "Trainable", warn: Callable[[str], None]) -> "Snapshots":
+    """Opens the snapshots of the run of a workdir; all processes call it together."""
+    from spmdtrain.checkpoints.snapshot_memory import open_memory
+    from spmdtrain.checkpoints.snapshots import Snapshots
+
+    state = jax.tree.map(with_sharding, trained.abstract_state, trained.shardings)
+    saved = state if trained.base is None else trained.base.saved_part(state)
+    return Snapshots(open_memory(absolute(folder_of(workdir)), saved), saved, warn)
 
 
 # -- The terminal of a run -------------------------------------------------------------------------
@@ -369,6 +381,7 @@ class RunSession:
     identity: Identity
     logger: RunLogger
     checkpoints: Checkpoints | None
+    snapshots: "Snapshots | None"
     signals: StopSignals
     epochs: Epochs
     callbacks: CallbackRunner
@@ -381,6 +394,10 @@ class RunSession:
     """The identity of the run that saved the checkpoint of this start; None without one."""
     start_is_evaluated: bool = True
     """Whether the checkpoint of this start was saved after the evaluation of its step."""
+    from_snapshot: bool = False
+    """Whether the state of this start comes from a snapshot, and is not on disk."""
+    in_memory: int = 0
+    """The step of the newest snapshot of this start that all processes have."""
 
     @classmethod
     def open(
@@ -424,7 +441,7 @@ class RunSession:
         # Checked before anything is written: processes with different inputs would compute wrong
         # numbers, or hang.
         check_same_inputs(identity, train, data)
-        files = checkpoints = None
+        files = checkpoints = snapshots = None
         signals = StopSignals()
         if config.workdir is not None or process_group.count() > 1 or is_interactive():
             # A script in a single process without a workdir can neither save nor continue, so
@@ -439,6 +456,9 @@ class RunSession:
             check_lock = files.check_lock if files else lambda: None
             checkpoints = open_checkpoints(config, workdir, check_lock)
             stack.callback(checkpoints.close)
+            if config.snapshot_every_steps is not None:
+                snapshots = open_snapshots(workdir, trained, terminal.warning)
+                stack.callback(snapshots.close)
         kept = open_trackers(config, trackers, files, terminal.warning)
         stack.callback(kept.close)
         datasets = {"train": train, **data}
@@ -464,6 +484,7 @@ class RunSession:
             identity=identity,
             logger=logger,
             checkpoints=checkpoints,
+            snapshots=snapshots,
             signals=signals,
             epochs=Epochs(config, size, logger, rate),
             callbacks=callbacks,
@@ -548,8 +569,9 @@ class RunSession:
         """Returns whether the evaluation of the step from which the run resumes is missing."""
         if not step or self.config.workdir is None:
             return False
-        # `checkpoint_every_seconds` may have triggered a save at that step.
-        by_clock = self.config.checkpoint_every_seconds is not None
+        # `checkpoint_every_seconds` may have triggered a save at that step. No step that is saved
+        # has a snapshot.
+        by_clock = self.config.checkpoint_every_seconds is not None and not self.from_snapshot
         saved = self.schedule.saves_by_count(step) or by_clock
         written = self.logger.earlier_metrics(Split.EVAL, step)  # in all processes
         # Also if it is written: an earlier start may have failed before the next save, and the
@@ -589,17 +611,42 @@ class RunSession:
                 positions=self.stream_progress.at(step),
                 wait_for_files=self.logger.trackers.flush(),
             )
-        progress.saved(self.saved_step)
+        progress.saved(max(self.saved_step, self.in_memory))
         self.schedule.saved()
+        self.schedule.kept_at = step
         self.logger.log_save(step, self.saved_step)
         self.callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))
+
+    def take_snapshot(self, state: TrainState, step: int, metrics: Metrics | None) -> None:
+        """Takes a snapshot of the state after `step`; `metrics` are as for `save`."""
+        assert self.snapshots is not None
+        with progress.phase(progress.Phase.SAVE, step):
+            self.snapshots.take(
+                state if self.base is None else self.base.saved_part(state),
+                step,
+                self.identity,
+                metrics,
+                epoch=self.epochs.to_json(),
+                callbacks=self.callbacks.states.to_json(),
+                positions=self.stream_progress.at(step),
+                saved=self.saved_step,
+            )
+            self.in_memory = self.snapshots.step
+        progress.saved(max(self.saved_step, self.in_memory))
+        self.logger.times.log_snapshot(step)
+        self.schedule.kept_at = step
+        if self.schedule.measures_snapshots:
+            seconds = self.logger.timer.seconds
+            if (cadence := self.snapshots.choose_cadence(step, seconds)) is not None:
+                self.schedule.snapshot_every = cadence.steps
+                self.logger.terminal.line(str(cadence))
 
     def wait_for_save(self) -> None:
         """Waits until the save in progress is complete; raises its error."""
         if self.checkpoints is not None:
             with progress.phase(progress.Phase.SAVE):
                 self.checkpoints.wait()
-            progress.saved(self.saved_step)
+            progress.saved(max(self.saved_step, self.in_memory))
 
     def finish(self, step: int, evaluate: Callable[[Dataset], Metrics]) -> Metrics:
         """Evaluates the test split, unless an earlier start has done so, and logs the end.
@@ -624,14 +671,20 @@ class RunSession:
             # before its reason is logged.
             with failures.work_in_progress(failures.TRAINING):
                 yield
+            if self.snapshots is not None:
+                self.snapshots.keep = False  # no later start continues from them
         except PreemptedExit as stop:
             # With parameter servers a signal may arrive before anything could be saved.
             saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
+            if self.snapshots is not None:
+                self.snapshots.keep = False
             self.logger.log_end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
             if stop.signal == signal.SIGINT.name and is_interactive():
                 raise Interrupted from None
             raise
         except BaseException as error:
+            if self.snapshots is not None and isinstance(error, NonFiniteError | UserError):
+                self.snapshots.keep = False
             self._log_failure(error)
             raise
 
@@ -647,6 +700,8 @@ class RunSession:
         all_wait = process_group.count() == 1 or isinstance(error, StateError)
         why = error
         try:
+            if not all_wait and self.snapshots is not None:
+                self.snapshots.abandon()
             if not all_wait and self.checkpoints is not None:
                 self.checkpoints.abandon()
             elif isinstance(error, (Exception, KeyboardInterrupt)):
@@ -749,6 +804,8 @@ class Boundary:
         preempted = run.signals.stop_requested()
         if preempted or due.save or schedule.should_save(step):
             self.save(step, metrics)
+        elif due.snapshot and step != schedule.total:
+            self.take_snapshot(step, metrics)
         if preempted:
             run.wait_for_save()  # a checkpoint is reported only once it is complete
         last = step == schedule.total
@@ -767,6 +824,10 @@ class Boundary:
 
     def save(self, step: int, metrics: Metrics | None) -> None:
         """Saves the state after a step, with the metrics of its evaluation."""
+        raise NotImplementedError
+
+    def take_snapshot(self, step: int, metrics: Metrics | None) -> None:
+        """Takes a snapshot of the state after a step, with the metrics of its evaluation."""
         raise NotImplementedError
 
     def report(self) -> None:

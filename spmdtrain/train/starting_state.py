@@ -20,7 +20,7 @@ from spmdtrain.checkpoints.listing import (
     find,
     list_for_all,
 )
-from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, read_positions
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.restore import (
     BaseWeights,
     Loaded,
@@ -99,8 +99,10 @@ def first_state(
     """
     _check_other_run(run.config)
     with progress.phase(progress.Phase.RESTORE, 0):
-        if (source := _own_checkpoints(run)) is not None:
-            state = _resume(run, trained, source, read_base)
+        source = _own_checkpoints(run)
+        resumed = None if source is None else _resume(run, trained, source, read_base)
+        if resumed is not None:
+            state = resumed
         elif run.config.fork_from is not None:
             state = _fork(run, trained, run.config.fork_from, read_base)
         else:
@@ -108,6 +110,8 @@ def first_state(
             state = initial.state
             _record_base(run, trained, state, initial.lora)
             run.branch(-1)
+            if run.snapshots is not None:
+                run.snapshots.begin_after(0, None)
             run.check_placed(state, trained, "after the initialization")
             return state, False
     run.check_placed(state, trained, "as restored")
@@ -145,13 +149,23 @@ def _own_checkpoints(run: RunSession) -> Source | None:
     source = None
     if config.workdir is not None and run.checkpoints is not None:
         source = list_for_all(config.workdir)
+        if run.snapshots is not None:
+            from spmdtrain.checkpoints.snapshots import with_snapshots
+
+            source = with_snapshots(source, run.snapshots, run.schedule.total)
     if source is None or not source.steps:
         if config.resume == "must":
             raise UserError(f"resume is 'must', and {where} holds no checkpoint")
         return None
+    newest = source.steps[-1]
+    if config.resume == "never" and not source.is_on_disk(newest):
+        raise UserError(
+            f"resume is 'never', and the run of {where} has a snapshot of step {newest} in memory: "
+            f"use another workdir, or remove {source.path(newest).parent.parent}"
+        )
     if config.resume == "never":
         raise UserError(
-            f"resume is 'never', and {where} holds checkpoints up to step {source.steps[-1]}: "
+            f"resume is 'never', and {where} holds checkpoints up to step {newest}: "
             "use another workdir, or remove them"
         )
     return source
@@ -159,11 +173,12 @@ def _own_checkpoints(run: RunSession) -> Source | None:
 
 def _resume(
     run: RunSession, trained: Trainable, source: Source, read_base: ReadBase | None
-) -> TrainState:
-    """Returns the state of the workdir's newest valid checkpoint.
+) -> TrainState | None:
+    """Returns the state of the workdir's newest valid checkpoint or snapshot.
 
-    Corrupted checkpoints are quarantined once a valid one is found. Raises `UserError` if none is
-    valid, or they are of a different run.
+    Corrupted checkpoints are quarantined once a valid one is found. Returns None if there are none,
+    and no snapshot is valid. Raises `UserError` if there are checkpoints, and none is valid, or
+    they are of a different run.
     """
     assert run.checkpoints is not None
     log, warn = run.logger.terminal.line, run.logger.terminal.warning
@@ -179,21 +194,27 @@ def _resume(
             same_program=not run.config.resume_anyway,
         )
     except CheckpointCorruptedError as error:
+        if not any(map(source.is_on_disk, source.steps)):
+            warn(f"{error}; it is not used")
+            return None
         raise UserError(
             f"{error}; nothing was changed: use another workdir to start from step 0"
         ) from None
-    for step, name in zip(
-        loaded.corrupted, run.checkpoints.quarantine(loaded.corrupted), strict=True
-    ):
+    corrupted = [step for step in loaded.corrupted if source.is_on_disk(step)]
+    for step, name in zip(corrupted, run.checkpoints.quarantine(corrupted), strict=True):
         warn(f"checkpoint {step} is quarantined as {name}")
     saved = loaded.manifest
     before, now = saved.identity.config, run.identity.config
     if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
         # A callback ended the run here, and the totals have not changed since.
         run.schedule.total = saved.step
-    log(f"resumed from step {saved.step} of {run.config.workdir}")
+    run.from_snapshot = not source.is_on_disk(saved.step)
+    run.logger.times.source = "snapshot" if run.from_snapshot else "checkpoint"
+    log(f"resumed from step {saved.step} of {run.config.workdir}{source.origin(saved.step)}")
     run.is_new = False
     state = _continued(run, trained, loaded, "changed since")
+    if run.snapshots is not None:
+        run.snapshots.begin_after(saved.step, source)
     if _has_saved_later(run, saved.step):
         run.branch(saved.step)
     return state
@@ -219,7 +240,10 @@ def _fork(run: RunSession, trained: Trainable, text: str, read_base: ReadBase | 
             + option("fork_from", f"{path}@STEP")
         )
     run.logger.terminal.line(f"forked from step {step} of {loaded.folder}")
+    run.logger.times.source = "fork"
     state = _continued(run, trained, loaded, "changed")
+    if run.snapshots is not None:
+        run.snapshots.begin_after(step, None)
     run.branch(step)
     return state
 
@@ -256,7 +280,7 @@ def _load(
 def _continued(run: RunSession, trained: Trainable, loaded: Loaded, label: str) -> TrainState:
     """Restores the records of a checkpoint, prints what changed, and returns its state."""
     log, saved, state = run.logger.terminal.line, loaded.manifest, loaded.state
-    run.stream_progress.record(saved.step, read_positions(loaded.folder, saved.stream))
+    run.stream_progress.record(saved.step, loaded.source.read_positions(saved))
     run.epochs.restore(saved.epoch)
     run.callbacks.states.restore(saved.callbacks, log)
     run.start_is_evaluated = saved.metrics is not None and not saved.metrics_added

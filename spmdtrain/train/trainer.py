@@ -888,6 +888,9 @@ class TrainerBoundary(Boundary):
     def save(self, step: int, metrics: Metrics | None) -> None:
         self.run.save(self.trainer._current, step, metrics)
 
+    def take_snapshot(self, step: int, metrics: Metrics | None) -> None:
+        self.run.take_snapshot(self.trainer._current, step, metrics)
+
     def report(self) -> None:
         self.executor.report()
 

@@ -309,6 +309,55 @@ def test_a_line_is_authentic_once_in_its_order_direction_and_connection() -> Non
         assert arrived(worker) == [None]
 
 
+def test_bytes_are_authentic_once_in_their_order_direction_and_connection() -> None:
+    content, soon = bytes(range(256)) * 8, time.monotonic() + 5
+
+    def found(receiver: Line, size: int = len(content)) -> bytes | None:
+        into = bytearray(size)
+        return bytes(into) if receiver.receive_bytes(memoryview(into), soon) else None
+
+    with ends() as (chief, worker):
+        chief.send({"size": len(content)})
+        chief.send_bytes(memoryview(content), soon)
+        chief.send({"end": 1})
+        assert worker.answer(soon) == {"size": len(content)}  # bytes may arrive with the line
+        assert found(worker) == content
+        assert worker.answer(soon) == {"end": 1}
+    with ends() as (chief, worker):
+        chief.send_bytes(memoryview(content), soon)
+        sent = worker.socket.recv(10_000)
+        assert len(sent) == len(content) + 64 and b"secret" not in sent
+        worker.socket.sendall(sent)  # reflected
+        assert found(chief) is None
+    for altered in (sent[:5] + b"x" + sent[6:], sent[:-1] + b"x", b"\0" + sent):
+        with ends() as (chief, worker):
+            chief.socket.sendall(altered)
+            assert found(worker) is None
+    with ends() as (chief, worker):
+        chief.socket.sendall(sent * 2)  # in another connection, of the same nonces: once
+        assert (found(worker), found(worker)) == (content, None)
+    with ends(worker=b"another") as (chief, worker):
+        chief.socket.sendall(sent)
+        assert found(worker) is None
+    with ends() as (chief, worker):
+        chief.send_bytes(memoryview(content), soon)
+        assert found(worker, len(content) - 64) is None  # of another number than was sent
+    with ends() as (chief, worker):
+        chief.socket.close()
+        with pytest.raises(ConnectionResetError):
+            found(worker)
+
+
+def test_bytes_are_waited_for_until_their_deadline() -> None:
+    with ends() as (chief, worker):
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            worker.receive_bytes(memoryview(bytearray(8)), began + 0.2)
+        with pytest.raises(TimeoutError):  # the other end reads nothing
+            chief.send_bytes(memoryview(bytes(2**26)), began + 0.4)
+        assert time.monotonic() - began < 5
+
+
 def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair()
     with one, other:
