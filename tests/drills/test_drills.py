@@ -405,7 +405,7 @@ def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
         assert f"[{'worker 0' if rank else 'chief'}]" in stacks and "in fail" in stacks
 
 
-def test_a_restart_goes_on_in_warm_spares_and_ends_with_the_same_bits(
+def test_a_restart_continues_in_warm_spares_and_ends_with_the_same_bits(
     tmp_path: Path, whole: Path
 ) -> None:
     workdir, ready, mark = tmp_path / "run", tmp_path / "ready", tmp_path / "mark"

@@ -18,7 +18,7 @@ STOPPED = r"hung: (.*) is stopped by a signal.*; restart 1 of 3 at once with 2 o
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The final state of a run on one device that loses nobody."""
+    """The final state of a run on one device without a loss."""
     folder = tmp_path_factory.mktemp("alone")
     ended = run(drill(folder), *EXACT, "--workdir", folder / "run", devices=1)
     assert ended.returncode == 0, ended.stderr

@@ -37,7 +37,7 @@ def test_a_faulty_device_is_never_used_again() -> None:
         assert not of.is_reduced and of.total == 2
 
 
-def test_the_largest_number_that_the_run_can_have_goes_on_and_others_wait() -> None:
+def test_the_largest_number_that_the_run_can_have_continues_and_others_wait() -> None:
     of, clock = places()
     assert of.lose(["worker 0"], {3: "not a power of two"})
     assert devices(of) == {"chief": "0", "worker 0": "2", "evaluator": "4"}

@@ -1,4 +1,4 @@
-"""Spare processes: a task that starts in one cannot be told from a task that starts cold."""
+"""Spare processes: a task that starts in one does what a task that starts cold does."""
 
 import contextlib
 import os
