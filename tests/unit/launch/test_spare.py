@@ -146,7 +146,9 @@ def test_a_spare_has_imported_the_modules_and_says_so(pool: Pool) -> None:
 def test_a_sitecustomize_of_the_user_is_run_too(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('customized', __file__)")
-    pool.environment["PYTHONPATH"] = f"{tmp_path / 'own'}{os.pathsep}{os.environ['PYTHONPATH']}"
+    pool.environment["PYTHONPATH"] = os.pathsep.join(
+        [str(tmp_path / "own"), os.environ.get("PYTHONPATH", "")]
+    )
     time.sleep(0.2)
     cold = ended(pool.cold("script.py", "return"), pool.lines)
     assert ended(pool.warm(pool.spares("script.py", "return")), pool.lines) == cold
