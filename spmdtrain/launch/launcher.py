@@ -82,7 +82,7 @@ _STEPS_OF_START = 2  # steps after which a start has ended, and its compilations
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
 _REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
-_KILLED_TIMEOUT = 0.2  # the same after a task was killed, if they can continue in warm spares
+_KILLED_TIMEOUT = 0.2  # the same after a task was killed, with warm spares or fewer processes
 _LOADER_FAILURE = 127  # exit code of glibc if it cannot allocate the thread-local data of a library
 
 
@@ -329,7 +329,8 @@ class Launcher:
         seconds = {CauseRank.NONE: math.inf, CauseRank.PREEMPTED: self.options.grace}
         rank = cause_rank(ended)
         # Others cannot know more about a task that a signal has ended. They may complete a save.
-        if self._spares is not None and rank is CauseRank.OWN and ended.status < 0:
+        is_fast = self._spares is not None or self.options.min_processes is not None
+        if is_fast and rank is CauseRank.OWN and ended.status < 0:
             records = [progress.read(self.folder, name) for name in self.places.tasks]
             if not any(record and record.sealing >= 0 for record in records):
                 return _KILLED_TIMEOUT
