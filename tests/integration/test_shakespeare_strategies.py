@@ -104,6 +104,7 @@ def default(runs: StrategyRuns) -> StrategyRun:
     return runs(ROWS[0])
 
 
+@pytest.mark.nightly
 def test_the_arrays_have_the_shapes_of_the_tiny_preset(default: StrategyRun) -> None:
     assert {row.name for row in PLACED} == set(PLACES)
     found = {
@@ -114,18 +115,8 @@ def test_the_arrays_have_the_shapes_of_the_tiny_preset(default: StrategyRun) -> 
     assert found == SHAPES
 
 
-# One that splits everything over one axis; the rows of one step have others.
-DAILY = ("fully_sharded",)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=row.name, marks=[pytest.mark.nightly] * (row.name not in DAILY))
-        for row in PLACED
-    ],
-)
+@cell(PLACED)
 def test_twenty_steps(row: Row, runs: StrategyRuns, default: StrategyRun) -> None:
     run = runs(row)
     assert len(run.losses) == STEPS and run.losses[-1] < 0.8 * run.losses[0]
@@ -134,7 +125,18 @@ def test_twenty_steps(row: Row, runs: StrategyRuns, default: StrategyRun) -> Non
     assert_in_place(run, PLACES[row.name])
 
 
-@cell([row for row in PLACED if row.name not in ("mirrored", "zero", "hybrid+fully_sharded")])
+# One that splits everything over one axis. test_strategy_matrix.py has the others.
+DAILY = ("fully_sharded",)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.nightly] * (row.name not in DAILY))
+        for row in PLACED
+        if row.name not in ("mirrored", "zero", "hybrid+fully_sharded")
+    ],
+)
 def test_one_step_from_a_common_state(row: Row, runs: StrategyRuns, default: StrategyRun) -> None:
     assert_one_step_is_the_same(runs(row), default)
 

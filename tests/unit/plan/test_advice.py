@@ -76,6 +76,7 @@ def test_within_loops_too(text: Path) -> None:
     assert names and names <= blocks
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_memory_is_reported_by_purpose(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--global-batch-size", 64)

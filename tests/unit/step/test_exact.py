@@ -116,9 +116,12 @@ def test_dropout_clipping_and_adam_have_one_hash_and_without_exact_several() -> 
     [
         # LLVM fuses its products and sums in the vectors of a loop, but not in the elements left.
         (optax.chain(optax.zero_nans(), optax.sgd(0.1)), (296, 520), "float32"),
-        (optax.contrib.dog(), (16,), "float32"),  # its first state has a norm of the parameters
-        # The updates have another dtype than the gradients.
-        (optax.adam(1e-2, mu_dtype="float32"), (16,), "bfloat16"),
+        pytest.param(  # its first state has a norm of the parameters
+            *(optax.contrib.dog(), (16,), "float32"), marks=pytest.mark.nightly
+        ),
+        pytest.param(  # the updates have another dtype than the gradients
+            *(optax.adam(1e-2, mu_dtype="float32"), (16,), "bfloat16"), marks=pytest.mark.nightly
+        ),
     ],
     ids=["zero_nans", "dog", "adam"],
 )

@@ -456,7 +456,7 @@ LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("subclassed", [False, True])
+@pytest.mark.parametrize("subclassed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_names_are_those_of_keras(outputs: str, subclassed: bool) -> None:
     """In each case that Keras accepts; in the others there is no name to compare."""

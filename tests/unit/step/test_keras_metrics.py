@@ -193,7 +193,7 @@ CASES = [
     pytest.param(
         *(kind, weighted, devices),
         marks=[pytest.mark.slow]
-        + [pytest.mark.nightly] * (devices == 1 or kind in ("changing", "mixing") or weighted),
+        + [pytest.mark.nightly] * (devices == 1 or kind != "others" or weighted),
     )
     for kind in ("keras", "changing", "mixing", "others")
     for weighted in (False, True)

@@ -762,6 +762,7 @@ SCATTERED_PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "place",

@@ -171,6 +171,7 @@ def test_shipped_models_have_gradients_of_32_bits_under_strict_settings_of_jax(
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [pytest.param(llama, marks=pytest.mark.nightly), gpt2])
 def test_generated_tokens_are_the_same_under_strict_settings_of_jax(make: Any) -> None:
