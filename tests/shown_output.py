@@ -25,6 +25,8 @@ MEASURED = re.compile(
     r"peak host memory of [\w ]+ was [\d.]+ \w+|resumed from step \d+"
 )
 OCCASIONAL = re.compile(r"\s+input_wait [\d.]+%")
+# A line that is too long continues below, where its measured values decide.
+CONTINUATION = re.compile(r"\n(?:\[[\w ]+\] )?  (?=\S)")
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
@@ -95,10 +97,10 @@ def agree(shown: str, line: str) -> bool:
 
 def missing(shown: str, output: str) -> list[str]:
     """Returns the shown lines that a command did not print, or not in this order."""
-    lines = iter(output.splitlines())
+    lines = iter(CONTINUATION.sub(" ", output).splitlines())
     return [
         wanted
-        for wanted in shown.splitlines()
+        for wanted in CONTINUATION.sub(" ", shown).splitlines()
         if wanted != "..." and not any(agree(wanted, line) for line in lines)
     ]
 

@@ -10,8 +10,8 @@ from processes import drill, launch, sums
 
 pytestmark = pytest.mark.drill
 
-STEPS = 60
-EXACT = ("--exact", 16, "--global-batch-size", 32, "--steps", STEPS)
+STEPS = 80
+EXACT = ("--exact", 16, "--global-batch-size", 48, "--steps", STEPS)
 KILLED = r"(.*) was killed \(SIGKILL\).*; restart 1 of 3 at once with 2 of 4 processes"
 STOPPED = r"hung: (.*) is stopped by a signal.*; restart 1 of 3 at once with 2 of 4 processes"
 
