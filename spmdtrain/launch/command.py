@@ -14,6 +14,7 @@ import tyro
 from spmdtrain.errors import UserError, exit_code_of, exit_if_output_is_closed
 from spmdtrain.launch.child import Signals
 from spmdtrain.launch.launcher import Launcher, Options
+from spmdtrain.launch.machine import Machine
 from spmdtrain.launch.task_env import EVALUATOR, environments_of, gpus_of, training_tasks
 
 _USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"
@@ -51,10 +52,18 @@ def execute(arguments: Sequence[str]) -> int:
     names = training_tasks(options.processes, options.ps) + [EVALUATOR] * options.evaluator
     gpus = gpus_of(os.environ)
     environments = environments_of(names, options.devices_per_process, os.environ, gpus)
-    with Signals() as signals, Launcher(options, command, environments, signals) as launcher:
+    machine = Machine(
+        command,
+        names,
+        environments["chief"],
+        warm_spares=options.warm_spares,
+        with_servers=bool(options.ps),
+        asks_for_refused=options.min_processes is not None,
+    )
+    with Signals() as signals, machine:
         if gpus and options.evaluator and not environments[EVALUATOR]["CUDA_VISIBLE_DEVICES"]:
-            launcher.log("the evaluator runs on the CPU because the training uses all GPUs")
-        return launcher.run()
+            machine.log("the evaluator runs on the CPU because the training uses all GPUs")
+        return Launcher(options, environments, machine, signals).run()
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:

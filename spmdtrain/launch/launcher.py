@@ -1,16 +1,12 @@
 """The processes of a job on one machine: starting, watching and restarting them."""
 
-import dataclasses
 import math
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
-from spmdtrain.distributed import out_of_memory, progress
+from spmdtrain.distributed import progress
 from spmdtrain.distributed.progress import (
     TASK,
     HangTimer,
@@ -23,8 +19,6 @@ from spmdtrain.errors import ExitCode
 from spmdtrain.launch.child import (
     CauseRank,
     Child,
-    Output,
-    Reaper,
     Restarts,
     Signals,
     TaskExit,
@@ -34,7 +28,7 @@ from spmdtrain.launch.child import (
     is_killed,
     root_cause,
 )
-from spmdtrain.launch.spare import Imports, Spares
+from spmdtrain.launch.machine import Machine
 from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks
 
 # -- Options of the command `python -m spmdtrain.launch` -------------------------------------------
@@ -78,12 +72,10 @@ class Options:
 # -- The processes of a job on one machine: starting, watching and restarting them -----------------
 
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
-_STEPS_OF_START = 2  # steps after which a start has ended, and its compilations with it
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
 _REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
 _KILLED_TIMEOUT = 0.2  # the same after a task was killed, with warm spares or fewer processes
-_LOADER_FAILURE = 127  # exit code of glibc if it cannot allocate the thread-local data of a library
 
 
 @dataclass(frozen=True)
@@ -116,68 +108,26 @@ class Launcher:
     def __init__(
         self,
         options: Options,
-        command: Sequence[str],
         environments: Mapping[str, Mapping[str, str]],
+        machine: Machine,
         signals: Signals,
     ) -> None:
-        imports = None
-        if options.warm_spares:
-            environment = next(iter(environments.values()))
-            imports = Imports.of_command(command, environment, with_servers=bool(options.ps))
         self.options = options
-        self.command = command
         self.places = Places(environments, options.ps, options.min_processes, time.monotonic)
+        self.machine = machine
         self.signals = signals
+        self.folder = machine.folder
+        self.log = machine.log
         self.deadline = math.inf
         """Time at which tasks are killed after a signal has requested their exit."""
         self.over = False
         """Whether the training has ended for good."""
-        self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
-        if options.min_processes is not None:
-            progress.ask_for_refused_processes(self.folder)
-        self.reaper = Reaper(self.folder)
-        self.oom_kills = out_of_memory.OomKills()
-        self.output = Output([*environments, "launch"])
-        self._spares = None if imports is None else self._make_spares(imports)
         self.evaluator = EvaluatorTask(self) if options.evaluator else None
-        self._first_step: int | None = None  # of the chief in this attempt
         self._takes_back = False  # whether the tasks are asked to end, to continue in all places
-        self._makes_steps = False
-
-    def _make_spares(self, imports: Imports) -> Spares:
-        first = next(iter(self.places.environments.values()))
-        return Spares(
-            self.options.warm_spares,
-            self.command,
-            {**first, progress.LAUNCH: self.folder},
-            imports,
-            Path(self.folder) / "spare",
-            self.output,
-            self.reaper,
-            self.log,
-        )
-
-    def __enter__(self) -> "Launcher":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._spares is not None:
-            self._spares.close()
-        self.reaper.close()
-        self.output.close()
-
-    def log(self, text: str) -> None:
-        """Prints a line of the launcher itself."""
-        self.output.report("launch", text)
 
     def restarts(self) -> Restarts:
         """Returns a new budget of restarts."""
-        return Restarts(self.options.max_restarts, first_at_once=self._spares is not None)
+        return Restarts(self.options.max_restarts, first_at_once=self.machine.spares is not None)
 
     def run(self) -> int:
         """Runs the training with restarts, then waits for the evaluator; returns the exit code."""
@@ -220,7 +170,8 @@ class Launcher:
         if outcome.without is not None:
             places.leave_out(outcome.without)
             return wait, f"{restarts.note(wait)} without {outcome.without}"
-        replaced = self._spares is not None and self._spares.ready >= len(outcome.lost)
+        spares = self.machine.spares
+        replaced = spares is not None and spares.ready >= len(outcome.lost)
         if self.options.min_processes is None or not outcome.lost or replaced:
             return wait, restarts.note(wait)
         if places.lose(outcome.lost, progress.refused_processes(self.folder)):
@@ -237,38 +188,16 @@ class Launcher:
         return f"{self.places.processes}{of_all} processes"
 
     def start(self, name: str, tf_config: str) -> Child:
-        """Starts a task, after deleting the files of an earlier task with its name."""
-        for kind in progress.KINDS:
-            progress.path(self.folder, name, kind).unlink(missing_ok=True)
-        cluster = {"TF_CONFIG": tf_config, progress.LAUNCH: self.folder}
-        environment = {**self.places.environments[name], **cluster}
-        if self._spares is not None and (child := self._spares.take(name, environment)):
-            return child
-        return Child(name, self.command, environment, self.output, self.reaper)
+        """Starts a task."""
+        environment = {**self.places.environments[name], "TF_CONFIG": tf_config}
+        return self.machine.start(name, environment)
 
     def tick(self) -> None:
         """Sleeps until a signal, the exit of a child, or a timeout; then polls the evaluator."""
         self.signals.wait(_POLL_INTERVAL)
-        self.oom_kills.poll()
         if self.evaluator is not None:
             self.evaluator.poll()
-        self._note_steps()
-        if self._spares is not None:
-            # A start needs the processors itself.
-            if self.signals.received:
-                self._spares.close()
-            elif self._makes_steps:
-                self._spares.fill()
-
-    def _note_steps(self) -> None:
-        """Notes whether the start of this attempt is over."""
-        if self._spares is None and self.options.min_processes is None:
-            return
-        chief = progress.read(self.folder, "chief")
-        if chief is not None and chief.phase in (Phase.LOAD, Phase.STEP):
-            if self._first_step is None:
-                self._first_step = chief.step
-            self._makes_steps |= chief.step >= self._first_step + _STEPS_OF_START
+        self.machine.poll("chief", stops=self.signals.received is not None)
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -277,8 +206,9 @@ class Launcher:
 
     def _attempt(self, configs: Mapping[str, str]) -> Outcome:
         """Starts all training tasks and watches them until the last one has exited."""
+        self.machine.begin()
         tasks = [self.start(name, configs[name]) for name in self.places.tasks]
-        self._first_step, self._makes_steps, self._takes_back = None, False, False
+        self._takes_back = False
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
@@ -290,7 +220,7 @@ class Launcher:
         while running := [child for child in tasks if child.status is None]:
             self.tick()
             for child in [child for child in running if child.poll()]:
-                ended = self.exit_of(child)
+                ended = self.machine.exit_of(child)
                 if restarter is not None and until == math.inf and restarter.take(ended):
                     continue
                 exits.append(ended)
@@ -313,13 +243,14 @@ class Launcher:
                     f"{self.places.total} processes are possible again: asked the tasks to save "
                     f"and exit within {self.options.grace:g} s"
                 )
-                self._terminate(running)
+                for child in running:
+                    self.machine.terminate(child)
             if self.deadline < math.inf:  # tasks may be saving: only the grace period limits them
                 until = 0.0 if self.signals.repeated else self.deadline
             elif until == math.inf and (idle := self._hung_for(watch, running)):
                 hung, until = self._report_hang(running, idle), 0.0
             if time.monotonic() >= until:
-                stopped += [child.name for child in running if self._is_stopped(child)]
+                stopped += [child.name for child in running if self.machine.is_stopped(child)]
                 for child in running:
                     child.kill()
         return self._outcome(exits, hung, stopped)
@@ -329,7 +260,7 @@ class Launcher:
         seconds = {CauseRank.NONE: math.inf, CauseRank.PREEMPTED: self.options.grace}
         rank = cause_rank(ended)
         # Others cannot know more about a task that a signal has ended. They may complete a save.
-        is_fast = self._spares is not None or self.options.min_processes is not None
+        is_fast = self.machine.spares is not None or self.options.min_processes is not None
         if is_fast and rank is CauseRank.OWN and ended.status < 0:
             records = [progress.read(self.folder, name) for name in self.places.tasks]
             if not any(record and record.sealing >= 0 for record in records):
@@ -342,51 +273,14 @@ class Launcher:
             f"{received.name}: asked the tasks to save and exit within "
             f"{self.options.grace:g} s; a second signal kills them"
         )
-        self._terminate(running)
-
-    def _terminate(self, running: Sequence[Child]) -> None:
-        """Asks tasks to save and exit."""
         for child in running:
-            record = progress.read(self.folder, child.name)
-            child.send(signal.SIGTERM, record.pid if record else None)
+            self.machine.terminate(child)
 
     def _may_take_back(self) -> bool:
         """Returns whether the job, which makes steps in some of its places, may use all again."""
-        if self.signals.received or not (self._makes_steps and self.places.may_take_back):
+        if self.signals.received or not (self.machine.makes_steps and self.places.may_take_back):
             return False
-        return self._spares is None or self._spares.is_full
-
-    def exit_of(self, child: Child) -> TaskExit:
-        """Returns the exit of a child with its record, its reason and evidence of its cause."""
-        assert child.status is not None
-        record = progress.read(self.folder, child.name)
-        reason = progress.read_reason(self.folder, child.name)
-        ended = TaskExit(
-            child.name,
-            child.status,
-            record=record,
-            reason=reason,
-            errors=child.errors,
-            peak=child.peak,
-            work=progress.unfinished_work(self.folder, child.name),
-        )
-        if ended.signal not in child.sent:
-            return dataclasses.replace(ended, memory=self._memory(ended, child))
-        if reason is not None:  # it was already exiting when the launcher sent the signal
-            return dataclasses.replace(ended, status=reason.code)
-        return dataclasses.replace(ended, ours=True)
-
-    def _memory(self, ended: TaskExit, child: Child) -> str | None:
-        """Returns the evidence that a task crashed because memory was exhausted."""
-        if ended.reason is not None:
-            return None
-        if ended.signal is signal.SIGKILL:
-            return self.oom_kills.reason()
-        aborted = ended.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
-        if not aborted and ended.status != _LOADER_FAILURE:
-            return None
-        used = max(child.address_space, child.peak)
-        return out_of_memory.why_aborted(ended.errors, child.address_limit, used)
+        return self.machine.spares is None or self.machine.spares.is_full
 
     def _outcome(
         self, exits: Sequence[TaskExit], hung: str | None, stopped: Sequence[str]
@@ -441,7 +335,7 @@ class Launcher:
     def _report_hang(self, running: Sequence[Child], idle: str) -> str:
         """Prints and returns which task blocks the others; prints the stacks of all tasks."""
         published = {child.name: progress.read(self.folder, child.name) for child in running}
-        stopped = [child.name for child in running if self._is_stopped(child)]
+        stopped = [child.name for child in running if self.machine.is_stopped(child)]
         # changes=0 marks a task that has not published anything yet.
         absent = {
             name: ProgressRecord(name, 0, Phase.START, -1, changes=0, at=0.0) for name in published
@@ -465,16 +359,12 @@ class Launcher:
         dumps = gather_stacks(self.folder, asked)
         for name in published:
             for line in main_stacks(dumps.get(name, "")):
-                self.output.report(name, line)
+                self.machine.output.report(name, line)
             if not dumps.get(name):
                 why = "did not answer" if name in asked else "has not started to publish"
                 why = "is stopped by a signal" if name in stopped else why
                 self.log(f"no stacks of {name}: it {why}")
         return sentence
-
-    def _is_stopped(self, child: Child) -> bool:
-        record = progress.read(self.folder, child.name)
-        return is_stopped(record.pid if record else child.pid)
 
     def _finish(self, outcome: Outcome) -> int:
         """Waits for the evaluator after the training; returns the exit code of the job."""
@@ -643,7 +533,7 @@ class EvaluatorTask:
                 self._due = math.inf
                 self._child = self._launcher.start(EVALUATOR, self._config)
         elif self._child.poll():
-            ended, self._child = self._launcher.exit_of(self._child), None
+            ended, self._child = self._launcher.machine.exit_of(self._child), None
             self._handle_exit(ended)
 
     def _handle_exit(self, ended: TaskExit) -> None:
@@ -742,18 +632,9 @@ class WorkerRestarter:
         return [self._launcher.start(name, self._configs[name]) for name in due]
 
 
-# -- The stacks of processes that hang, and whether a process is stopped by a signal ---------------
+# -- The stacks of processes that hang -------------------------------------------------------------
 
 _STACKS_TIMEOUT = 3.0  # seconds for all tasks to write their stacks
-
-
-def is_stopped(pid: int) -> bool:
-    """Returns whether a signal or a debugger has stopped a process; False where /proc is absent."""
-    try:
-        content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return False
-    return content.rpartition(")")[2].split()[0] in "Tt"
 
 
 def gather_stacks(folder: str, names: Sequence[str]) -> dict[str, str]:
