@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
-from spmdtrain.distributed.progress import Phase
+from spmdtrain.distributed.progress import Phase, ProgressRecord
 from spmdtrain.launch.child import Child, Output, Reaper, TaskExit
 from spmdtrain.launch.spare import Imports, Spares
 
@@ -83,11 +83,21 @@ class Machine:
         """Prints a line of the launcher itself."""
         self.output.report("launch", text)
 
+    @property
+    def ready_spares(self) -> int:
+        """Number of spares that can become a task at once."""
+        return 0 if self.spares is None else self.spares.ready
+
+    @property
+    def has_all_spares(self) -> bool:
+        """Whether all spares are ready, or none are started any more."""
+        return self.spares is None or self.spares.is_full
+
     def begin(self) -> None:
         """Notes that the tasks are about to start."""
         self._first_step, self.makes_steps = None, False
 
-    def start(self, name: str, environment: Mapping[str, str]) -> Child:
+    def start(self, name: str, environment: Mapping[str, str]) -> "LocalTask":
         """Starts a task, after deleting the files of an earlier task with its name.
 
         `environment` has its TF_CONFIG.
@@ -95,9 +105,9 @@ class Machine:
         for kind in progress.KINDS:
             progress.path(self.folder, name, kind).unlink(missing_ok=True)
         environment = {**environment, progress.LAUNCH: self.folder}
-        if self.spares is not None and (child := self.spares.take(name, environment)):
-            return child
-        return Child(name, self._command, environment, self.output, self._reaper)
+        child = None if self.spares is None else self.spares.take(name, environment)
+        child = child or Child(name, self._command, environment, self.output, self._reaper)
+        return LocalTask(self, child)
 
     def poll(self, task: str, *, stops: bool) -> None:
         """Counts OOM kills, and replaces spares once a task makes steps. Call it often.
@@ -116,27 +126,7 @@ class Machine:
             elif self.makes_steps:  # a start needs the processors itself
                 self.spares.fill()
 
-    def exit_of(self, child: Child) -> TaskExit:
-        """Returns the exit of a child with its record, its reason and evidence of its cause."""
-        assert child.status is not None
-        record = progress.read(self.folder, child.name)
-        reason = progress.read_reason(self.folder, child.name)
-        ended = TaskExit(
-            child.name,
-            child.status,
-            record=record,
-            reason=reason,
-            errors=child.errors,
-            peak=child.peak,
-            work=progress.unfinished_work(self.folder, child.name),
-        )
-        if ended.signal not in child.sent:
-            return dataclasses.replace(ended, memory=self._memory(ended, child))
-        if reason is not None:  # it was already exiting when the launcher sent the signal
-            return dataclasses.replace(ended, status=reason.code)
-        return dataclasses.replace(ended, ours=True)
-
-    def _memory(self, ended: TaskExit, child: Child) -> str | None:
+    def memory_evidence(self, ended: TaskExit, child: Child) -> str | None:
         """Returns the evidence that a task crashed because memory was exhausted."""
         if ended.reason is not None:
             return None
@@ -148,19 +138,70 @@ class Machine:
         used = max(child.address_space, child.peak)
         return out_of_memory.why_aborted(ended.errors, child.address_limit, used)
 
-    def pid_of(self, child: Child) -> int:
-        """Returns the process that publishes as a task; the one that was started may wrap it."""
-        record = progress.read(self.folder, child.name)
-        return record.pid if record else child.pid
 
-    def terminate(self, child: Child) -> None:
-        """Asks a task to save and exit."""
-        child.send(signal.SIGTERM, self.pid_of(child))
+class LocalTask:
+    """A task that runs on this machine."""
 
-    def is_stopped(self, child: Child) -> bool:
-        """Returns whether a signal has stopped a task; False where /proc is absent."""
+    def __init__(self, machine: Machine, child: Child) -> None:
+        self.name = child.name
+        self._machine, self._child = machine, child
+
+    @property
+    def status(self) -> int | None:
+        """None while it runs; then its exit code, or -N if signal N killed it."""
+        return self._child.status
+
+    @property
+    def record(self) -> ProgressRecord | None:
+        """Its last published progress."""
+        return progress.read(self._machine.folder, self.name)
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether the launcher has killed it."""
+        return signal.SIGKILL in self._child.sent
+
+    def poll(self) -> bool:
+        """Returns whether it has exited and its output is read."""
+        return self._child.poll()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process that publishes; the one that was started may wrap it."""
+        record = self.record
+        self._child.send(number, record.pid if record else None)
+
+    def kill(self) -> None:
+        """Kills it with its process group."""
+        self._child.kill()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it; False where /proc is absent."""
+        record = self.record
         try:
-            content = Path(f"/proc/{self.pid_of(child)}/stat").read_text(errors="replace")
+            file = Path(f"/proc/{record.pid if record else self._child.pid}/stat")
+            content = file.read_text(errors="replace")
         except OSError:
             return False
         return content.rpartition(")")[2].split()[0] in "Tt"
+
+    def exit(self) -> TaskExit:
+        """Returns how it has exited, with its record, its reason and evidence of its cause."""
+        child, folder = self._child, self._machine.folder
+        assert child.status is not None
+        reason = progress.read_reason(folder, self.name)
+        ended = TaskExit(
+            self.name,
+            child.status,
+            record=self.record,
+            reason=reason,
+            errors=child.errors,
+            peak=child.peak,
+            work=progress.unfinished_work(folder, self.name),
+        )
+        if ended.signal not in child.sent:
+            memory = self._machine.memory_evidence(ended, child)
+            return dataclasses.replace(ended, memory=memory)
+        if reason is not None:  # it was already exiting when the launcher sent the signal
+            return dataclasses.replace(ended, status=reason.code)
+        return dataclasses.replace(ended, ours=True)
