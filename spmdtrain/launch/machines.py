@@ -578,9 +578,9 @@ class Follower:
         """Sends the files of the process that have changed."""
         if self._task is None:
             return
-        for file in sorted(Path(self._machine.folder).iterdir()):
-            if not file.name.endswith(_TOLD):
-                continue
+        folder = self._machine.folder  # it may have files of others: of a time when this one led
+        own = [progress.path(folder, self._task.name, kind) for kind in progress.KINDS]
+        for file in (*own, Path(folder, progress.WITHOUT), Path(folder, progress.REFUSED)):
             with suppress(OSError):
                 content = file.read_bytes()[:_MOST_CONTENT]
                 if content != self._told.get(file.name):
