@@ -92,7 +92,7 @@ def test_a_job_that_is_killed_a_hundred_times_ends_with_the_bits_of_one_that_nev
             if launcher.returncode != -signal.SIGKILL:
                 break
     text = (tmp_path / "output").read_text()
-    print(killed, f"{text.count('resumed from')} restarts")
+    print(killed, f"{text.count('; restart ')} restarts")
     assert launcher.returncode == 0 and killed.total() >= KILLS, text[-20_000:]
     assert sums(tmp_path / "run", SOAK_STEPS) == sums(tmp_path / "alone", SOAK_STEPS)
 
