@@ -288,7 +288,7 @@ def _serve(party: Party, deadline: float, timeout: float, report: Callable[[str]
     joined: dict[int, Line] = {}
     next_report = time.monotonic() + REPORT_INTERVAL
     with (
-        closing(_listen(party)) as listener,
+        closing(listen(party.host, party.port, party.names[0])) as listener,
         closing(Admission(listener, party.token)) as admission,
     ):
         try:
@@ -324,28 +324,37 @@ def _serve(party: Party, deadline: float, timeout: float, report: Callable[[str]
             raise
 
 
-def _listen(party: Party) -> socket.socket:
-    """Returns a socket that listens at the coordinator's port, exclusively."""
+def listen(host: str, port: int, who: str) -> socket.socket:
+    """Returns a socket that listens at a port of this machine, exclusively.
+
+    Args:
+      host: The name or address of this machine for others; of a loopback one, only that is used.
+      port: The port.
+      who: Who listens, for messages.
+
+    Raises:
+      UserError: If the port cannot be used.
+    """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     until = time.monotonic() + BIND_TIMEOUT
     while True:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if loopback := _loopback(party.host):
+            if loopback := _loopback(host):
                 listener.close()
                 listener = socket.socket(loopback[0], socket.SOCK_STREAM)
             elif family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             # Not SO_REUSEPORT, because it would hide a second process 0.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((loopback[1] if loopback else "", party.port))
+            listener.bind((loopback[1] if loopback else "", port))
             listener.listen(1024)
             return listener
         except OSError as error:
             listener.close()
             if time.monotonic() > until:
                 raise UserError(
-                    f"port {party.port} of this machine cannot be used by {party.names[0]}: "
+                    f"port {port} of this machine cannot be used by {who}: "
                     f"{error.strerror}; it is in use by another program, a second process of that "
                     "name, or an earlier run that has not ended"
                 ) from error

@@ -204,8 +204,10 @@ WAITING = frozenset(
 
 # A record: pid, step, phase, changes, time. The step last saved follows in a separate slot, because
 # another thread may write it: separate slots need no lock.
-_WITHOUT = "without"  # file with the task to leave out
-_REFUSED = "refused-processes"  # file with the numbers of processes that the job cannot have
+WITHOUT = "without"
+"""File with the task to leave out."""
+REFUSED = "refused-processes"
+"""File with the numbers of processes that the job cannot have."""
 _RECORD = struct.Struct("<qq8sqd")
 _SAVED = struct.Struct("<q")
 _SEALING = struct.Struct("<q")  # a third slot: the step whose manifest is being written
@@ -500,18 +502,18 @@ def request_without(task: str) -> None:
     It does so if this attempt ends by `ExitCode.DEVICE_FAULT`.
     """
     if folder := os.environ.get(LAUNCH):
-        (Path(folder) / _WITHOUT).write_text(_as_text(task), "utf-8")
+        (Path(folder) / WITHOUT).write_text(_as_text(task), "utf-8")
 
 
 def wants_refused_processes() -> bool:
     """Returns whether the launcher asks with which numbers of processes the job cannot continue."""
     folder = os.environ.get(LAUNCH)
-    return folder is not None and (Path(folder) / _REFUSED).exists()
+    return folder is not None and (Path(folder) / REFUSED).exists()
 
 
 def write_refused_processes(reasons: Mapping[int, str]) -> None:
     """Tells the launcher with which numbers of processes the job cannot continue, and why."""
-    _replace(Path(os.environ[LAUNCH]), _REFUSED, json.dumps(reasons))
+    _replace(Path(os.environ[LAUNCH]), REFUSED, json.dumps(reasons))
 
 
 def job_ended() -> str | None:
@@ -592,6 +594,14 @@ def _record(task: str, content: bytes) -> ProgressRecord | None:
     return ProgressRecord(task, step, phase, newest, changes, at, pid, sealing)
 
 
+def shifted(content: bytes, seconds: float) -> bytes:
+    """Returns the content of a record with another time, for a clock that is ahead by seconds."""
+    if len(content) < _SIZE:
+        return content
+    *values, at = _RECORD.unpack_from(content)
+    return _RECORD.pack(*values, at + seconds) + content[_RECORD.size :]
+
+
 def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:
     """Returns the exit reason of a task; None if it has not written one completely."""
     try:
@@ -611,7 +621,7 @@ def unfinished_work(folder: str | os.PathLike[str], task: str) -> str | None:
 
 def take_without(folder: str | os.PathLike[str]) -> str | None:
     """Returns and forgets the task of `request_without`; None if there was no such request."""
-    written = Path(folder) / _WITHOUT
+    written = Path(folder) / WITHOUT
     try:
         task = written.read_text("utf-8")
     except FileNotFoundError:
@@ -622,7 +632,7 @@ def take_without(folder: str | os.PathLike[str]) -> str | None:
 
 def ask_for_refused_processes(folder: str | os.PathLike[str]) -> None:
     """Asks the job for its `refused_processes`."""
-    _replace(Path(folder), _REFUSED, "{}")
+    _replace(Path(folder), REFUSED, "{}")
 
 
 def refused_processes(folder: str | os.PathLike[str]) -> dict[int, str]:
@@ -630,7 +640,7 @@ def refused_processes(folder: str | os.PathLike[str]) -> dict[int, str]:
 
     It is empty before the job has said so.
     """
-    found = json.loads((Path(folder) / _REFUSED).read_text("utf-8"))
+    found = json.loads((Path(folder) / REFUSED).read_text("utf-8"))
     return {int(number): why for number, why in found.items()}
 
 

@@ -502,6 +502,8 @@ class TaskExit:
     """Evidence that memory was exhausted."""
     peak: int = 0
     """Peak memory of its largest process in bytes; 0 if unknown."""
+    gone: str | None = None
+    """Why nothing more is known of it: its machine is lost."""
     work: str | None = None
     """The work that was not finished when it exited (see `progress.working`)."""
 
@@ -593,6 +595,8 @@ def root_cause(exits: Sequence[TaskExit]) -> TaskExit | None:
 
 def describe_exit(ended: TaskExit) -> str:
     """Returns a line with the task, how and where it ended, and the reason if it is known."""
+    if ended.gone is not None and ended.reason is None:
+        return f"{ended.task} is lost{_where(ended.record)}: {ended.gone}"
     # A message may name its step; the process has begun later ones since.
     names_step = re.match(r"(one of )?steps? \d", ended.message or "")
     where = "" if names_step else _where(ended.record)
@@ -629,7 +633,7 @@ def hint(ended: TaskExit) -> str | None:
 
     None if there is neither, or if the launcher caused the exit.
     """
-    if ended.ours:
+    if ended.ours or ended.gone is not None:
         return None
     hints = []
     if ended.signal in _HINTS and ended.memory is None:

@@ -1,16 +1,12 @@
 """The processes of a job on one machine: starting, watching and restarting them."""
 
-import dataclasses
 import math
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
-from spmdtrain.distributed import out_of_memory, progress
+from spmdtrain.distributed import progress
 from spmdtrain.distributed.progress import (
     TASK,
     HangTimer,
@@ -22,9 +18,6 @@ from spmdtrain.distributed.progress import (
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch.child import (
     CauseRank,
-    Child,
-    Output,
-    Reaper,
     Restarts,
     Signals,
     TaskExit,
@@ -34,7 +27,8 @@ from spmdtrain.launch.child import (
     is_killed,
     root_cause,
 )
-from spmdtrain.launch.spare import Imports, Spares
+from spmdtrain.launch.machine import Machine
+from spmdtrain.launch.machines import Machines, Task
 from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks
 
 # -- Options of the command `python -m spmdtrain.launch` -------------------------------------------
@@ -47,8 +41,9 @@ HANG_TIMEOUT = 900.0
 class Options:
     """Start the processes of a training on this machine, watch them, and restart them together."""
 
-    processes: int
-    """Number of training processes: a chief and workers."""
+    processes: int | None = None
+    """Number of training processes: a chief and workers. Leave it out where TF_CONFIG describes
+    several machines: each starts its own process, and their launchers act together."""
     ps: int = 0
     """Number of parameter servers to start, for --strategy parameter_server. Workers are
     then restarted one by one, without the others."""
@@ -78,12 +73,10 @@ class Options:
 # -- The processes of a job on one machine: starting, watching and restarting them -----------------
 
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
-_STEPS_OF_START = 2  # steps after which a start has ended, and its compilations with it
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
 _REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
 _KILLED_TIMEOUT = 0.2  # the same after a task was killed, with warm spares or fewer processes
-_LOADER_FAILURE = 127  # exit code of glibc if it cannot allocate the thread-local data of a library
 
 
 @dataclass(frozen=True)
@@ -116,73 +109,47 @@ class Launcher:
     def __init__(
         self,
         options: Options,
-        command: Sequence[str],
         environments: Mapping[str, Mapping[str, str]],
+        machine: Machine,
         signals: Signals,
+        machines: Machines | None = None,
     ) -> None:
-        imports = None
-        if options.warm_spares:
-            environment = next(iter(environments.values()))
-            imports = Imports.of_command(command, environment, with_servers=bool(options.ps))
         self.options = options
-        self.command = command
-        self.places = Places(environments, options.ps, options.min_processes, time.monotonic)
+        self.places = Places(
+            environments,
+            options.ps,
+            options.min_processes,
+            time.monotonic,
+            (lambda: environments) if machines is None else (lambda: machines.names),
+        )
+        self.machine, self.machines = machine, machines
         self.signals = signals
+        self.folder = machine.folder
         self.deadline = math.inf
         """Time at which tasks are killed after a signal has requested their exit."""
         self.over = False
         """Whether the training has ended for good."""
-        self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
-        if options.min_processes is not None:
-            progress.ask_for_refused_processes(self.folder)
-        self.reaper = Reaper(self.folder)
-        self.oom_kills = out_of_memory.OomKills()
-        self.output = Output([*environments, "launch"])
-        self._spares = None if imports is None else self._make_spares(imports)
         self.evaluator = EvaluatorTask(self) if options.evaluator else None
-        self._first_step: int | None = None  # of the chief in this attempt
         self._takes_back = False  # whether the tasks are asked to end, to continue in all places
-        self._makes_steps = False
-
-    def _make_spares(self, imports: Imports) -> Spares:
-        first = next(iter(self.places.environments.values()))
-        return Spares(
-            self.options.warm_spares,
-            self.command,
-            {**first, progress.LAUNCH: self.folder},
-            imports,
-            Path(self.folder) / "spare",
-            self.output,
-            self.reaper,
-            self.log,
-        )
-
-    def __enter__(self) -> "Launcher":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._spares is not None:
-            self._spares.close()
-        self.reaper.close()
-        self.output.close()
 
     def log(self, text: str) -> None:
-        """Prints a line of the launcher itself."""
-        self.output.report("launch", text)
+        """Prints a line of the launcher itself, on all machines."""
+        self.machine.log(text)
+        if self.machines is not None:
+            self.machines.tell(log=text)
 
     def restarts(self) -> Restarts:
         """Returns a new budget of restarts."""
-        return Restarts(self.options.max_restarts, first_at_once=self._spares is not None)
+        return Restarts(self.options.max_restarts, first_at_once=self.machine.spares is not None)
 
-    def run(self) -> int:
-        """Runs the training with restarts, then waits for the evaluator; returns the exit code."""
+    def run(self) -> int | None:
+        """Runs the training with restarts, then waits for the evaluator; returns the exit code.
+
+        None if too few machines are left to decide what happens.
+        """
         restarts = self.restarts()
-        configs = tf_configs(list(self.places.environments))
+        self.places.use_present()
+        configs = self._configs()
         if self.evaluator is not None:
             self.evaluator.start(configs[EVALUATOR])
         while True:
@@ -195,8 +162,18 @@ class Launcher:
             if self.signals.received:
                 self.log(f"{self.signals.received.name}: not restarted")
                 break
-            configs = tf_configs(list(self.places.environments))
+            if self.machines is not None and not self.machines.is_enough:
+                self.log(f"too few machines are left: no launcher of {self.machines.missing}")
+                return None
+            self.places.use_present()
+            configs = self._configs()
         return self._finish(outcome)
+
+    def _configs(self) -> dict[str, str]:
+        """Returns the TF_CONFIG of each task, with free ports."""
+        if self.machines is None:
+            return tf_configs(list(self.places.environments))
+        return self.machines.tf_configs(self.places.used)
 
     def _next(self, outcome: Outcome, restarts: Restarts) -> tuple[float | None, str]:
         """Decides how the job continues after an attempt.
@@ -220,8 +197,7 @@ class Launcher:
         if outcome.without is not None:
             places.leave_out(outcome.without)
             return wait, f"{restarts.note(wait)} without {outcome.without}"
-        replaced = self._spares is not None and self._spares.ready >= len(outcome.lost)
-        if self.options.min_processes is None or not outcome.lost or replaced:
+        if self.options.min_processes is None or not outcome.lost or self._has_spares(outcome.lost):
             return wait, restarts.note(wait)
         if places.lose(outcome.lost, progress.refused_processes(self.folder)):
             return 0.0, f"{restarts.note(0.0)} with {self._numbers()}"
@@ -231,44 +207,35 @@ class Launcher:
         places.take_back()
         return wait, f"{restarts.note(wait)} with all, because {fewer} cannot continue: {why}"
 
+    def _has_spares(self, tasks: Sequence[str]) -> bool:
+        """Returns whether a spare is ready in the place of each task."""
+        if self.machines is None:
+            return self.machine.ready_spares >= len(tasks)
+        ready = self.machines.ready_spares(self.machine)
+        return all(ready.get(self.places.place_of(task)) for task in tasks)
+
     def _numbers(self) -> str:
         """Returns how many processes the job has, such as `2 of 4 processes`."""
         of_all = f" of {self.places.total}" if self.places.is_reduced else ""
         return f"{self.places.processes}{of_all} processes"
 
-    def start(self, name: str, tf_config: str) -> Child:
-        """Starts a task, after deleting the files of an earlier task with its name."""
-        for kind in progress.KINDS:
-            progress.path(self.folder, name, kind).unlink(missing_ok=True)
-        cluster = {"TF_CONFIG": tf_config, progress.LAUNCH: self.folder}
-        environment = {**self.places.environments[name], **cluster}
-        if self._spares is not None and (child := self._spares.take(name, environment)):
-            return child
-        return Child(name, self.command, environment, self.output, self.reaper)
+    def start(self, name: str, tf_config: str) -> Task:
+        """Starts a task."""
+        if self.machines is not None:
+            place = self.places.place_of(name)
+            if place != self.machines.own_name:
+                return self.machines.start(place, name, tf_config)
+        environment = {**self.places.environments[name], "TF_CONFIG": tf_config}
+        return self.machine.start(name, environment)
 
     def tick(self) -> None:
         """Sleeps until a signal, the exit of a child, or a timeout; then polls the evaluator."""
         self.signals.wait(_POLL_INTERVAL)
-        self.oom_kills.poll()
         if self.evaluator is not None:
             self.evaluator.poll()
-        self._note_steps()
-        if self._spares is not None:
-            # A start needs the processors itself.
-            if self.signals.received:
-                self._spares.close()
-            elif self._makes_steps:
-                self._spares.fill()
-
-    def _note_steps(self) -> None:
-        """Notes whether the start of this attempt is over."""
-        if self._spares is None and self.options.min_processes is None:
-            return
-        chief = progress.read(self.folder, "chief")
-        if chief is not None and chief.phase in (Phase.LOAD, Phase.STEP):
-            if self._first_step is None:
-                self._first_step = chief.step
-            self._makes_steps |= chief.step >= self._first_step + _STEPS_OF_START
+        if self.machines is not None:
+            self.machines.poll()
+        self.machine.poll("chief", stops=self.signals.received is not None)
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -277,8 +244,9 @@ class Launcher:
 
     def _attempt(self, configs: Mapping[str, str]) -> Outcome:
         """Starts all training tasks and watches them until the last one has exited."""
+        self.machine.begin()
         tasks = [self.start(name, configs[name]) for name in self.places.tasks]
-        self._first_step, self._makes_steps, self._takes_back = None, False, False
+        self._takes_back = False
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
@@ -290,7 +258,7 @@ class Launcher:
         while running := [child for child in tasks if child.status is None]:
             self.tick()
             for child in [child for child in running if child.poll()]:
-                ended = self.exit_of(child)
+                ended = child.exit()
                 if restarter is not None and until == math.inf and restarter.take(ended):
                     continue
                 exits.append(ended)
@@ -310,16 +278,17 @@ class Launcher:
             if until == math.inf and self._may_take_back() and running:
                 self._takes_back, until = True, time.monotonic() + self.options.grace
                 self.log(
-                    f"{self.places.total} processes are possible again: asked the tasks to save "
+                    f"{self.places.possible} processes are possible again: asked the tasks to save "
                     f"and exit within {self.options.grace:g} s"
                 )
-                self._terminate(running)
+                for child in running:
+                    child.send(signal.SIGTERM)
             if self.deadline < math.inf:  # tasks may be saving: only the grace period limits them
                 until = 0.0 if self.signals.repeated else self.deadline
             elif until == math.inf and (idle := self._hung_for(watch, running)):
                 hung, until = self._report_hang(running, idle), 0.0
             if time.monotonic() >= until:
-                stopped += [child.name for child in running if self._is_stopped(child)]
+                stopped += [child.name for child in running if child.is_stopped]
                 for child in running:
                     child.kill()
         return self._outcome(exits, hung, stopped)
@@ -329,64 +298,27 @@ class Launcher:
         seconds = {CauseRank.NONE: math.inf, CauseRank.PREEMPTED: self.options.grace}
         rank = cause_rank(ended)
         # Others cannot know more about a task that a signal has ended. They may complete a save.
-        is_fast = self._spares is not None or self.options.min_processes is not None
+        is_fast = self.machine.spares is not None or self.options.min_processes is not None
         if is_fast and rank is CauseRank.OWN and ended.status < 0:
             records = [progress.read(self.folder, name) for name in self.places.tasks]
             if not any(record and record.sealing >= 0 for record in records):
                 return _KILLED_TIMEOUT
         return seconds.get(rank, _REPORT_TIMEOUT)
 
-    def _request_stop(self, running: Sequence[Child], received: signal.Signals) -> None:
+    def _request_stop(self, running: Sequence[Task], received: signal.Signals) -> None:
         self.deadline = time.monotonic() + self.options.grace
         self.log(  # first, because the tasks may print that they were asked
             f"{received.name}: asked the tasks to save and exit within "
             f"{self.options.grace:g} s; a second signal kills them"
         )
-        self._terminate(running)
-
-    def _terminate(self, running: Sequence[Child]) -> None:
-        """Asks tasks to save and exit."""
         for child in running:
-            record = progress.read(self.folder, child.name)
-            child.send(signal.SIGTERM, record.pid if record else None)
+            child.send(signal.SIGTERM)
 
     def _may_take_back(self) -> bool:
         """Returns whether the job, which makes steps in some of its places, may use all again."""
-        if self.signals.received or not (self._makes_steps and self.places.may_take_back):
+        if self.signals.received or not (self.machine.makes_steps and self.places.may_take_back):
             return False
-        return self._spares is None or self._spares.is_full
-
-    def exit_of(self, child: Child) -> TaskExit:
-        """Returns the exit of a child with its record, its reason and evidence of its cause."""
-        assert child.status is not None
-        record = progress.read(self.folder, child.name)
-        reason = progress.read_reason(self.folder, child.name)
-        ended = TaskExit(
-            child.name,
-            child.status,
-            record=record,
-            reason=reason,
-            errors=child.errors,
-            peak=child.peak,
-            work=progress.unfinished_work(self.folder, child.name),
-        )
-        if ended.signal not in child.sent:
-            return dataclasses.replace(ended, memory=self._memory(ended, child))
-        if reason is not None:  # it was already exiting when the launcher sent the signal
-            return dataclasses.replace(ended, status=reason.code)
-        return dataclasses.replace(ended, ours=True)
-
-    def _memory(self, ended: TaskExit, child: Child) -> str | None:
-        """Returns the evidence that a task crashed because memory was exhausted."""
-        if ended.reason is not None:
-            return None
-        if ended.signal is signal.SIGKILL:
-            return self.oom_kills.reason()
-        aborted = ended.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
-        if not aborted and ended.status != _LOADER_FAILURE:
-            return None
-        used = max(child.address_space, child.peak)
-        return out_of_memory.why_aborted(ended.errors, child.address_limit, used)
+        return self.machine.has_all_spares
 
     def _outcome(
         self, exits: Sequence[TaskExit], hung: str | None, stopped: Sequence[str]
@@ -433,15 +365,15 @@ class Launcher:
         without = requested if is_fault and requested in self.places.environments else None
         return Outcome(cause.code, words, saved, without, lost)
 
-    def _hung_for(self, watch: HangTimer, running: Sequence[Child]) -> str | None:
+    def _hung_for(self, watch: HangTimer, running: Sequence[Task]) -> str | None:
         records = [progress.read(self.folder, child.name) for child in running]
         idle = watch.hung_for(records, [r.phase if r else Phase.START for r in records])
         return idle if any(records) else None
 
-    def _report_hang(self, running: Sequence[Child], idle: str) -> str:
+    def _report_hang(self, running: Sequence[Task], idle: str) -> str:
         """Prints and returns which task blocks the others; prints the stacks of all tasks."""
         published = {child.name: progress.read(self.folder, child.name) for child in running}
-        stopped = [child.name for child in running if self._is_stopped(child)]
+        stopped = [child.name for child in running if child.is_stopped]
         # changes=0 marks a task that has not published anything yet.
         absent = {
             name: ProgressRecord(name, 0, Phase.START, -1, changes=0, at=0.0) for name in published
@@ -460,27 +392,25 @@ class Launcher:
             record = published[child.name]
             # SIGUSR2 kills a task without a record, because it has not registered a handler.
             if record and child.name not in stopped:
-                child.send(signal.SIGUSR2, record.pid)
+                child.send(signal.SIGUSR2)
                 asked.append(child.name)
-        dumps = gather_stacks(self.folder, asked)
+        dumps = gather_stacks(self.folder, asked, self.tick)
         for name in published:
             for line in main_stacks(dumps.get(name, "")):
-                self.output.report(name, line)
+                self.machine.output.report(name, line)
             if not dumps.get(name):
                 why = "did not answer" if name in asked else "has not started to publish"
                 why = "is stopped by a signal" if name in stopped else why
                 self.log(f"no stacks of {name}: it {why}")
         return sentence
 
-    def _is_stopped(self, child: Child) -> bool:
-        record = progress.read(self.folder, child.name)
-        return is_stopped(record.pid if record else child.pid)
-
     def _finish(self, outcome: Outcome) -> int:
         """Waits for the evaluator after the training; returns the exit code of the job."""
         how = {0: "finished", 75: "preempted"}.get(outcome.code, f"failed: {outcome.message}")
         progress.write_ended(self.folder, how)
         self.over = True
+        if self.machines is not None and not self.signals.received:
+            self.machines.tell(end=outcome.code)
         if self.evaluator is None:
             return outcome.code
         if self.evaluator.code is None:
@@ -509,6 +439,8 @@ class Places:
       environments: The environment of each task, without TF_CONFIG. The places have these names.
       servers: Number of parameter servers.
       minimum: Smallest number of training processes; None if the job needs all places.
+      clock: Returns the time in seconds.
+      present: Returns the places whose machines are there.
     """
 
     def __init__(
@@ -517,14 +449,17 @@ class Places:
         servers: int,
         minimum: int | None,
         clock: Callable[[], float],
+        present: Callable[[], Collection[str]],
     ) -> None:
         self._servers, self._minimum, self._clock = servers, minimum, clock
+        self._present = present
         self._own = {n: env for n, env in environments.items() if n != EVALUATOR}
         self._evaluator = {n: env for n, env in environments.items() if n == EVALUATOR}
         self._back: dict[str, float] = {}  # lost places, and when each may be used again
         self._times: dict[str, int] = {}  # how often each place was lost
         self._refused: set[int] = set()  # numbers of processes that the run cannot have
-        self._used = list(self._own)
+        self.used = list(self._own)
+        """The places of the job as it is now, in the order of its tasks."""
 
     @property
     def total(self) -> int:
@@ -534,7 +469,7 @@ class Places:
     @property
     def processes(self) -> int:
         """Number of training processes of the job as it is now."""
-        return len(self._used) - self._servers
+        return len(self.used) - self._servers
 
     @property
     def tasks(self) -> list[str]:
@@ -544,7 +479,7 @@ class Places:
     @property
     def environments(self) -> dict[str, dict[str, str]]:
         """The environment of each task of the job as it is now."""
-        own = zip(self.tasks, self._used, strict=True)
+        own = zip(self.tasks, self.used, strict=True)
         found = {task: {**self._own[place], TASK: task} for task, place in own}
         return found | {name: dict(env) for name, env in self._evaluator.items()}
 
@@ -553,10 +488,10 @@ class Places:
 
         Each later process takes the name of the one before it.
         """
-        place = self._place_of(task)
+        place = self.place_of(task)
         self._back.pop(place, None)
         del self._own[place]
-        self._used.remove(place)
+        self.used.remove(place)
 
     def lose(self, tasks: Iterable[str], cannot: Iterable[int]) -> bool:
         """Leaves out the places of lost tasks for a while; returns whether the job can continue.
@@ -564,15 +499,15 @@ class Places:
         If not, nothing changes. `cannot` has numbers of processes that the run refuses.
         """
         self._refused |= set(cannot)
-        lost = [self._place_of(task) for task in tasks]
-        left = [place for place in self._own if place not in {*lost, *self._back}]
+        lost = [self.place_of(task) for task in tasks]
+        left = [place for place in self._there if place not in {*lost, *self._back}]
         if (used := self._largest(left)) is None:
             return False
         for place in lost:
             self._times[place] = self._times.get(place, 0) + 1
             away = min(_LONGEST_AWAY, _AWAY * 2.0 ** (self._times[place] - 1))
             self._back[place] = self._clock() + away
-        self._used = used
+        self.used = used
         return True
 
     def refuse(self) -> bool:
@@ -581,39 +516,57 @@ class Places:
         Returns whether it can continue with fewer; otherwise it gets all places again.
         """
         self._refused.add(self.processes)
-        left = [place for place in self._own if place not in self._back]
-        used = self._largest(left)
+        used = self._largest([place for place in self._there if place not in self._back])
         if used is None:
             self.take_back()
             return False
-        self._used = used
+        self.used = used
         return True
 
     @property
     def is_reduced(self) -> bool:
         """Whether the job has fewer processes than places."""
-        return len(self._used) < len(self._own)
+        return len(self.used) < len(self._own)
+
+    @property
+    def possible(self) -> int:
+        """Number of training processes that the job could have now."""
+        return len(self._largest(self._there) or self.used) - self._servers
 
     @property
     def may_take_back(self) -> bool:
-        """Whether all lost places may be used again."""
-        return self.is_reduced and all(at <= self._clock() for at in self._back.values())
+        """Whether the job could have more processes, in places that may be used again."""
+        waits = any(self._back.get(place, 0.0) > self._clock() for place in self._there)
+        return self.is_reduced and not waits and self.possible > self.processes
 
     def take_back(self) -> None:
-        """Uses all places again."""
+        """Uses all places again that are there."""
         self._back.clear()
-        self._used = list(self._own)
+        self.used = self._largest(self._there) or list(self._own)
+
+    def use_present(self) -> None:
+        """Uses the places that are there, apart from those that were lost a short time ago."""
+        left = [place for place in self._there if place not in self._back]
+        self.used = self._largest(left) or self.used
+
+    @property
+    def _there(self) -> list[str]:
+        present = self._present()
+        return [place for place in self._own if place in present]
 
     def _largest(self, places: Sequence[str]) -> list[str] | None:
         """Returns the places that the job uses of those given; None if it cannot continue."""
+        if len(places) == len(self._own):
+            return list(places)
         least = math.inf if self._minimum is None else self._minimum
         for count in range(len(places), 0, -1):
             if count >= least and count not in self._refused:
                 return list(places[:count])
         return None
 
-    def _place_of(self, task: str) -> str:
-        return self._used[self.tasks.index(task)]
+    def place_of(self, task: str) -> str:
+        """Returns the place in which a task of the job as it is now runs."""
+        return self.used[self.tasks.index(task)]
 
 
 # -- The evaluator task of a job -------------------------------------------------------------------
@@ -625,7 +578,7 @@ class EvaluatorTask:
     def __init__(self, launcher: "Launcher") -> None:
         self._launcher = launcher
         self._restarts = launcher.restarts()
-        self._child: Child | None = None
+        self._child: Task | None = None
         self._due = math.inf  # time of the next restart
         self._config = ""
         self.code: int | None = None
@@ -643,7 +596,7 @@ class EvaluatorTask:
                 self._due = math.inf
                 self._child = self._launcher.start(EVALUATOR, self._config)
         elif self._child.poll():
-            ended, self._child = self._launcher.exit_of(self._child), None
+            ended, self._child = self._child.exit(), None
             self._handle_exit(ended)
 
     def _handle_exit(self, ended: TaskExit) -> None:
@@ -676,11 +629,11 @@ class EvaluatorTask:
             if self._child is not None and signals.received and not asked:
                 asked = True
                 launcher.deadline = min(launcher.deadline, time.monotonic() + grace)
-                self._child.send(signal.SIGTERM, record.pid if record else None)
+                self._child.send(signal.SIGTERM)
             if self._child is not None:
                 if signals.repeated or time.monotonic() >= launcher.deadline:
                     self._child.kill()
-                elif idle >= hang_timeout and signal.SIGKILL not in self._child.sent:
+                elif idle >= hang_timeout and not self._child.is_killed:
                     launcher.log(
                         f"the evaluator has made no progress for {hang_timeout:g} s: killed"
                     )
@@ -734,7 +687,7 @@ class WorkerRestarter:
         )
         return True
 
-    def start_due(self) -> list[Child]:
+    def start_due(self) -> list[Task]:
         """Starts the workers whose restart is due, and returns them."""
         due = [name for name, at in self._due.items() if time.monotonic() >= at]
         for name in due:
@@ -742,28 +695,19 @@ class WorkerRestarter:
         return [self._launcher.start(name, self._configs[name]) for name in due]
 
 
-# -- The stacks of processes that hang, and whether a process is stopped by a signal ---------------
+# -- The stacks of processes that hang -------------------------------------------------------------
 
 _STACKS_TIMEOUT = 3.0  # seconds for all tasks to write their stacks
 
 
-def is_stopped(pid: int) -> bool:
-    """Returns whether a signal or a debugger has stopped a process; False where /proc is absent."""
-    try:
-        content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return False
-    return content.rpartition(")")[2].split()[0] in "Tt"
-
-
-def gather_stacks(folder: str, names: Sequence[str]) -> dict[str, str]:
+def gather_stacks(folder: str, names: Sequence[str], sleep: Callable[[], None]) -> dict[str, str]:
     """Waits until the tasks have completely written their stacks, at most `_STACKS_TIMEOUT`.
 
-    Returns task name to text; empty if it has written nothing.
+    Returns task name to text; empty if it has written nothing. `sleep` waits for a moment.
     """
     until, before = time.monotonic() + _STACKS_TIMEOUT, dict[str, str]()
     while True:
-        time.sleep(0.1)
+        sleep()
         files = {name: progress.path(folder, name, "stacks") for name in names}
         stacks = {name: file.read_text(errors="replace") for name, file in files.items()}
         if (all(stacks.values()) and stacks == before) or time.monotonic() > until:

@@ -19,7 +19,8 @@ class Clock:
 def places(minimum: int | None = 1, count: int = 4) -> tuple[Places, Clock]:
     clock, names = Clock(), [*training_tasks(count), "evaluator"]
     gpus = [str(number) for number in range(count + 1)]
-    return Places(environments_of(names, 1, {}, gpus), 0, minimum, clock), clock
+    environments = environments_of(names, 1, {}, gpus)
+    return Places(environments, 0, minimum, clock, lambda: environments), clock
 
 
 def devices(of: Places) -> dict[str, str]:

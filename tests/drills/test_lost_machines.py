@@ -1,0 +1,115 @@
+"""A job of several machines, whose launchers act together, and which loses some of them."""
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from helpers import BOUND, environment, run
+from processes import drill, free_port, run_line, steps_in, sums, tf_config
+
+from spmdtrain.testing.processes import Process
+
+pytestmark = pytest.mark.drill
+
+STEPS = 80
+EXACT = ("--exact", 16, "--global-batch-size", 48, "--steps", STEPS)
+TOKEN = "a token of the job"
+
+
+class Machines:
+    """Launchers on this machine, each with an address of its own, as on several machines."""
+
+    def __init__(self, folder: Path, count: int, *options: object, least: int | None) -> None:
+        self.folder = folder
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+        own = [] if least is None else ["--min-processes", str(least)]
+        line = run_line(drill(folder), "--workdir", folder / "run", *options)
+        self.line = [sys.executable, "-m", "spmdtrain.launch", "--devices-per-process", "1"]
+        self.line += [*own, "--", *line]
+        self.running = [self.start(rank) for rank in range(count)]
+        self.ended: list[Process] = []
+
+    def start(self, rank: int, **env: str) -> Process:
+        env = {"TF_CONFIG": tf_config(self.addresses, rank), "SPMDTRAIN_JOB_TOKEN": TOKEN, **env}
+        name = f"{rank}-{time.monotonic_ns()}.log"
+        return Process(f"{rank}", self.line, {**environment(), **env}, None, self.folder / name)
+
+    def restart(self, rank: int) -> None:
+        """Starts a launcher again, as a scheduler does."""
+        self.ended.append(self.running[rank])
+        self.running[rank] = self.start(rank)
+
+    def wait_for(self, what: Callable[[str], object], timeout: float = BOUND) -> None:
+        """Waits until the output of all launchers so far satisfies a condition."""
+        until = time.monotonic() + timeout
+        while not what(self.output):
+            assert time.monotonic() < until, self.output
+            time.sleep(0.1)
+
+    def codes(self) -> list[int | None]:
+        until = time.monotonic() + BOUND
+        while any(one.code is None for one in self.running) and time.monotonic() < until:
+            time.sleep(0.1)
+        return [one.code for one in self.running]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(f"{one.task}: {one.output}" for one in [*self.running, *self.ended])
+
+
+@contextmanager
+def machines(
+    folder: Path, count: int, *options: object, least: int | None = None
+) -> Iterator[Machines]:
+    started = Machines(folder, count, *options, least=least)
+    try:
+        yield started
+    finally:
+        for process in [*started.running, *started.ended]:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The final state of a run on one device without a loss."""
+    folder = tmp_path_factory.mktemp("alone")
+    ended = run(drill(folder), *EXACT, "--workdir", folder / "run", devices=1)
+    assert ended.returncode == 0, ended.stderr
+    return sums(folder / "run", STEPS)
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault"),
+    [
+        (0, signal.SIGKILL),  # the machine that leads, and process 0
+        *(
+            pytest.param(rank, fault, marks=pytest.mark.nightly)
+            for rank, fault in [
+                *((2, signal.SIGKILL), (0, signal.SIGTERM), (3, signal.SIGTERM)),
+                *((0, signal.SIGSTOP), (1, signal.SIGSTOP)),
+            ]
+        ),
+    ],
+)
+def test_the_others_continue_without_a_machine_and_with_it_again(
+    tmp_path: Path, alone: dict[str, str], rank: int, fault: signal.Signals
+) -> None:
+    with machines(tmp_path, 4, *EXACT, "--pause", 0.4, least=2) as job:
+        job.wait_for(lambda text: max(steps_in(text), default=0) >= 12)
+        job.running[rank].send(fault)
+        job.wait_for(lambda text: " x cpu of 2 processes" in text)
+        if fault is signal.SIGSTOP:
+            job.running[rank].send(signal.SIGCONT)
+        else:
+            assert job.running[rank].code == {signal.SIGKILL: -9, signal.SIGTERM: 75}[fault]
+            job.restart(rank)
+        assert job.codes() == [0, 0, 0, 0], job.output
+        counts = re.findall(r"\[chief\] (\d) x cpu of", job.output)
+        assert sorted(counts) == ["2", "4", "4"], job.output
+        assert "4 processes are possible again" in job.output
+        assert sums(tmp_path / "run", STEPS) == alone
