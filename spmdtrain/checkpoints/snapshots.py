@@ -716,7 +716,14 @@ class _PartReader:
         """Returns a part from the nearest copy that is not corrupted."""
         own = self._store.hosts.leader(process_group.rank())
         found, faults = self._found, list[str]()
-        for copy in sorted(copies, key=lambda x: own not in found.holders[x.rank]):
+
+        def distance(copy: PartCopy) -> int:
+            sizes = found.holders[copy.rank]
+            if own not in sizes:
+                return 2
+            return int(sizes[own] < max(sizes.values()))  # what a partner keeps may lack this part
+
+        for copy in sorted(copies, key=distance):
             values, is_here, fault = self._store.read(copy, found)
             if values is not None:
                 self.is_here &= is_here
