@@ -561,8 +561,27 @@ class Places:
         least = math.inf if self._minimum is None else self._minimum
         for count in range(len(places), 0, -1):
             if count >= least and count not in self._refused:
-                return list(places[:count])
+                return self._chosen(places, count)
         return None
+
+    def _chosen(self, places: Sequence[str], count: int) -> list[str]:
+        """Returns those of the places that keep most of a state that is only in memory.
+
+        Of the places in use, each keeps a copy of the one before it: of two that follow each other,
+        one is chosen if possible.
+        """
+        chosen = list(places)
+
+        def loss(place: str) -> int:
+            if place not in self.used:
+                return 0
+            at = self.used.index(place)
+            around = self.used[at - 1], self.used[(at + 1) % len(self.used)]
+            return 1 if all(other in chosen for other in around) else 2
+
+        while len(chosen) > count:
+            chosen.remove(min(reversed(chosen), key=loss))
+        return chosen
 
     def place_of(self, task: str) -> str:
         """Returns the place in which a task of the job as it is now runs."""

@@ -55,6 +55,18 @@ def test_the_largest_number_that_the_run_can_have_continues_and_others_wait() ->
     assert [*devices(of).values()] == ["0", "1", "2", "3", "4"] and not of.may_take_back
 
 
+@pytest.mark.parametrize(("lost", "used"), [(0, [1, 3]), (1, [0, 2]), (2, [1, 3]), (3, [0, 2])])
+def test_the_places_that_continue_have_the_copies_of_those_that_do_not(
+    lost: int, used: list[int]
+) -> None:
+    """Each place keeps a copy of the one before it, as hosts do of snapshots."""
+    of, _ = places()
+    assert of.lose([training_tasks(4)[lost]], {3: "not a power of two"})
+    found = devices(of)
+    assert [int(found[task]) for task in of.tasks] == used
+    assert all({place, (place + 1) % 4} & {*used} for place in range(4))
+
+
 def test_a_place_that_is_lost_again_stays_away_for_longer() -> None:
     of, clock = places()
     for wait in (10, 20, 40, 80, 160, 300, 300):
