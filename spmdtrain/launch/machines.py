@@ -42,6 +42,7 @@ _REDIAL = 0.5  # seconds between two rounds of calls to all others
 _FIRST_WAIT = 60.0  # seconds for all machines to come before enough of them begin
 _NEXT_WAIT = 5.0  # the same after a leader was lost
 _LONGEST_WAIT = 900.0  # seconds for enough machines
+_MOST_REFUSALS = 3 * _SILENCE / _REDIAL  # because the leader has another launcher of that name
 _REPORT_INTERVAL = 10.0
 _MOST_ERRORS = 20_000  # characters of standard error that an exit is reported with
 _MOST_CONTENT = 200_000  # bytes of a file of the job
@@ -217,6 +218,11 @@ class Machines:
                     self._leader = leader.rank
                     self._log(f"follows the launcher of {self.cluster.described([leader.rank])}")
                     return leader
+                if calls.refusals > _MOST_REFUSALS:
+                    raise UserError(
+                        f"another launcher is {self.own_name} of this job: give each machine a "
+                        "task of its own in TF_CONFIG"
+                    )
                 self._signals.wait(_POLL_INTERVAL)
                 self.poll()
                 now = time.monotonic()
@@ -256,15 +262,17 @@ class Machines:
         if not isinstance(rank, int) or not 0 <= rank < total or rank == own:
             return line.close()
         peer = Peer(line, rank)
-        if theirs != mine:
+        if theirs is None:  # a process of the job, which takes this address for that of its chief
+            peer.send(wrong="a launcher is here: start the command by it on all machines")
+        elif theirs != mine:
             peer.send(wrong=f"the launchers differ: {mine} here and {theirs} there")
         elif self._leader not in (None, own):
             peer.send(leader=self._leader)
         elif self._leader is None and rank < own:
             peer.send(seeks=True)  # the lower one leads
+        elif rank in self._followers:  # or its earlier life, whose end is not known here yet
+            peer.send(taken=True)
         else:
-            if rank in self._followers:  # its earlier life, whose end is not known here yet
-                self._forget(rank)
             self._followers[rank] = peer
             self._ports[rank] = int(message["port"])
             return peer.send(welcome=True, leads=self._leader is not None)
@@ -345,6 +353,8 @@ class _Calls:
     """Calls the other launchers in a thread, until one of them takes this one as a follower."""
 
     def __init__(self, cluster: Cluster) -> None:
+        self.refusals = 0
+        """How often a leader has said that it has another launcher of this name."""
         self._cluster = cluster
         self._lock = threading.Lock()
         self._ended = False
@@ -402,6 +412,7 @@ class _Calls:
             answer = line.answer(until) or {}
             if "welcome" in answer:
                 return Peer(line, rank)
+            self.refusals += "taken" in answer
             if "wrong" in answer:
                 line.close()
                 return UserError(f"{self._cluster.described([rank])}: {answer['wrong']}")

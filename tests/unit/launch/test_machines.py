@@ -176,6 +176,25 @@ def test_a_launcher_with_other_options_or_another_token_takes_no_part(launchers:
     assert 2 not in job.leaders
 
 
+def test_a_second_launcher_of_a_name_is_refused_and_the_first_stays(
+    launchers: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmdtrain.launch.machines._MOST_REFUSALS", 3)
+    job = launchers(3, 2)
+    job.start(0, 1, 2)
+    job.wait_for({0: None, 1: 0, 2: 0})
+    followers = dict(job.machines[0]._followers)
+    other = [*job.addresses]
+    (port,) = free_ports(1)
+    cluster = Cluster(training_tasks(3), other, 1, TOKEN, 2)
+    own = Cluster(cluster.names, [other[0], Address("127.0.0.1", port), other[2]], 1, TOKEN, 2)
+    with Machines(own, str(job.folder), job.lines.append, NoSignals()) as second:  # type: ignore[arg-type]
+        second.cluster = cluster  # its address is that of the first, on a machine of its own
+        with pytest.raises(UserError, match="another launcher is worker 0 of this job"):
+            second.seek(again=False)
+    assert job.machines[0]._followers == followers
+
+
 CLUSTER = {"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"]}
 SERVERS = {**CLUSTER, "ps": ["127.0.0.1:2224"]}
 
