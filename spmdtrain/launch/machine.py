@@ -1,4 +1,4 @@
-"""What a job has on one machine: its tasks, the folder of their files, their output, its spares."""
+"""The part of a job on one machine: tasks, the folder of their files, their output, spares."""
 
 import dataclasses
 import signal

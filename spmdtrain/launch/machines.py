@@ -2,7 +2,7 @@
 
 Each machine of TF_CONFIG has a launcher, which starts the one process of that machine. The leader
 decides what all do, as the launcher of a job on one machine does; the others follow: they start and
-end their process as they are told, and report how it exits. Every launcher accepts the others at
+end their process at its request, and report how it exits. Every launcher accepts the others at
 its address of TF_CONFIG. The lowest one that finds no leader leads, as soon as more than half of
 all are with it (or half, machine 0 among them), so that two parts of a divided network never both
 continue. When the leader is lost, the others find another in the same way.
@@ -42,12 +42,13 @@ _REDIAL = 0.5  # seconds between two rounds of calls to all others
 _FIRST_WAIT = 60.0  # seconds for all machines to come before enough of them begin
 _NEXT_WAIT = 5.0  # the same after a leader was lost
 _LONGEST_WAIT = 900.0  # seconds for enough machines
-_MOST_REFUSALS = 3 * _SILENCE / _REDIAL  # because the leader has another launcher of that name
+MOST_REFUSALS = 3 * _SILENCE / _REDIAL
+"""Calls that a leader refuses, because it has another launcher of that name, before an error."""
 _REPORT_INTERVAL = 10.0
 _MOST_ERRORS = 20_000  # characters of standard error that an exit is reported with
 _MOST_CONTENT = 200_000  # bytes of a file of the job
-_TOLD = (*progress.KINDS, progress.WITHOUT, progress.REFUSED)
-_UNSAID = {progress.REFUSED: b"{}"}  # files whose first content is nobody's answer
+_FILES = (*progress.KINDS, progress.WITHOUT, progress.REFUSED)
+_UNSAID = {progress.REFUSED: b"{}"}  # files that are no answer yet
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,12 @@ class Peer:
         self.rank = rank
         self.is_open = True
         self._line = line
-        self._heard = self._told = time.monotonic()
+        self._heard = self._spoke = time.monotonic()
 
     def send(self, **message: Any) -> None:
         """Sends a message; the connection is closed if that fails."""
         if self.is_open:
-            self._told = time.monotonic()
+            self._spoke = time.monotonic()
             try:
                 self._line.send(message)
             except OSError:
@@ -117,7 +118,7 @@ class Peer:
                 self.close()
         if time.monotonic() - self._heard > _SILENCE:
             self.close()
-        if time.monotonic() - self._told > _PULSE:
+        if time.monotonic() - self._spoke > _PULSE:
             self.send()
         return found
 
@@ -218,7 +219,7 @@ class Machines:
                     self._leader = leader.rank
                     self._log(f"follows the launcher of {self.cluster.described([leader.rank])}")
                     return leader
-                if calls.refusals > _MOST_REFUSALS:
+                if calls.refusals > MOST_REFUSALS:
                     raise UserError(
                         f"another launcher is {self.own_name} of this job: give each machine a "
                         "task of its own in TF_CONFIG"
@@ -294,7 +295,7 @@ class Machines:
 
     def _write(self, name: str, content: bytes, clock: float) -> None:
         """Writes a file of another machine, whose clock is another one."""
-        if not name.endswith(_TOLD) or "/" in name:
+        if not name.endswith(_FILES) or "/" in name:
             return
         if name.endswith(".phase"):
             content = progress.shifted(content, time.monotonic() - clock)
@@ -494,7 +495,7 @@ class Follower:
 
     Args:
       leader: The launcher of the leader.
-      machines: The others, which are told who leads when they call.
+      machines: The others; the answer to their calls is the leader.
       machine: This machine.
       environment: The environment of its process, without TF_CONFIG.
       signals: The stop signals of this launcher.
@@ -513,7 +514,7 @@ class Follower:
         self._leader, self._machines, self._machine = leader, machines, machine
         self._environment, self._signals, self._grace = environment, signals, grace
         self._task: LocalTask | None = None
-        self._told: dict[str, bytes] = {}  # the content of each file that the leader has
+        self._sent: dict[str, bytes] = {}  # the content of each file that the leader has
         self._status: dict[str, Any] = {}  # what the leader knows beside
         self._code: int | None = None
         self._until = math.inf  # when the process is killed after a signal
@@ -527,7 +528,7 @@ class Follower:
             self._machine.poll(name, stops=self._signals.received is not None)
             for message in self._leader.receive():
                 self._obey(message)
-            self._tell_files()
+            self._send_files()
             self._handle_signals()
             if self._task is not None and self._task.poll():
                 self._report_exit(self._task)
@@ -542,7 +543,7 @@ class Follower:
         if "log" in message:
             self._machine.log(message["log"])
         if "start" in message and self._signals.received is None:
-            self._told = dict(_UNSAID)
+            self._sent = dict(_UNSAID)
             progress.take_without(self._machine.folder)
             self._machine.begin()
             name = message["start"]
@@ -573,7 +574,7 @@ class Follower:
             self._task.kill()
 
     def _report_exit(self, task: LocalTask) -> None:
-        self._tell_files()
+        self._send_files()
         ended = task.exit()
         content = dataclasses.asdict(ended) | {"errors": ended.errors[-_MOST_ERRORS:]}
         leaves = self._signals.received is not None
@@ -585,7 +586,7 @@ class Follower:
             assert self._signals.received is not None
             self._code = ExitCode.PREEMPTED if saved else 128 + self._signals.received
 
-    def _tell_files(self) -> None:
+    def _send_files(self) -> None:
         """Sends the files of the process that have changed."""
         if self._task is None:
             return
@@ -594,8 +595,8 @@ class Follower:
         for file in (*own, Path(folder, progress.WITHOUT), Path(folder, progress.REFUSED)):
             with suppress(OSError):
                 content = file.read_bytes()[:_MOST_CONTENT]
-                if content != self._told.get(file.name):
-                    self._told[file.name] = content
+                if content != self._sent.get(file.name):
+                    self._sent[file.name] = content
                     now = time.monotonic()
                     self._leader.send(file=file.name, content=content.hex(), clock=now)
         status = {"stopped": self._task.is_stopped, "spares": self._machine.ready_spares}

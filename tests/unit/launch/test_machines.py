@@ -59,7 +59,7 @@ class Found:
         with Machines(cluster, str(self.folder), self.lines.append, signals) as machines:
             self.machines[rank] = machines
             again = False
-            while self._goes_on(rank):
+            while self._continues(rank):
                 try:
                     leader = machines.seek(again=again)
                 except Exception as error:
@@ -67,7 +67,7 @@ class Found:
                     return
                 again = True
                 self.leaders[rank] = leader
-                while self._goes_on(rank) and (leader.is_open if leader else machines.is_enough):
+                while self._continues(rank) and (leader.is_open if leader else machines.is_enough):
                     machines.poll()
                     if leader is not None:
                         leader.receive()
@@ -77,7 +77,7 @@ class Found:
                     leader.close()
         del self.machines[rank]
 
-    def _goes_on(self, rank: int) -> bool:
+    def _continues(self, rank: int) -> bool:
         return not self._ended.is_set() and rank not in self._gone
 
     def end(self, *ranks: int) -> None:
@@ -131,7 +131,7 @@ def test_the_lowest_leads_and_a_lost_one_is_replaced_and_follows_when_it_is_back
     assert job.machines[1].names == ["chief", "worker 0", "worker 2"]
 
 
-def test_a_minority_does_not_go_on(launchers: Start) -> None:
+def test_a_minority_does_not_continue(launchers: Start) -> None:
     job = launchers(3, 1)
     job.start(0, 1, 2)
     job.wait_for({0: None, 1: 0, 2: 0})
@@ -150,7 +150,7 @@ def test_a_minority_does_not_go_on(launchers: Start) -> None:
         ((0, 1, 2), None, False),
         ((1, 2, 3), 2, True),
         ((0, 3), 2, True),
-        ((1, 2), 2, False),  # the other half might go on, too
+        ((1, 2), 2, False),  # the other half might continue, too
         ((0, 3), 3, False),
         ((0,), 1, False),
     ],
@@ -179,11 +179,11 @@ def test_a_launcher_with_other_options_or_another_token_takes_no_part(launchers:
 def test_a_second_launcher_of_a_name_is_refused_and_the_first_stays(
     launchers: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spmdtrain.launch.machines._MOST_REFUSALS", 3)
+    monkeypatch.setattr("spmdtrain.launch.machines.MOST_REFUSALS", 3)
     job = launchers(3, 2)
     job.start(0, 1, 2)
     job.wait_for({0: None, 1: 0, 2: 0})
-    followers = dict(job.machines[0]._followers)
+    first = job.leaders[1]
     other = [*job.addresses]
     (port,) = free_ports(1)
     cluster = Cluster(training_tasks(3), other, 1, TOKEN, 2)
@@ -192,7 +192,7 @@ def test_a_second_launcher_of_a_name_is_refused_and_the_first_stays(
         second.cluster = cluster  # its address is that of the first, on a machine of its own
         with pytest.raises(UserError, match="another launcher is worker 0 of this job"):
             second.seek(again=False)
-    assert job.machines[0]._followers == followers
+    assert first is not None and job.leaders[1] is first and first.is_open
 
 
 CLUSTER = {"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"]}
