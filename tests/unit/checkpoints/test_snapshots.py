@@ -436,7 +436,7 @@ def test_a_failed_run_continues_from_its_snapshot_with_the_same_bits(
     lines = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
     events = [x for x in lines if x["event"] in ("start", "snapshot")]
     assert [(x["event"], x["step"], x.get("source")) for x in events] == [
-        ("start", 0, None),
+        ("start", 0, "initial"),
         ("snapshot", 3, None),
         ("start", 6, "snapshot"),
         ("snapshot", 9, None),
