@@ -140,7 +140,7 @@ def test_the_table_has_the_rows_in_words() -> None:
 @pytest.mark.slow
 def test_the_command_prints_what_snapshots_cost_and_the_best_interval(tmp_path: Path) -> None:
     config = small_experiment(tmp_path)
-    options = ("--topology", "cpu:8", "--no-advice", "--snapshot-every-steps", 10)
+    options: tuple[Any, ...] = ("--topology", "cpu:8", "--no-advice", "--snapshot-every-steps", 10)
     options += ("--mttf", 4, "--save-seconds", 10, "--restart-seconds", 60)
     ended = plan(config, *options)
     assert ended.returncode == 0, ended.stderr
