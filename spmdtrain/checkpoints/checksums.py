@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,15 +147,25 @@ def part_sum(leaf: Any, value: Any, shard: Any) -> PartSum:
     return PartSum(value, starts, holders_of_parts(leaf.sharding, leaf.shape)[starts], counts)
 
 
+def process_of_device(device: Any) -> int:
+    """Returns the number of the process that has a device."""
+    return int(device.process_index)
+
+
 @functools.lru_cache(4096)
 def holders_of_parts(
-    sharding: Sharding, shape: tuple[int, ...]
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    process_of: Callable[[Any], int] = process_of_device,
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Returns the processes that hold a copy of each part of an array, by the part's starts."""
+    """Returns the processes that hold a copy of each part of an array, by the part's starts.
+
+    `process_of` may give the devices of a plan other processes than JAX does.
+    """
     holders: dict[tuple[int, ...], set[int]] = {}
     parts: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device, index in parts.items():
-        holders.setdefault(starts_of(index), set()).add(device.process_index)
+        holders.setdefault(starts_of(index), set()).add(process_of(device))
     return {starts: tuple(sorted(processes)) for starts, processes in holders.items()}
 
 

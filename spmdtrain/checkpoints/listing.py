@@ -152,6 +152,10 @@ class Source:
         """Returns whether one checkpoint is in its folder, and no snapshot in memory."""
         return step in self.steps
 
+    def kind(self, step: int) -> str:
+        """Returns the kind of place of what was loaded: `source` of `RunEvent`."""
+        return "checkpoint"
+
     def origin(self, step: int) -> str:
         """Returns the places of what was loaded, for messages; "" for a checkpoint on disk."""
         return ""

@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from jax._src import distributed as jax_distributed
 from jax.sharding import Sharding
 
 from spmdtrain.checkpoints import manifest as manifests
-from spmdtrain.checkpoints.checksums import holders_of_parts
+from spmdtrain.checkpoints.checksums import holders_of_parts, process_of_device
 from spmdtrain.checkpoints.manifest import (
     CheckpointCorruptedError,
     digest,
@@ -453,7 +453,13 @@ class KeptParts:
     bytes: int
 
     @classmethod
-    def of(cls, leaf: Any, hosts: Hosts, rank: int) -> "KeptParts":
+    def of(
+        cls,
+        leaf: Any,
+        hosts: Hosts,
+        rank: int,
+        process_of: Callable[[Any], int] = process_of_device,
+    ) -> "KeptParts":
         """Returns the parts of an array, or its `jax.ShapeDtypeStruct`, that a process keeps.
 
         Of the processes of a host that hold a part, the first one keeps it.
@@ -461,22 +467,66 @@ class KeptParts:
         sharding: Sharding = leaf.sharding
         here = hosts.ranks[hosts.of(rank)]
         sent = {}
-        for starts, holders in holders_of_parts(sharding, leaf.shape).items():
+        for starts, holders in holders_of_parts(sharding, leaf.shape, process_of).items():
             if rank == min(({*holders} & {*here}), default=None):
                 sent[starts] = len(hosts.ranks) > 1 and {*holders} <= {*here}
         shape = sharding.shard_shape(leaf.shape)
         return cls(sent, math.prod(shape) * int(jnp.dtype(leaf.dtype).itemsize))
 
 
-def kept_bytes(leaves: Mapping[str, Any], hosts: Hosts, rank: int) -> tuple[int, int]:
+def kept_bytes(
+    leaves: Mapping[str, Any],
+    hosts: Hosts,
+    rank: int,
+    process_of: Callable[[Any], int] = process_of_device,
+) -> tuple[int, int]:
     """Returns the bytes of a state that a process keeps, and those that it sends."""
     kept = sent = 0
     for leaf in leaves.values():
-        parts = KeptParts.of(leaf, hosts, rank)
+        parts = KeptParts.of(leaf, hosts, rank, process_of)
         size = -(-parts.bytes // ALIGNMENT) * ALIGNMENT
         kept += size * len(parts.sent)
         sent += size * sum(parts.sent.values())
     return kept, sent
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """Bytes that the snapshots of a run need on a host.
+
+    Attributes:
+      kept: Those of its own processes, of one generation.
+      copies: Those of the processes whose copies it keeps, of one generation.
+    """
+
+    kept: int
+    copies: int
+
+    @classmethod
+    def of(
+        cls,
+        leaves: Mapping[str, Any],
+        hosts: Hosts,
+        rank: int,
+        process_of: Callable[[Any], int] = process_of_device,
+    ) -> "HostNeeds":
+        """Returns what a state needs on the host of a process."""
+        here = hosts.ranks[hosts.of(rank)]
+        senders = [sender for each in here for sender in hosts.senders(each)]
+        return cls(
+            kept=sum(kept_bytes(leaves, hosts, each, process_of)[0] for each in here),
+            copies=sum(kept_bytes(leaves, hosts, each, process_of)[1] for each in senders),
+        )
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes of the two generations that stay."""
+        return 2 * (self.kept + self.copies)
+
+    @property
+    def at_most(self) -> int:
+        """Bytes while a snapshot is taken, whose parts are copied first."""
+        return self.at_rest + self.kept
 
 
 def open_memory(workdir: epath.Path, state: TrainState) -> HostMemory:
@@ -509,25 +559,22 @@ def check_memory(memory: HostMemory, leaves: Mapping[str, Any]) -> None:
     """Raises `UserError` if the memory of this host is too small for the snapshots."""
     hosts = memory.hosts
     here = hosts.ranks[hosts.of(process_group.rank())]
-    kept = sum(kept_bytes(leaves, hosts, rank)[0] for rank in here)
-    copies = sum(
-        kept_bytes(leaves, hosts, sender)[1] for rank in here for sender in hosts.senders(rank)
-    )
+    needs = HostNeeds.of(leaves, hosts, here[0])
     used = memory.used()
     in_folder = shutil.disk_usage(memory.root).free + used
     in_memory = free_memory() + used
-    needed = 2 * (kept + copies)
-    if needed <= in_folder and needed + kept <= in_memory:
+    if needs.at_rest <= in_folder and needs.at_most <= in_memory:
         return
-    of_partners = f" and 2 x {byte_size(copies)} for copies of another host's" * (copies > 0)
+    of_partners = f" and 2 x {byte_size(needs.copies)} for copies of another host's"
+    of_partners *= needs.copies > 0
     raise UserError(
         f"snapshot_every_steps: too little memory for snapshots on the host of "
-        f"{process_group.names()[here[0]]}: 2 x {byte_size(kept)} for {len(here)} "
-        f"{'process' if len(here) == 1 else 'processes'}{of_partners} = {byte_size(needed)} in "
-        f"{memory.root}, and {byte_size(kept)} while one is taken; free there: "
-        f"{byte_size(in_folder)}, free memory: {byte_size(in_memory)}. Give the job more memory "
-        f"(containers: a larger /dev/shm), set {FOLDER_VARIABLE} to a larger folder in memory, or "
-        "leave snapshot_every_steps out"
+        f"{process_group.names()[here[0]]}: 2 x {byte_size(needs.kept)} for {len(here)} "
+        f"{'process' if len(here) == 1 else 'processes'}{of_partners} = "
+        f"{byte_size(needs.at_rest)} in {memory.root}, and {byte_size(needs.kept)} while one is "
+        f"taken; free there: {byte_size(in_folder)}, free memory: {byte_size(in_memory)}. Give the "
+        f"job more memory (containers: a larger /dev/shm), set {FOLDER_VARIABLE} to a larger "
+        "folder in memory, or leave snapshot_every_steps out"
     )
 
 

@@ -576,6 +576,11 @@ class SourceWithSnapshots(Source):
     def is_on_disk(self, step: int) -> bool:
         return step not in self.sets
 
+    def kind(self, step: int) -> str:
+        if step not in self.sets:
+            return super().kind(step)
+        return "snapshot" if all(self.here) else "partner"
+
     def origin(self, step: int) -> str:
         if step not in self.sets:
             return ""

@@ -30,6 +30,7 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.plan import measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise, describe_changes
+from spmdtrain.plan.failures import FailureOptions
 from spmdtrain.plan.page import open_page_file, plan_page
 from spmdtrain.plan.tables import plan_as_json
 from spmdtrain.plan.topologies import LOG, Topology, compiler_environment, has_compiler
@@ -65,6 +66,21 @@ class Options:
     measure: bool = False
     """Also train for a few seconds on this machine, which must have the devices of the topology
     (cpu:N always works)."""
+    mttf: float | None = None
+    """Mean hours between two failures of the whole job: also print the interval of saves that is
+    best, and the goodput to expect. Needs --save-seconds."""
+    save_seconds: float | None = None
+    """Seconds for which a save on disk delays the steps, with --mttf."""
+    snapshot_seconds: float | None = None
+    """The same for a snapshot in memory; by default as many as for a save."""
+    restart_seconds: float | None = None
+    """Seconds from a failure until the job makes steps again, with --mttf; by default 120."""
+
+    def failures(self) -> FailureOptions | None:
+        """Returns the options about failures; None without `mttf`. Raises `UserError`."""
+        return FailureOptions.parse(
+            self.mttf, self.save_seconds, self.snapshot_seconds, self.restart_seconds
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,6 +123,7 @@ def execute(arguments: Sequence[str]) -> int:
             f"{command.experiment.path} cannot be planned: it defines its own training loop, "
             "train(config, loop); plan experiments that define build(config)"
         )
+    command.options.failures()  # an invalid one ends the command before anything is compiled
     requested = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
     file = None if command.options.html is None else open_page_file(command.options.html)
     quiet = command.options.json
@@ -249,9 +266,14 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         return plan_with(again.config, other, f"with {' '.join(options)}: ")
 
     plan = plan_with(command.config, topology, "")
-    send(_PLANNED, plan_as_json(plan, (), measured))
+    failures = None
+    if (given := command.options.failures()) is not None:
+        step = plan.times.estimate if plan.times else None
+        step = step if measured is None else measured.step
+        failures = given.as_json(command.config, step)
+    send(_PLANNED, plan_as_json(plan, (), measured, failures))
     advised = advise(plan, command.config, topology, replan) if command.options.advice else []
-    return plan_as_json(plan, advised, measured)
+    return plan_as_json(plan, advised, measured, failures)
 
 
 # -- Subprocesses that send JSON messages: progress, then a result ---------------------------------

@@ -43,6 +43,7 @@ from spmdtrain.plan.tables import (
     buffer_rows,
     chip_hours,
     compiled_by,
+    failure_blocks,
     measured_sentence,
     memory_by_kind,
     rescaling,
@@ -139,6 +140,7 @@ def _sections(result: dict[str, Any]) -> list[Section]:
         Section("Step", time_blocks(result)),
         Section("Memory", memory_blocks(result)),
         Section("Communication", link_blocks(result)),
+        Section("Failures", [*failure_blocks(result)]),
         Section("Parameters", parameter_blocks(result)),
         Section("Notes", notes),
     ]

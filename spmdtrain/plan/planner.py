@@ -20,6 +20,7 @@ from spmdtrain.data.training_data import TrainingData, examples_per_epoch, train
 from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, option
 from spmdtrain.plan import time_model
+from spmdtrain.plan.failures import SnapshotCost, snapshot_cost
 from spmdtrain.plan.instruction_work import PlannedKernel, TrafficBasis, planned_kernels
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, Use, summarize_compiled
 from spmdtrain.plan.time_model import (
@@ -47,6 +48,7 @@ from spmdtrain.sharding.rules import field_of
 from spmdtrain.step.flops import CostBasis, Flops, KernelFlops, count_flops, model_flops
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import SEQUENCE_AXIS, axes_that, strategy
+from spmdtrain.train.session import saved_shapes
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
 from spmdtrain.xla.chips import Chip
@@ -213,6 +215,8 @@ class Plan:
     """Limitations of the figures, as sentences for the user."""
     limits_shards: bool = False
     """Whether the strategy's limit on the number of shards applies."""
+    snapshots: SnapshotCost | None = None
+    """What the run's snapshots in memory cost; None if it takes none."""
 
     @property
     def fits(self) -> bool | None:
@@ -341,6 +345,11 @@ def plan(
             compiler=compiler,
             chip=topology.chip,
             links=time_model.topology_links(topology),
+            snapshots=None
+            if config.snapshot_every_steps is None
+            else snapshot_cost(
+                saved_shapes(trainer.functions), trainer.placement.devices, topology
+            ),
             notes=[
                 *notes_of(
                     *(trainer, topology, flops, memory, summary, _products(summary, shown)),

@@ -12,6 +12,7 @@ from spmdtrain.document.blocks import NoteBlock, TableBlock
 from spmdtrain.document.terminal import byte_size, duration
 from spmdtrain.plan import planner
 from spmdtrain.plan.advice import Advice
+from spmdtrain.plan.failures import failure_assumptions
 from spmdtrain.plan.instruction_work import CUDNN_EFFICIENCY, KERNEL_EFFICIENCY, PlannedKernel
 from spmdtrain.plan.measurement import Measured
 from spmdtrain.plan.summary import Buffer
@@ -50,10 +51,46 @@ def plan_blocks(plan: dict[str, Any]) -> list[TableBlock | NoteBlock]:
         blocks.append(NoteBlock(f"model FLOPs of a step: {model} ({SHORT_CONVENTION})"))
     if plan["measured"]:
         blocks.append(NoteBlock(measured_sentence(plan)))
+    blocks += failure_blocks(plan)
     blocks += [NoteBlock(f"note: {note}") for note in all_notes(plan)]
     if plan["time"]:
         blocks.append(NoteBlock(assumptions(plan)))
     return blocks
+
+
+def failure_blocks(plan: dict[str, Any]) -> list[TableBlock | NoteBlock]:
+    """Returns what snapshots cost, and the goodput of a job that fails, from `plan_as_json`."""
+    blocks: list[TableBlock | NoteBlock] = []
+    if plan["snapshots"]:
+        blocks.append(NoteBlock(snapshots_sentence(plan["snapshots"])))
+    if (failures := plan["failures"]) is None:
+        return blocks
+    rows = []
+    for row in failures["rows"]:
+        every = run_time(row["interval"])
+        every = every if row["steps"] is None else f"{row['steps']:,} steps, {every}"
+        rows.append((row["what"], every, run_time(row["lost"]), f"{row['goodput']:.2%}"))
+    columns = ("what", "every", "lost per failure", "goodput")
+    blocks.append(TableBlock(columns, rows, numeric=frozenset({1, 2, 3})))
+    return [*blocks, NoteBlock(sentence(failure_assumptions(failures)))]
+
+
+def snapshots_sentence(cost: dict[str, Any]) -> str:
+    """Returns a sentence about the host memory and the traffic of snapshots."""
+    generations = f"2 x {byte_size(cost['kept'])} of its own"
+    if cost["copies"]:
+        generations += f" and 2 x {byte_size(cost['copies'])} of another host's"
+    hosts = f", one on each of {cost['hosts']:,} hosts" if cost["hosts"] > 1 else ""
+    text = (
+        f"snapshots need {byte_size(cost['at_rest'])} of host memory per process{hosts} "
+        f"({generations}), and {byte_size(cost['kept'])} more while one is taken"
+    )
+    if not cost["sent"]:
+        return f"{text}; nothing is sent to another host"
+    text += f"; for each, a process sends {byte_size(cost['sent'])} to the next host"
+    if cost["seconds"] is None:
+        return text
+    return f"{text}, in at least {step_seconds(cost['seconds'])}, at the network's peak rate"
 
 
 def advice_blocks(plan: dict[str, Any]) -> list[NoteBlock]:
@@ -529,9 +566,12 @@ _MOST_JSON_BUFFERS = 12
 
 
 def plan_as_json(
-    plan: planner.Plan, advised: Sequence[Advice] = (), measured: Measured | None = None
+    plan: planner.Plan,
+    advised: Sequence[Advice] = (),
+    measured: Measured | None = None,
+    failures: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns a plan as `--json` prints it."""
+    """Returns a plan as `--json` prints it; `failures` is from `FailureOptions.as_json`."""
     times, memory = plan.times, dataclasses.asdict(plan.memory)
     report: dict[str, Any] = {
         "topology": plan.topology,
@@ -561,6 +601,8 @@ def plan_as_json(
         "chip": None if plan.chip is None else dataclasses.asdict(plan.chip),
         "links": list(map(dataclasses.asdict, plan.links)),
         "measured": None if measured is None else dataclasses.asdict(measured),
+        "snapshots": None if plan.snapshots is None else dataclasses.asdict(plan.snapshots),
+        "failures": failures,
         "advice": list(map(dataclasses.asdict, advised)),
         "notes": plan.notes,
     }

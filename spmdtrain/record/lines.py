@@ -145,13 +145,21 @@ class LinesFile:
 EVENTS_FILE = "events.jsonl"
 EVENT_KINDS = ("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "end")
 _STEP = "step"  # the phase whose time is productive
+_MADE = ("start", "phases", "checkpoint", "snapshot", "evaluation")  # events after their step
 
 
 class RunEvent(TypedDict):
     """A line of `events.jsonl`.
 
-    `time` is in seconds since the epoch. `source` says where the state of a start came from:
-    "checkpoint", "snapshot" or "fork".
+    `time` is in seconds since the epoch. A start says
+
+    - in `source` where its state came from: "checkpoint", "snapshot" (the memory of its own hosts),
+      "partner" (in part the memory of another host), "fork" or "initial"; absent if a `Trainer`
+      continues with the state that it has
+    - in `change` whether it has fewer processes than the start before, a "loss", or more, a
+      "rejoin"
+    - in `lost_steps` how many steps of the start before it makes again, and in `lost_seconds` the
+      seconds from the last step of that start until the state was there, as far as it is known
     """
 
     time: float
@@ -160,6 +168,9 @@ class RunEvent(TypedDict):
     source: NotRequired[str]
     processes: NotRequired[int]
     devices: NotRequired[int]
+    change: NotRequired[str]
+    lost_steps: NotRequired[int]
+    lost_seconds: NotRequired[float]
     seconds: NotRequired[dict[str, float]]
     status: NotRequired[str]
     reason: NotRequired[str]
@@ -176,8 +187,9 @@ def parse_event(content: Mapping[str, Any]) -> RunEvent:
     event = without_other_fields(content, RunEvent)
     seconds = event.get("seconds", {})
     numbers = [event.get("time"), *(seconds.values() if isinstance(seconds, dict) else [None])]
-    counts = [event.get(name, 0) for name in ("step", "processes", "devices")]
-    texts = [event.get(name, "") for name in ("status", "reason", "source")]
+    numbers.append(event.get("lost_seconds", 0.0))
+    counts = [event.get(name, 0) for name in ("step", "processes", "devices", "lost_steps")]
+    texts = [event.get(name, "") for name in ("status", "reason", "source", "change")]
     if (
         event.get("event") not in EVENT_KINDS
         or not all(is_number(number) and number >= 0 for number in numbers)
@@ -251,6 +263,40 @@ def last_step(events: Sequence[RunEvent]) -> int:
     """Returns the last step that a start is known to have reached."""
     reached = [e.get("step", 0) for e in events if e["event"] in ("start", "phases")]
     return max(reached, default=0)
+
+
+def what_is_lost(
+    events: Sequence[RunEvent], start: RunEvent, now: float, logged: tuple[int, float] | None
+) -> RunEvent:
+    """Completes the event of a start by what it has lost of the start before.
+
+    Args:
+      events: The events of earlier starts.
+      start: The event, with its step and number of processes.
+      now: When its state was there, in seconds since the epoch.
+      logged: The last step of a line of training of an earlier start, and its time; None if there
+        is none.
+
+    Returns:
+      The event with `change`, `lost_steps` and `lost_seconds`, as far as they apply.
+    """
+    starts = [number for number, event in enumerate(events) if event["event"] == "start"]
+    if not starts:
+        return start
+    own = events[starts[-1] :]
+    before, processes = own[0].get("processes", 0), start.get("processes", 0)
+    if before and processes != before:
+        start = start | {"change": "loss" if processes < before else "rejoin"}
+    # The step of a fault or of an end is one that was not made.
+    reached = [(e["step"], e["time"]) for e in own if "step" in e and e["event"] in _MADE]
+    if logged is not None and logged[1] >= own[0]["time"]:
+        reached.append(logged)
+    if reached:
+        step, at = max(reached, key=lambda found: (found[0], -found[1]))
+        start = start | {"lost_steps": max(0, step - start.get("step", 0))}
+        if own[-1].get("status") != "finished":
+            start = start | {"lost_seconds": round(max(0.0, now - at), 3)}
+    return start
 
 
 def run_times(events: Sequence[RunEvent], now: float | None = None, done: int = 0) -> RunTimes:

@@ -75,7 +75,11 @@ class RunStart:
       last_step: The last step that is known.
       status: How it ended; empty if its end is not recorded, because it was killed or is running.
       reason: Why it ended early.
-      source: Where its state came from (see `RunEvent`); empty if it is not recorded, or initial.
+      source: Where its state came from (see `RunEvent`); empty if it is not recorded.
+      change: "loss" if it has fewer processes than the start before, "rejoin" if it has more.
+      lost_steps: Steps of the start before that it makes again; None if it is not recorded.
+      lost_seconds: Seconds from the last step of the start before until its state was there; None
+        if it is not recorded.
     """
 
     time: float
@@ -87,6 +91,9 @@ class RunStart:
     status: str = ""
     reason: str = ""
     source: str = ""
+    change: str = ""
+    lost_steps: int | None = None
+    lost_seconds: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -136,6 +143,9 @@ class EventLog(Collector):
             processes = event.get("processes") or None
             start = RunStart(time, step, processes, last_time=time, last_step=step)
             start.source = foreign(event.get("source") or "", 40)
+            start.change = foreign(event.get("change") or "", 40)
+            start.lost_steps = event.get("lost_steps")
+            start.lost_seconds = event.get("lost_seconds")
             self.starts.append(start)
             return
         if not self.starts:

@@ -454,16 +454,35 @@ def _starts_table(run: RunData, name: str) -> TableBlock:
             [
                 f"{index + 1}",
                 clock(start.time),
-                f"{start.step:,} to {start.last_step:,}"
-                + ", from a snapshot" * (start.source == "snapshot"),
+                _processes(start),
+                _SOURCES.get(start.source, start.source),
+                f"{start.step:,} to {start.last_step:,}",
                 length(start.seconds),
                 _or_blank(own.get(Activity.DOWN)),
+                "" if start.lost_steps is None else f"{start.lost_steps:,}",
+                _or_blank(start.lost_seconds),
                 _or_blank(own.get(Activity.REPEATED)),
                 f"{end}: {start.reason}" if start.reason else end or "running",
             ]
         )
-    columns = ["start", "began", "steps", "duration", "down before", "repeated", "end"]
-    return TableBlock(columns, rows, frozenset({0, 3, 4, 5}), title=f"Starts{name}")
+    columns = ["start", "began", "processes", "state from", "steps", "duration", "down before"]
+    columns += ["steps lost", "lost since the last step", "repeated", "end"]
+    return TableBlock(columns, rows, frozenset({0, 5, 6, 7, 8, 9}), title=f"Starts{name}")
+
+
+_SOURCES = {
+    "checkpoint": "disk",
+    "snapshot": "own memory",
+    "partner": "a partner's memory",
+    "fork": "another run",
+    "initial": "nothing",
+}
+
+
+def _processes(start: RunStart) -> str:
+    """Returns the number of processes of a start, and how it differs from the start before."""
+    count = "" if start.processes is None else f"{start.processes:,}"
+    return f"{count}, {start.change}" if start.change else count
 
 
 def _or_blank(seconds: float | None) -> str:

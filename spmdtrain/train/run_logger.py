@@ -34,10 +34,12 @@ from spmdtrain.record.lines import (
     StateHash,
     last_step,
     run_times,
+    what_is_lost,
 )
 from spmdtrain.record.run import Run
 from spmdtrain.record.run_files import COUNTS_SUFFIX, PERFORMANCE_FILE, RunFiles, Split, Status
 from spmdtrain.record.storage import storage_errors
+from spmdtrain.record.validation import is_number, parse_objects
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.rules import describe_sharding
 from spmdtrain.step.compile import Program
@@ -107,7 +109,7 @@ class RunLogger:
         was_used = bool(self.files and self.files.lines())
         if note:
             self.terminal.line(note)
-        self.times.begin(step, len(placement.devices))
+        self.times.begin(step, len(placement.devices), self.performance.last_line())
         rank = jax.process_index()
         self._devices = [device for device in placement.devices if device.process_index == rank]
         if self.files:
@@ -125,6 +127,8 @@ class RunLogger:
         self.trackers.start(step, config_as_json(self.config))  # now, during the compilation
         if is_new and was_used:
             self.trackers.rewind(last)
+        # A start that is lost before its first line has this value, too.
+        self.trackers.scalars(step, {f"{_TAGS[PROCESSES]}/{PROCESSES}": process_group.count()})
         if self.config.workdir is not None:
             for split in self.written:
                 found = list(self.files.history(split).items()) if self.files else []
@@ -434,7 +438,9 @@ def _table(leaves: dict[str, Any], places: PyTree) -> list[dict[str, Any]]:
 # -- The file `performance.jsonl`: speed, utilization, memory and goodput during a run -------------
 
 PROGRAM_REPORT = "program"
-_TAGS = {"goodput": "time", "device_memory_bytes": "memory"}  # groups of curves; others are "speed"
+PROCESSES = "processes"
+_TAGS = {"goodput": "time", "device_memory_bytes": "memory", PROCESSES: "job"}
+"""Groups of curves; others are "speed"."""
 
 
 class PerformanceLog:
@@ -489,6 +495,20 @@ class PerformanceLog:
             self._program = self._report.result()
             self._files.write_report(PROGRAM_REPORT, self._program)
 
+    def last_line(self) -> tuple[int, float] | None:
+        """Returns the step and the time of the last line of earlier starts; None without one.
+
+        Call it before `record`.
+        """
+        if self._files is None:
+            return None
+        self._lines = self._files.lines_file(PERFORMANCE_FILE)
+        for line in parse_objects(self._lines.read()[-1:]):
+            step, at = line.get("step"), line.get("time")
+            if type(step) is int and is_number(at):
+                return step, at
+        return None
+
     def record(
         self,
         step: int,
@@ -524,6 +544,7 @@ class PerformanceLog:
             "input_wait": input_wait,
             "device_memory_bytes": peak_memory(devices),
             "goodput": goodput,
+            PROCESSES: process_group.count(),
         }
         self._weight, self._steps = 0.0, 0
         values = {name: value for name, value in known.items() if value is not None}
@@ -570,7 +591,7 @@ class TimeAccount:
         self._step, self._written_at, self._ended = 0, 0.0, False
         self._snapshot_at = 0.0
         self.source = ""
-        """Where the state of this start came from: "checkpoint", "snapshot" or "fork"."""
+        """Where the state of this start came from: `source` of `RunEvent`."""
 
     @functools.cached_property
     def earlier_events(self) -> Sequence[RunEvent]:
@@ -581,12 +602,17 @@ class TimeAccount:
             exists = (self._files.folder / EVENTS_FILE).exists()
         return Run(str(self._files.folder)).events if exists else []
 
-    def begin(self, step: int, devices: int) -> None:
+    def begin(self, step: int, devices: int, logged: tuple[int, float] | None = None) -> None:
         """Reads the events of earlier starts, and writes the start from `step`.
 
-        `devices` is the number of devices of all processes.
+        Args:
+          devices: Number of devices of all processes.
+          logged: As for `what_is_lost`.
         """
         began = self._phases.began
+        start: RunEvent = {"time": began, "event": "start", "step": step}
+        start |= {"processes": process_group.count(), "devices": devices}
+        start |= {"source": self.source} if self.source else {}
         if self._files is not None:
             events = self.earlier_events
             del self.earlier_events  # a long run has many
@@ -597,9 +623,7 @@ class TimeAccount:
             gap = max(0.0, began - self._began - self._earlier.wall) if starts else 0.0
             lost["down"] = lost.get("down", 0.0) + gap
             self._lines = self._files.lines_file(EVENTS_FILE)
-        start: RunEvent = {"time": began, "event": "start", "step": step}
-        start |= {"processes": process_group.count(), "devices": devices}
-        start |= {"source": self.source} if self.source else {}
+            start = what_is_lost(events, start, self._clock(), logged)
         self._own, self._step = [start], step
         self._write(start)
 

@@ -102,9 +102,14 @@ def open_snapshots(workdir: str, trained: "Trainable", warn: Callable[[str], Non
     from spmdtrain.checkpoints.snapshot_memory import open_memory
     from spmdtrain.checkpoints.snapshots import Snapshots
 
-    state = jax.tree.map(with_sharding, trained.abstract_state, trained.shardings)
-    saved = state if trained.base is None else trained.base.saved_part(state)
+    saved = saved_shapes(trained)
     return Snapshots(open_memory(absolute(folder_of(workdir)), saved), saved, warn)
+
+
+def saved_shapes(trained: "Trainable") -> TrainState:
+    """Returns shapes with shardings of what checkpoints and snapshots have of the state."""
+    state = jax.tree.map(with_sharding, trained.abstract_state, trained.shardings)
+    return state if trained.base is None else trained.base.saved_part(state)
 
 
 # -- The terminal of a run -------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def first_state(
         else:
             initial = initialize()
             state = initial.state
+            run.logger.times.source = "initial"
             _record_base(run, trained, state, initial.lora)
             run.branch(-1)
             if run.snapshots is not None:
@@ -209,7 +210,7 @@ def _resume(
         # A callback ended the run here, and the totals have not changed since.
         run.schedule.total = saved.step
     run.from_snapshot = not source.is_on_disk(saved.step)
-    run.logger.times.source = "snapshot" if run.from_snapshot else "checkpoint"
+    run.logger.times.source = source.kind(saved.step)
     log(f"resumed from step {saved.step} of {run.config.workdir}{source.origin(saved.step)}")
     run.is_new = False
     state = _continued(run, trained, loaded, "changed since")

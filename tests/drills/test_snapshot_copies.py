@@ -6,6 +6,8 @@ from pathlib import Path
 from helpers import saved_steps
 from processes import codes, drill, job, show, sums
 
+from spmdtrain import open_run
+
 # Each process has a folder of its own in memory, as on a host of its own.
 HOSTS = """import json
 import os
@@ -31,6 +33,8 @@ def test_a_killed_job_continues_from_the_copy_of_the_host_that_is_left(tmp_path:
     assert codes(ended) == [0, 0]
     resumed = f"of {tmp_path}/run: snapshot in memory (chief), from the partner (worker 0)"
     assert any(f"resumed from step {step} {resumed}" in ended[0].output for step in (4, 8, 12))
+    start = [event for event in open_run(tmp_path / "run").events if event["event"] == "start"][-1]
+    assert start["source"] == "partner"
     assert sums(tmp_path / "run") == sums(tmp_path / "whole")
     for host in ("host0", "host1"):
         assert not [*tmp_path.glob(f"{host}/*/snapshots/*")]  # the run has finished

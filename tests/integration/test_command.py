@@ -202,7 +202,7 @@ def test_the_curves_are_the_metrics(finished: Path) -> None:
     points = {tag: point for tag, point in points.items() if not tag[0].startswith("epoch/")}
     speeds = {tag for tag, _ in points}
     of_speed = {f"speed/{x}" for x in ("examples_per_second", "steps_per_second", "input_wait")}
-    assert speeds == {*of_speed, "time/goodput"}
+    assert speeds == {*of_speed, "time/goodput", "job/processes"}
     assert all(value > 0 or tag == "speed/input_wait" for (tag, _), value in points.items())
 
 

@@ -89,6 +89,7 @@ def check_points(found: dict[Point, float], folder: Path) -> None:
     assert {("eval/loss", 2), ("eval/found@1", 4)} <= points.keys()
     assert {point: found[point] for point in points} == points
     assert ("speed/examples_per_second", 4) in found
+    assert {found["job/processes", step] for step in (0, 1, 2, 3, 4)} == {1}  # 0: at the start
 
 
 def ids(folder: Path) -> dict[str, str]:

@@ -30,6 +30,7 @@ from spmdtrain.checkpoints.run_identity import Identity, describe_leaves
 from spmdtrain.checkpoints.snapshot_memory import (
     FOLDER_VARIABLE,
     HostMemory,
+    HostNeeds,
     Hosts,
     KeptParts,
     PartServer,
@@ -341,6 +342,18 @@ def test_what_another_host_holds_is_not_sent() -> None:
     assert kept_bytes({"x": replicated}, here, 1) == (0, 0)
 
 
+def test_a_host_needs_two_generations_of_its_parts_and_of_the_copies_of_another() -> None:
+    everywhere, split = (
+        jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(MESH, spec))
+        for spec in (P(), P(("a", "b")))
+    )
+    hosts = Hosts([[0, 1], [2, 3]])  # of 4 processes with 2 devices each
+    leaves = {"x": everywhere, "y": split}
+    needs = HostNeeds.of(leaves, hosts, 3, lambda device: device.id // 2)
+    assert (needs.kept, needs.copies) == (512 + 4 * 64, 4 * 64)
+    assert (needs.at_rest, needs.at_most) == (2 * (768 + 256), 2 * (768 + 256) + 768)
+
+
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
@@ -436,7 +449,7 @@ def test_a_failed_run_continues_from_its_snapshot_with_the_same_bits(
     lines = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
     events = [x for x in lines if x["event"] in ("start", "snapshot")]
     assert [(x["event"], x["step"], x.get("source")) for x in events] == [
-        ("start", 0, None),
+        ("start", 0, "initial"),
         ("snapshot", 3, None),
         ("start", 6, "snapshot"),
         ("snapshot", 9, None),

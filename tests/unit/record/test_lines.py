@@ -9,7 +9,14 @@ import pytest
 from etils import epath
 
 from spmdtrain.record import no_follow
-from spmdtrain.record.lines import EVENTS_FILE, LinesFile, last_step, run_times
+from spmdtrain.record.lines import (
+    EVENTS_FILE,
+    LinesFile,
+    RunEvent,
+    last_step,
+    run_times,
+    what_is_lost,
+)
 from spmdtrain.record.run import Run
 
 # Killed between steps 20 and 30, down for 50 s, resumed from step 10: 10 steps are repeated.
@@ -48,6 +55,33 @@ def test_the_goodput_of_a_killed_and_resumed_run_counts_each_step_once(tmp_path:
     assert run_times(events, now=1300.0).goodput == pytest.approx(62 / 300)
 
 
+@pytest.mark.parametrize(
+    ("events", "processes", "logged", "found"),
+    [
+        ([], 2, None, {}),
+        # The last event of the start before is of step 20 at 1060, the last line of step 24.
+        (KILLED[:4], 1, None, {"lost_steps": 10, "lost_seconds": 90.0}),
+        (KILLED[:4], 1, (24, 1070.0), {"lost_steps": 14, "lost_seconds": 80.0}),
+        (KILLED[:4], 2, None, {"change": "rejoin", "lost_steps": 10, "lost_seconds": 90.0}),
+        ([{**KILLED[0], "processes": 4}], 3, None, {"change": "loss", "lost_seconds": 150.0}),
+        # A fault is found before its step; a line of an earlier start says nothing of this one.
+        (
+            [*KILLED[:5], {"time": 1112.0, "event": "fault", "step": 17, "reason": ""}],
+            1,
+            (24, 1070.0),
+            {"lost_seconds": 40.0},
+        ),
+        (KILLED, 1, None, {"lost_steps": 20}),  # after its end no time is lost
+    ],
+)
+def test_a_start_tells_what_is_lost_of_the_one_before(
+    events: list[Any], processes: int, logged: tuple[int, float] | None, found: dict[str, Any]
+) -> None:
+    start: RunEvent = {"time": 1140.0, "event": "start", "step": 10, "processes": processes}
+    nothing = {"lost_steps": 0} if events else {}
+    assert what_is_lost(events, start, 1150.0, logged) == start | nothing | found
+
+
 def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
     assert written(tmp_path, *[line | {"host": "a"} for line in KILLED]).events == KILLED
 
@@ -57,6 +91,9 @@ def test_corrupted_and_forged_lines_are_left_out(tmp_path: Path) -> None:
         '{"time": 1e999, "event": "start", "step": 0}',
         '{"time": -5, "event": "start", "step": 0}',
         '{"time": 1.0, "event": "explode"}',
+        '{"time": 1001.0, "event": "start", "lost_steps": -1}',
+        '{"time": 1001.0, "event": "start", "lost_seconds": "1"}',
+        '{"time": 1001.0, "event": "start", "change": 5}',
         '{"time": 1001.0, "event": "phases", "step": "x", "seconds": {}}',
         '{"time": 1001.0, "event": "phases", "step": 1, "seconds": {"step": NaN}}',
         '{"time": 1001.0, "event": "phases", "st',

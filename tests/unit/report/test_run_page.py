@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_files import BEGAN, CONFIG, metric_lines, png, write_lines, write_run
+from report_files import (
+    BEGAN,
+    CONFIG,
+    metric_lines,
+    png,
+    restarted_events,
+    write_lines,
+    write_run,
+)
 
 from spmdtrain import UserError
 from spmdtrain.document.blocks import ChartBlock, GalleryBlock, Page, StatsBlock, TableBlock
@@ -111,6 +119,22 @@ def test_the_card_of_speed_shows_the_median_without_the_first_interval_of_each_s
     assert card() == ("45,000", "median after the first steps")
     write(10)
     assert card() == ("1", "at first")
+
+
+def test_each_start_has_its_processes_and_what_was_lost(tmp_path: Path) -> None:
+    first, *rest = restarted_events()
+    number = next(n for n, event in enumerate(rest) if event["event"] == "start")
+    lost = {"lost_steps": 100, "lost_seconds": 75.0, "change": "loss", "source": "partner"}
+    rest[number] |= lost | {"processes": 1}
+    workdir = write_run(tmp_path / "run")
+    write_lines(workdir / "events.jsonl", [first | {"source": "initial"}, *rest])
+    (table,) = (t for t in blocks(page_of(workdir), TableBlock) if t.title == "Starts")
+    wanted = ("processes", "state from", "steps lost", "lost since the last step")
+    at = [list(table.columns).index(name) for name in wanted]
+    assert [[row[n] for n in at] for row in table.rows] == [
+        ["2", "nothing", "", ""],
+        ["1, loss", "a partner's memory", "100", "1 min 15 s"],
+    ]
 
 
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:

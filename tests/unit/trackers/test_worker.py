@@ -132,7 +132,7 @@ def test_a_failing_tracker_is_named_once_and_the_others_continue(
     say = {"step": lambda event: event.log({"said": Text("yes")})}
     fit(tracker, tmp_path, callbacks=say)
     lines = [line for line in capsys.readouterr().out.splitlines() if "recorder" in line]
-    what = {"start": "its start", "scalars": "metrics of step 1", "text": "said of step 1"}
+    what = {"start": "its start", "scalars": "metrics of step 0", "text": "said of step 1"}
     assert lines == [
         f"recorder: {what.get(method, 'its end')}: RuntimeError: no {method} and a second line; "
         "the run continues without it"
@@ -157,8 +157,8 @@ def test_a_hanging_tracker_ends_no_run_and_its_loss_is_named(
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "recorder" in line)
     tracker.released.set()
     lost = {
-        "start": "its start and 9 later calls are lost",
-        "scalars": "metrics of step 1 and 8 later calls are lost",
+        "start": "its start and 10 later calls are lost",
+        "scalars": "metrics of step 0 and 9 later calls are lost",
         "close": "its end is lost",
     }
     assert line == f"recorder: not done after 0.2 s: {lost[method]}"
