@@ -93,6 +93,7 @@ class NonFiniteError(StateError):
       step: The step that computed it; None if that is not known.
       loss: The loss of the step; None if that is not known.
       is_infinite: Whether what was looked at is infinite, and nothing of it NaN.
+      first_step: The first of the steps that may have computed it; None if `step` alone may.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class NonFiniteError(StateError):
         *,
         loss: float | None = None,
         is_infinite: bool = False,
+        first_step: int | None = None,
     ) -> None:
         super().__init__(message, step)
-        self.loss, self.is_infinite = loss, is_infinite
+        self.loss, self.is_infinite, self.first_step = loss, is_infinite, first_step
 
 
 class ReplicaError(StateError):

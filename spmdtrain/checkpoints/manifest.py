@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal, TypedDict
+from typing import IO, Any, Literal, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,8 @@ class _Epoch(TypedDict):
     steps: int
     seconds: float
     sums: Mapping[str, Sequence[float]]
+    watched: NotRequired[Mapping[str, Sequence[float]]]
+    """Values of the last steps, as `DivergenceWatch.to_json` returns them."""
 
 
 class CheckpointCorruptedError(UserError):

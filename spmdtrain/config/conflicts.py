@@ -189,6 +189,24 @@ CONFLICTS: tuple[Conflict, ...] = (
         because="the sentinel needs devices that each compute whole examples of their own",
         instead="use mirrored, zero, fully_sharded, central_storage or hybrid",
     ),
+    # -- steps that diverge
+    Conflict(
+        option="divergence_window", other="divergence_sigma", kind=Kind.NEEDS, instead="give both"
+    ),
+    Conflict(
+        option="max_rewinds",
+        other="on_divergence",
+        kind=Kind.NEEDS,
+        instead="give on_divergence rewind, too",
+    ),
+    Conflict(
+        option="on_divergence",
+        other="strategy",
+        values=("rewind",),
+        strategies=lambda of: of.is_asynchronous,
+        because="workers push gradients of later batches before the loss of a step is read",
+        instead="use stop",
+    ),
     # -- placement
     *(
         Conflict(
@@ -356,6 +374,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         other="workdir",
         kind=Kind.NEEDS,
         values=("rollback",),
+        instead="give a folder with checkpoints to go back to",
+        moment=Moment.FIT,
+    ),
+    Conflict(
+        option="on_divergence",
+        other="workdir",
+        kind=Kind.NEEDS,
+        values=("rewind",),
         instead="give a folder with checkpoints to go back to",
         moment=Moment.FIT,
     ),

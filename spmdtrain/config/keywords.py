@@ -18,6 +18,8 @@ class _SharedOptions(TypedDict, total=False):
     global_batch_size: int | None
     batch_size_per_device: int | None
     eval_batch_size: int | None
+    divergence_sigma: float | None
+    divergence_window: int
     shuffle: bool
     data_threads: int | Literal["auto"]
     data_workers: int
@@ -67,6 +69,8 @@ class TrainerOptions(_SharedOptions, total=False):
     microbatches: int
     ema_decay: float | None
     freeze: tuple[str, ...] | list[str]
+    on_divergence: Literal["stop", "rewind"]
+    max_rewinds: int
     data_on_device: bool
     compute_dtype: Literal["float32", "bfloat16"]
     remat: Literal["none", "full", "dots", "dots_no_batch", "attention"]

@@ -282,6 +282,29 @@ class RunConfig:
     )
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""
+    on_divergence: Literal["stop", "rewind"] = option_field(
+        "stop", Group.OPTIMIZATION, on_resume=OnResume.FREE, in_loops="the loop is yours"
+    )
+    """Reaction to a loss or state that is NaN or infinite, and to a step that divergence_sigma
+    finds: end the run with exit code 3 (stop), or go back to the newest checkpoint or snapshot
+    before that step, and continue without its batch (rewind)."""
+    divergence_sigma: float | None = option_field(
+        None, Group.OPTIMIZATION, range=ABOVE_ZERO, on_resume=OnResume.FREE
+    )
+    """Robust standard deviations above the median of the steps before, from which a loss or a
+    gradient norm counts as diverged. None means that only NaN and infinity count."""
+    divergence_window: int = option_field(
+        128, Group.OPTIMIZATION, range=ABOVE_ZERO, on_resume=OnResume.FREE
+    )
+    """Number of steps with which divergence_sigma compares a step."""
+    max_rewinds: int = option_field(
+        3,
+        Group.OPTIMIZATION,
+        range=ABOVE_ZERO,
+        on_resume=OnResume.FREE,
+        in_loops="the loop is yours",
+    )
+    """Largest number of times that a run goes back by on_divergence."""
     data_dir: str | None = option_field(None, Group.DATA, usual=True, on_resume=OnResume.FREE)
     """Folder that directly contains the data files."""
     shuffle: bool = option_field(True, Group.DATA, usual=True, on_resume=OnResume.REFUSED)

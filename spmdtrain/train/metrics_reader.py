@@ -33,6 +33,7 @@ from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.train.callbacks import CallbackEvent
+from spmdtrain.train.divergence import DivergenceWatch
 from spmdtrain.train.session import RunSession
 from spmdtrain.tree import named_leaves
 
@@ -126,7 +127,9 @@ class MetricsReader:
         if self._reads_arrays:
             return
         run, values = self._run, [output.number, output.finite, output.sums, output.rate]
-        if any(run.config.logs_at(step, run.schedule.total) for step in steps):
+        if run.watch is not None or any(
+            run.config.logs_at(step, run.schedule.total) for step in steps
+        ):
             values += [*output.metrics.values(), output.norms]
         if run.config.log_hash_every is not None:
             values.append(output.metrics.get("loss"))
@@ -193,6 +196,8 @@ class MetricsReader:
         for number, step in enumerate(steps):
             if not all_finite and not finite[number].all():
                 self._fail(steps, number, finite[number], self._present(output, sums, number))
+            if run.watch is not None:
+                self._check_divergence(run.watch, output, sums, number, step)
             is_logged = run.config.logs_at(step, run.schedule.total)
             if is_logged or step == last:
                 if sums is not None:
@@ -225,15 +230,35 @@ class MetricsReader:
         of_components = {component_metric(n, c) for n in metrics for c in self._components}
         return {n: x for n, x in metrics.items() if weights[n] or n not in of_components}
 
+    def _check_divergence(
+        self,
+        watch: DivergenceWatch,
+        output: StepOutput,
+        sums: np.ndarray | None,
+        number: int,
+        step: int,
+    ) -> None:
+        """Raises `NonFiniteError` if the loss or the gradient norm of a step is far too large."""
+        metrics = self._present(output, sums, number)
+        values = {"loss": metrics["loss"]} if "loss" in metrics else {}
+        norms = _of_step(output.norms, output, number)
+        if norms is not None and has_norms(step, self._run.config.log_every):
+            known = dict(zip(NORMS, np.asarray(norms).tolist(), strict=False))
+            values |= {n: known[n] for n in ("gradient_norm",) if n in known}
+        if (why := watch.verdict(values)) is not None:
+            self._failed = NonFiniteError(f"step {step}: {why}", step, loss=values.get("loss"))
+            raise self._failed
+
     def _fail(
         self, steps: Sequence[int], number: int, finite: np.ndarray, values: Mapping[str, float]
     ) -> Never:
         """Raises `NonFiniteError` for a step of a dispatch, with its flags and metrics."""
         names = np.array(FLAGS)[~finite]
         wrong, step = " and ".join(names), f"step {steps[number]}"
+        first = None
         # Within a dispatch this flag alone may be that of the last step (see `finite_flags`).
         if list(names) == ["opt_state"] and 0 < number == len(steps) - 1:
-            step = f"one of steps {steps[0]} to {steps[-1]}"
+            step, first = f"one of steps {steps[0]} to {steps[-1]}", steps[0]
         facts = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
         state = self._state()
         where = None if state is None or state.step.is_deleted() else first_non_finite(state)
@@ -243,7 +268,9 @@ class MetricsReader:
             has_nan = has_nan or bool(jnp.isnan(named_leaves(state)[where]).any())
         message = f"{step}: {wrong} not finite ({'; '.join(facts)})"
         loss = values.get("loss")
-        self._failed = NonFiniteError(message, steps[number], loss=loss, is_infinite=not has_nan)
+        self._failed = NonFiniteError(
+            message, steps[number], loss=loss, is_infinite=not has_nan, first_step=first
+        )
         raise self._failed
 
     def _log(

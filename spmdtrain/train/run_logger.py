@@ -590,6 +590,8 @@ class TimeAccount:
         self._own: list[RunEvent] = []  # of this start, as far as `run_times` needs them
         self._step, self._written_at, self._ended = 0, 0.0, False
         self._snapshot_at = 0.0
+        self.rewinds = 0
+        """How often earlier starts went back after a step that had diverged."""
         self.source = ""
         """Where the state of this start came from: `source` of `RunEvent`."""
 
@@ -617,6 +619,7 @@ class TimeAccount:
             events = self.earlier_events
             del self.earlier_events  # a long run has many
             self._earlier, self._done = run_times(events), last_step(events)
+            self.rewinds = sum(event.get("status") == "rewound" for event in events)
             starts = [event["time"] for event in events if event["event"] == "start"]
             self._began = min([began, *starts[:1]])
             lost = self._earlier.lost

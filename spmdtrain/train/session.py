@@ -68,6 +68,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, FrozenMetrics
+from spmdtrain.train.divergence import DivergenceWatch, Rewound, rewind
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
 
@@ -389,6 +390,8 @@ class RunSession:
     snapshots: "Snapshots | None"
     signals: StopSignals
     epochs: Epochs
+    watch: DivergenceWatch | None
+    """Finds steps that diverge; None if only NaN and infinity count."""
     callbacks: CallbackRunner
     base: BaseModel | None = None
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
@@ -492,6 +495,7 @@ class RunSession:
             snapshots=snapshots,
             signals=signals,
             epochs=Epochs(config, size, logger, rate),
+            watch=DivergenceWatch.of(config),
             callbacks=callbacks,
             base=trained.base,
         )
@@ -594,6 +598,31 @@ class RunSession:
 
     # -- saving --------------------------------------------------------------------------------
 
+    def _records(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of the metrics of the steps before it."""
+        watched = {} if self.watch is None else {"watched": self.watch.to_json()}
+        return self.epochs.to_json() | watched
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a later start finds a checkpoint or a snapshot of this run."""
+        at_start = self.checkpoints is not None and self.checkpoints.holds(0)
+        return at_start or max(self.saved_step, self.in_memory) > 0
+
+    def rewind(self, error: NonFiniteError) -> None:
+        """Raises `Rewound` if the option asks for it after a step that has diverged."""
+        times, log = self.logger.times, self.logger.terminal.warning
+        rewinds = process_group.broadcast(times.rewinds)
+        if (rewound := rewind(error, self.config, rewinds, log)) is not None:
+            times.end("rewound", str(error), error.step)
+            raise rewound from error
+
+    def restore_records(self, saved: Mapping[str, Any]) -> None:
+        """Continues from what `_records` returned; empty if it is not known."""
+        self.epochs.restore(saved)
+        if self.watch is not None:
+            self.watch.restore(saved.get("watched", {}))
+
     def save(self, state: TrainState, step: int, metrics: Metrics | None) -> None:
         """Starts to save the state after `step`, and calls the callbacks of the checkpoint.
 
@@ -611,7 +640,7 @@ class RunSession:
                 self.identity,
                 metrics,
                 stopped=self.callbacks.stop_requested,
-                epoch=self.epochs.to_json(),
+                epoch=self._records(),
                 callbacks=self.callbacks.states.to_json(),
                 positions=self.stream_progress.at(step),
                 wait_for_files=self.logger.trackers.flush(),
@@ -631,7 +660,7 @@ class RunSession:
                 step,
                 self.identity,
                 metrics,
-                epoch=self.epochs.to_json(),
+                epoch=self._records(),
                 callbacks=self.callbacks.states.to_json(),
                 positions=self.stream_progress.at(step),
                 saved=self.saved_step,
@@ -686,6 +715,9 @@ class RunSession:
             self.logger.log_end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
             if stop.signal == signal.SIGINT.name and is_interactive():
                 raise Interrupted from None
+            raise
+        except Rewound:
+            self.wait_for_save()
             raise
         except BaseException as error:
             if self.snapshots is not None and isinstance(error, NonFiniteError | UserError):

@@ -64,6 +64,7 @@ from spmdtrain.train.callbacks import (
     Callbacks,
     FrozenMetrics,
 )
+from spmdtrain.train.divergence import Rewound
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import (
     Backend,
@@ -704,6 +705,21 @@ class Trainer:
             self.config = config
             raise OwnExit(evaluator.follow(self, self.config, train, validation))
         data = {"train": train, "validation": validation, "test": test}
+        while True:
+            try:
+                return self._fit(config, data, restart=restart)
+            except Rewound as rewound:
+                # What a first start may ask for does not hold for this one, which continues it.
+                config = dataclasses.replace(
+                    config,
+                    skip_steps=rewound.skip_steps,
+                    resume="auto",
+                    checkpoint_at_start=False,
+                )
+                restart = False
+
+    def _fit(self, config: RunConfig, data: Mapping[str, Any], *, restart: bool) -> FitResult:
+        """Makes one start of a fit; raises `Rewound` if another one continues without a batch."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._access.fitting())
             self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
@@ -736,6 +752,9 @@ class Trainer:
             except StateError as error:
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
                 if isinstance(error, NonFiniteError):
+                    # A state that only this trainer had is lost, unless it has been saved.
+                    if before[0] is None or run.has_saved:
+                        run.rewind(error)
                     add_advice(error, run.config)
                 raise
             except Exception as error:

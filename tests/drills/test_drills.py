@@ -610,3 +610,16 @@ def test_two_hosts_of_which_one_loses_its_cable_end_by_themselves(
         ended = under.wait(check=False)
         assert time.monotonic() - cut < 150, show(ended)
     assert all(code not in (0, 2, 3, 75) for code in codes(ended)), show(ended)
+
+
+def test_two_processes_go_back_from_a_nan_of_one_and_leave_its_batch_out(tmp_path: Path) -> None:
+    config, mark = drill(tmp_path), tmp_path / "mark"
+    job(config, "--workdir", tmp_path / "known", "--skip-steps", 12)
+    options = ("--workdir", tmp_path / "run", "--on-divergence", "rewind", "--mark", mark)
+    ended = job(config, *options, "--fault", "nan")
+    (line,) = [text for text in ended[0].output.splitlines() if "goes back" in text]
+    assert line.startswith("step 13: loss"), ended[0].output
+    assert line.endswith("goes back and leaves out batch 12, rewind 1 of 3"), ended[0].output
+    assert "resumed from step 10 of" in ended[0].output
+    assert "goes back" not in ended[1].output  # process 0 alone prints
+    assert sums(tmp_path / "run") == sums(tmp_path / "known")
