@@ -283,7 +283,10 @@ class RunConfig:
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""
     on_divergence: Literal["stop", "rewind"] = option_field(
-        "stop", Group.OPTIMIZATION, on_resume=OnResume.FREE, in_loops="the loop is yours"
+        "stop",
+        Group.OPTIMIZATION,
+        on_resume=OnResume.FREE,
+        in_loops="the loop is code that you write",
     )
     """Reaction to a loss or state that is NaN or infinite, and to a step that divergence_sigma
     finds: end the run with exit code 3 (stop), or go back to the newest checkpoint or snapshot
@@ -302,7 +305,7 @@ class RunConfig:
         Group.OPTIMIZATION,
         range=ABOVE_ZERO,
         on_resume=OnResume.FREE,
-        in_loops="the loop is yours",
+        in_loops="the loop is code that you write",
     )
     """Largest number of times that a run goes back by on_divergence."""
     data_dir: str | None = option_field(None, Group.DATA, usual=True, on_resume=OnResume.FREE)

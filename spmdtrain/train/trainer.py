@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Function, Variables, describe_modes
 from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
+from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
 from spmdtrain.checkpoints.weights.weight_map import WeightMap, checked_weight_map
 from spmdtrain.config import overrides
 from spmdtrain.config.conflicts import is_allowed
@@ -79,7 +79,14 @@ from spmdtrain.train.metrics_reader import MetricsReader, add_advice
 from spmdtrain.train.run_logger import Metrics, Written, checked_media
 from spmdtrain.train.schedule import Epochs, FitResult
 from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
-from spmdtrain.train.starting_state import ValueLoader, at_step_zero, first_state, values_source
+from spmdtrain.train.starting_state import (
+    ValueLoader,
+    at_step_zero,
+    check_continues,
+    check_no_checkpoints,
+    first_state,
+    values_source,
+)
 
 PyTree = Any
 
@@ -912,51 +919,6 @@ class TrainerBoundary(Boundary):
 
     def report(self) -> None:
         self.executor.report()
-
-
-# -- Checks of a second `fit` of a trainer, which continues the first one or starts again ----------
-
-
-def check_no_checkpoints(run: RunSession) -> None:
-    """Raises `UserError` if the workdir has checkpoints: a restart would repeat their steps."""
-    if run.checkpoints is not None and (run.saved_step or run.checkpoints.holds(0)):
-        where = run.config.workdir
-        raise UserError(
-            f"restart=True counts steps from 0, and workdir {where} holds checkpoints up to "
-            f"step {run.saved_step}: use a Trainer without a workdir, or a new Trainer "
-            f"with another workdir and init_from={where!r} (its optimizer state is new)"
-        )
-
-
-def check_continues(run: RunSession, earlier: Identity, step: int) -> None:
-    """Checks that a run continues an earlier run of the same trainer, and no other trainer has.
-
-    Args:
-      run: The run that is about to begin.
-      step: Number of steps that the earlier run has made.
-
-    Raises:
-      UserError: If this is another run, or the workdir has a checkpoint of a later step.
-    """
-    try:
-        check_same_run(
-            earlier,
-            run.identity,
-            f"this trainer at step {step}",
-            step,
-            same_program=not run.config.resume_anyway,
-        )
-    except UserError as error:
-        raise UserError(
-            f"{error}. To keep the model and the optimizer's state and count steps from 0, "
-            "call fit(..., restart=True)"
-        ) from None
-    if run.saved_step > step:
-        raise UserError(
-            f"workdir {run.config.workdir} holds step {run.saved_step}, and this trainer has "
-            f"run {step}: another trainer has continued the run; use a new Trainer, which "
-            "resumes from that checkpoint"
-        )
 
 
 # -- A profiler trace of some steps, for TensorBoard or Perfetto -----------------------------------

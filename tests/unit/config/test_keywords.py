@@ -31,6 +31,8 @@ REFUSED: dict[type, dict[str, Any]] = {
         "steps_per_dispatch": 4,
         "microbatches": 2,
         "ema_decay": 0.5,
+        "on_divergence": "rewind",
+        "max_rewinds": 2,
         "freeze": ("x",),
         "data_on_device": True,
         "compute_dtype": "bfloat16",
