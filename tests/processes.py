@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers import BOUND, command, environment
+from helpers import BOUND, command, environment, run
 
 from spmdtrain.launch.task_env import free_ports
 from spmdtrain.testing import Command, ProcessResult, RunningJob, run_processes, start_processes
@@ -250,6 +250,13 @@ def tf_config(addresses: Sequence[str], rank: int, **jobs: list[str]) -> str:
 def as_task(text: str, line: Sequence[str]) -> list[str]:
     """A command line under a TF_CONFIG of its own, whatever the environment says."""
     return ["env", f"TF_CONFIG={text}", *line]
+
+
+def sums_on_one_device(folder: Path, step: int, *options: object) -> dict[str, str]:
+    """The final state of a run of one process and device, to its end without a fault."""
+    ended = run(drill(folder), *options, "--workdir", folder / "run", devices=1)
+    assert ended.returncode == 0, ended.stderr
+    return sums(folder / "run", step)
 
 
 # -- through the launcher --------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import events, run
-from processes import drill, job, launch, show, sums
+from helpers import events
+from processes import drill, job, launch, show, sums, sums_on_one_device
 
 from spmdtrain import open_run
 
@@ -24,10 +24,7 @@ STOPPED = r"hung: (.*) is stopped by a signal.*; restart 1 of 3 at once with 2 o
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The final state of a run on one device without a loss."""
-    folder = tmp_path_factory.mktemp("alone")
-    ended = run(drill(folder), *EXACT, "--workdir", folder / "run", devices=1)
-    assert ended.returncode == 0, ended.stderr
-    return sums(folder / "run", STEPS)
+    return sums_on_one_device(tmp_path_factory.mktemp("alone"), STEPS, *EXACT)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import BOUND, environment, run
-from processes import drill, free_port, run_line, steps_in, sums, tf_config
+from helpers import BOUND, environment
+from processes import (
+    drill,
+    free_port,
+    run_line,
+    steps_in,
+    sums,
+    sums_on_one_device,
+    tf_config,
+)
 
 from spmdtrain.testing.processes import Process
 
@@ -77,10 +85,7 @@ def machines(
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The final state of a run on one device without a loss."""
-    folder = tmp_path_factory.mktemp("alone")
-    ended = run(drill(folder), *EXACT, "--workdir", folder / "run", devices=1)
-    assert ended.returncode == 0, ended.stderr
-    return sums(folder / "run", STEPS)
+    return sums_on_one_device(tmp_path_factory.mktemp("alone"), STEPS, *EXACT)
 
 
 @pytest.mark.parametrize(
