@@ -118,3 +118,38 @@ def test_the_others_continue_without_a_machine_and_with_it_again(
         assert sorted(counts) == ["2", "4", "4"], job.output
         assert "4 processes are possible again" in job.output
         assert sums(tmp_path / "run", STEPS) == alone
+
+
+@pytest.mark.nightly
+def test_two_are_lost_at_once_and_a_third_during_their_return(
+    tmp_path: Path, alone: dict[str, str]
+) -> None:
+    with machines(tmp_path, 4, *EXACT, "--pause", 0.4, least=2) as job:
+        job.wait_for(lambda text: max(steps_in(text), default=0) >= 12)
+        for rank in (0, 3):
+            job.running[rank].send(signal.SIGKILL)
+        # The two that are left might be the smaller part of a divided network.
+        job.wait_for(lambda text: "waiting for the launchers of chief" in text)
+        assert "x cpu of 2 processes" not in job.output
+        job.restart(3)
+        job.wait_for(lambda text: " x cpu of 2 processes" in text)
+        job.restart(0)
+        job.wait_for(lambda text: "4 processes are possible again" in text)
+        job.running[1].send(signal.SIGKILL)
+        job.restart(1)
+        assert job.codes() == [0, 0, 0, 0], job.output
+        assert sums(tmp_path / "run", STEPS) == alone
+
+
+@pytest.mark.nightly
+def test_without_a_minimum_all_wait_for_a_lost_machine(
+    tmp_path: Path, alone: dict[str, str]
+) -> None:
+    with machines(tmp_path, 2, *EXACT, "--pause", 0.1) as job:
+        job.wait_for(lambda text: max(steps_in(text), default=0) >= 12)
+        job.running[1].send(signal.SIGKILL)
+        job.wait_for(lambda text: "too few machines are left: no launcher of worker 0" in text)
+        job.restart(1)
+        assert job.codes() == [0, 0], job.output
+        assert "x cpu of 1" not in job.output
+        assert sums(tmp_path / "run", STEPS) == alone
