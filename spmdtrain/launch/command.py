@@ -121,7 +121,7 @@ def _cluster(options: Options) -> Cluster:
             f"--processes is missing, and TF_CONFIG describes no other machines: write {_USAGE}"
         )
     if spec.rank is None or spec.has_ps:
-        what = "the cluster has parameter servers" if spec.has_ps else f"this is the {spec.name}"
+        what = "the cluster has parameter servers" if spec.has_ps else "this is an evaluator"
         raise UserError(
             f"TF_CONFIG: {what}, and without --processes the launchers of several machines start "
             "chief and workers only: start the command without the launcher"

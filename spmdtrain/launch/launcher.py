@@ -1,10 +1,11 @@
-"""The processes of a job on one machine: starting, watching and restarting them."""
+"""The processes of a job: starting, watching and restarting them."""
 
 import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.progress import (
@@ -15,7 +16,7 @@ from spmdtrain.distributed.progress import (
     ProgressRecord,
     find_hung_task,
 )
-from spmdtrain.errors import ExitCode
+from spmdtrain.errors import ClusterError, ExitCode
 from spmdtrain.launch.child import (
     CauseRank,
     Restarts,
@@ -28,7 +29,7 @@ from spmdtrain.launch.child import (
     root_cause,
 )
 from spmdtrain.launch.machine import Machine
-from spmdtrain.launch.machines import Machines, Task
+from spmdtrain.launch.machines import LONGEST_WAIT, REPORT_INTERVAL, Machines, Task
 from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks
 
 # -- Options of the command `python -m spmdtrain.launch` -------------------------------------------
@@ -70,7 +71,7 @@ class Options:
     """Seconds that the tasks have to save and exit after a signal."""
 
 
-# -- The processes of a job on one machine: starting, watching and restarting them -----------------
+# -- The processes of a job: starting, watching and restarting them --------------------------------
 
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
@@ -97,7 +98,13 @@ class Outcome:
         """Whether another attempt could end differently."""
         if self.code == ExitCode.DEVICE_FAULT:  # the same devices would compute the same
             return self.without is not None
-        return self.code not in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NON_FINITE)
+        return not self.is_final
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another attempt on the same devices would end in the same way."""
+        final = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NON_FINITE, ExitCode.DEVICE_FAULT)
+        return self.code in final
 
 
 class Launcher:
@@ -131,6 +138,9 @@ class Launcher:
         """Whether the training has ended for good."""
         self.evaluator = EvaluatorTask(self) if options.evaluator else None
         self._takes_back = False  # whether the tasks are asked to end, to continue in all places
+        self._worked: set[int] = set()  # numbers of processes with which the job has made steps
+        if machines is not None:
+            self.places.restore(machines.known)
 
     def log(self, text: str) -> None:
         """Prints a line of the launcher itself, on all machines."""
@@ -148,7 +158,8 @@ class Launcher:
         None if too few machines are left to decide what happens.
         """
         restarts = self.restarts()
-        self.places.use_present()
+        if not self._gather():
+            return None
         configs = self._configs()
         if self.evaluator is not None:
             self.evaluator.start(configs[EVALUATOR])
@@ -162,12 +173,34 @@ class Launcher:
             if self.signals.received:
                 self.log(f"{self.signals.received.name}: not restarted")
                 break
-            if self.machines is not None and not self.machines.is_enough:
-                self.log(f"too few machines are left: no launcher of {self.machines.missing}")
+            if not self._gather():
                 return None
-            self.places.use_present()
             configs = self._configs()
         return self._finish(outcome)
+
+    def _gather(self) -> bool:
+        """Waits for the machines that the next attempt needs; False if too few are left to decide.
+
+        Raises:
+          ClusterError: If they do not come.
+        """
+        began = next_report = time.monotonic()
+        while not self.places.use_present():
+            assert self.machines is not None  # the places of one machine are all there
+            if not self.machines.is_enough or self.signals.received:
+                break
+            if (now := time.monotonic()) - began > LONGEST_WAIT:
+                raise ClusterError(
+                    f"gave up after {LONGEST_WAIT:g} s: no launcher of {self.machines.missing}"
+                )
+            if now >= next_report:
+                next_report = now + REPORT_INTERVAL
+                self.log(f"waiting for the launchers of {self.machines.missing}")
+            self.tick()
+        if self.machines is None or self.machines.is_enough:
+            return not self.signals.received or self.machines is None
+        self.log(f"too few machines are left: no launcher of {self.machines.missing}")
+        return False
 
     def _configs(self) -> dict[str, str]:
         """Returns the TF_CONFIG of each task, with free ports."""
@@ -183,7 +216,8 @@ class Launcher:
         places = self.places
         if self.signals.received:
             return None, ""
-        if outcome.code == ExitCode.BAD_INPUT and places.is_reduced:
+        is_other = places.is_reduced or bool(self._worked - {places.processes})
+        if outcome.code == ExitCode.BAD_INPUT and is_other and places.processes not in self._worked:
             places.refuse()
             return 0.0, f"continues with {self._numbers()}"
         if not outcome.may_restart:
@@ -203,7 +237,7 @@ class Launcher:
             return 0.0, f"{restarts.note(0.0)} with {self._numbers()}"
         refused = progress.refused_processes(self.folder)
         fewer = places.processes - len(outcome.lost)
-        why = refused.get(fewer, f"min_processes is {self.options.min_processes}")
+        why = refused.get(fewer, f"--min-processes is {self.options.min_processes}")
         places.take_back()
         return wait, f"{restarts.note(wait)} with all, because {fewer} cannot continue: {why}"
 
@@ -236,6 +270,8 @@ class Launcher:
         if self.machines is not None:
             self.machines.poll()
         self.machine.poll("chief", stops=self.signals.received is not None)
+        if self.machine.makes_steps:
+            self._worked.add(self.places.processes)
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -245,6 +281,8 @@ class Launcher:
     def _attempt(self, configs: Mapping[str, str]) -> Outcome:
         """Starts all training tasks and watches them until the last one has exited."""
         self.machine.begin()
+        if self.machines is not None:
+            self.machines.tell(known=self.places.known)
         tasks = [self.start(name, configs[name]) for name in self.places.tasks]
         self._takes_back = False
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
@@ -318,7 +356,8 @@ class Launcher:
         """Returns whether the job, which makes steps in some of its places, may use all again."""
         if self.signals.received or not (self.machine.makes_steps and self.places.may_take_back):
             return False
-        return self.machine.has_all_spares
+        elsewhere = self.machines is None or self.machines.has_all_spares
+        return self.machine.has_all_spares and elsewhere
 
     def _outcome(
         self, exits: Sequence[TaskExit], hung: str | None, stopped: Sequence[str]
@@ -409,7 +448,7 @@ class Launcher:
         how = {0: "finished", 75: "preempted"}.get(outcome.code, f"failed: {outcome.message}")
         progress.write_ended(self.folder, how)
         self.over = True
-        if self.machines is not None and not self.signals.received:
+        if self.machines is not None and (outcome.is_final or not self.signals.received):
             self.machines.tell(end=outcome.code)
         if self.evaluator is None:
             return outcome.code
@@ -457,6 +496,7 @@ class Places:
         self._evaluator = {n: env for n, env in environments.items() if n == EVALUATOR}
         self._back: dict[str, float] = {}  # lost places, and when each may be used again
         self._times: dict[str, int] = {}  # how often each place was lost
+        self._left_out: list[str] = []  # for good
         self._refused: set[int] = set()  # numbers of processes that the run cannot have
         self.used = list(self._own)
         """The places of the job as it is now, in the order of its tasks."""
@@ -488,7 +528,10 @@ class Places:
 
         Each later process takes the name of the one before it.
         """
-        place = self.place_of(task)
+        self._leave_out(self.place_of(task))
+
+    def _leave_out(self, place: str) -> None:
+        self._left_out.append(place)
         self._back.pop(place, None)
         del self._own[place]
         self.used.remove(place)
@@ -544,10 +587,25 @@ class Places:
         self._back.clear()
         self.used = self._largest(self._there) or list(self._own)
 
-    def use_present(self) -> None:
-        """Uses the places that are there, apart from those that were lost a short time ago."""
-        left = [place for place in self._there if place not in self._back]
-        self.used = self._largest(left) or self.used
+    def use_present(self) -> bool:
+        """Uses the places that are there, apart from those that were lost a short time ago.
+
+        Returns whether the job can continue in them.
+        """
+        used = self._largest([place for place in self._there if place not in self._back])
+        self.used = used or self.used
+        return used is not None
+
+    @property
+    def known(self) -> dict[str, list[Any]]:
+        """What has been found out about the places, for `restore` of another launcher."""
+        return {"refused": sorted(self._refused), "left_out": self._left_out}
+
+    def restore(self, known: Mapping[str, Sequence[Any]]) -> None:
+        """Continues with what another launcher has found out."""
+        self._refused |= {*known.get("refused", ())}
+        for place in known.get("left_out", ()):
+            self._leave_out(place)
 
     @property
     def _there(self) -> list[str]:
@@ -556,7 +614,7 @@ class Places:
 
     def _largest(self, places: Sequence[str]) -> list[str] | None:
         """Returns the places that the job uses of those given; None if it cannot continue."""
-        if len(places) == len(self._own):
+        if len(places) == len(self._own) and len(places) not in self._refused:
             return list(places)
         least = math.inf if self._minimum is None else self._minimum
         for count in range(len(places), 0, -1):

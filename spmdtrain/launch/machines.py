@@ -14,15 +14,18 @@ import math
 import queue
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from spmdtrain import __version__
 from spmdtrain.cluster.job_token import Line
 from spmdtrain.cluster.rendezvous import Admission, dial, listen
 from spmdtrain.cluster.spec import Address
@@ -39,12 +42,15 @@ _SILENCE = 10.0  # seconds without a message after which another launcher counts
 _SEND_TIMEOUT = 5.0
 _DIAL_TIMEOUT = 2.0
 _REDIAL = 0.5  # seconds between two rounds of calls to all others
+_MOST_CALLS = 16  # at a time
 _FIRST_WAIT = 60.0  # seconds for all machines to come before enough of them begin
 _NEXT_WAIT = 5.0  # the same after a leader was lost
-_LONGEST_WAIT = 900.0  # seconds for enough machines
+LONGEST_WAIT = 900.0
+"""Seconds to wait for enough machines."""
 MOST_REFUSALS = 3 * _SILENCE / _REDIAL
 """Calls that a leader refuses, because it has another launcher of that name, before an error."""
-_REPORT_INTERVAL = 10.0
+REPORT_INTERVAL = 10.0
+"""Seconds between two lines about machines that are missing."""
 _MOST_ERRORS = 20_000  # characters of standard error that an exit is reported with
 _MOST_CONTENT = 200_000  # bytes of a file of the job
 _FILES = (*progress.KINDS, progress.WITHOUT, progress.REFUSED)
@@ -79,9 +85,18 @@ class Cluster:
     def agreement(self) -> dict[str, Any]:
         """What must be equal in all launchers."""
         return {
-            "machines": ", ".join(map(str, self.addresses)),
+            "the list of machines": ", ".join(map(str, self.addresses)),
             "--min-processes": self.minimum,
+            "the version of spmdtrain": __version__,
         }
+
+    def difference(self, rank: int, theirs: Mapping[str, Any]) -> str | None:
+        """Returns what is different in another launcher; None if nothing is."""
+        for what, mine in self.agreement.items():
+            if (other := theirs.get(what)) != mine:
+                own = self.names[self.rank]
+                return f"{what} is {mine} in {own} and {other} in {self.names[rank]}"
+        return None
 
 
 class Peer:
@@ -106,16 +121,18 @@ class Peer:
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have come; sends one if the other would else count us lost."""
         found: list[dict[str, Any]] = []
-        while self.is_open and select.select([self._line.socket], [], [], 0)[0]:
-            ended = not self._line.read()
-            for message in self._line.messages():
-                if message is None:  # not of this connection
-                    ended = True
-                else:
-                    found.append(message)
+        ended = False
+        while self.is_open and not ended:
+            for message in self._line.messages():  # some may have come with an earlier answer
+                ended |= message is None  # not of this connection
+                found += [] if message is None else [message]
+            if not select.select([self._line.socket], [], [], 0)[0]:
+                break
+            ended |= not self._line.read()
             self._heard = time.monotonic()
-            if ended:
-                self.close()
+        if ended and self.is_open:
+            found += [message for message in self._line.messages() if message is not None]
+            self.close()
         if time.monotonic() - self._heard > _SILENCE:
             self.close()
         if time.monotonic() - self._spoke > _PULSE:
@@ -155,9 +172,13 @@ class Machines:
         self._admission = Admission(self._listener, cluster.token)
         self._followers: dict[int, Peer] = {}
         self._ports: dict[int, int] = {}  # a free port of each follower
-        self._spares: dict[int, int] = {}  # spares of each follower that are ready
+        # Of each follower, how many spares are ready, and whether these are all.
+        self._spares: dict[int, tuple[int, bool]] = {}
         self._tasks: dict[int, RemoteTask] = {}
         self._leader: int | None = None  # None while it is sought
+        self._said: set[str] = set()
+        self.known: dict[str, Any] = {}
+        """What a leader has found out about the job, which the next one has to know."""
 
     def __enter__(self) -> "Machines":
         return self
@@ -210,7 +231,7 @@ class Machines:
         """
         self._leader = None
         began = time.monotonic()
-        next_report = began + _REPORT_INTERVAL
+        next_report = began + REPORT_INTERVAL
         wait = _NEXT_WAIT if again else _FIRST_WAIT
         with _Calls(self.cluster) as calls:
             while self._signals.received is None:
@@ -230,13 +251,15 @@ class Machines:
                 has_all = len(self.ranks) == len(self.cluster.addresses)
                 if has_all or (self.is_enough and now - began > wait):
                     break
-                if now - began > _LONGEST_WAIT:
+                if now - began > LONGEST_WAIT:
                     raise ClusterError(
-                        f"gave up after {_LONGEST_WAIT:g} s: no launcher of {self.missing}"
+                        f"gave up after {LONGEST_WAIT:g} s: no launcher of {self.missing}"
                     )
                 if now > next_report:
-                    next_report = now + _REPORT_INTERVAL
+                    next_report = now + REPORT_INTERVAL
                     self._log(f"waiting for the launchers of {self.missing}")
+                    for reason in (*calls.faults.values(), self._admission.refusals):
+                        self._say_once(reason)
         self._leader = self.cluster.rank
         if self._signals.received is None:
             count = f"{len(self.ranks)} of {len(self.cluster.addresses)}"
@@ -258,26 +281,31 @@ class Machines:
     def _answer(self, line: Line, message: Mapping[str, Any]) -> None:
         """Answers another launcher, which has called."""
         rank, own = message.get("rank"), self.cluster.rank
-        theirs, mine = message.get("agreement"), self.cluster.agreement
-        total = len(self.cluster.addresses)
+        theirs, total = message.get("agreement"), len(self.cluster.addresses)
         if not isinstance(rank, int) or not 0 <= rank < total or rank == own:
             return line.close()
         peer = Peer(line, rank)
         if theirs is None:  # a process of the job, which takes this address for that of its chief
             peer.send(wrong="a launcher is here: start the command by it on all machines")
-        elif theirs != mine:
-            peer.send(wrong=f"the launchers differ: {mine} here and {theirs} there")
-        elif self._leader not in (None, own):
-            peer.send(leader=self._leader)
-        elif self._leader is None and rank < own:
-            peer.send(seeks=True)  # the lower one leads
+        elif (difference := self.cluster.difference(rank, theirs)) is not None:
+            peer.send(wrong=difference)
+            self._say_once(
+                f"refused the launcher of {self.cluster.described([rank])}: {difference}"
+            )
+        elif self._leader not in (None, own) or (self._leader is None and rank < own):
+            pass  # this one follows another, or will follow that one
         elif rank in self._followers:  # or its earlier life, whose end is not known here yet
             peer.send(taken=True)
         else:
             self._followers[rank] = peer
             self._ports[rank] = int(message["port"])
-            return peer.send(welcome=True, leads=self._leader is not None)
+            return peer.send(welcome=True)
         return peer.close()
+
+    def _say_once(self, text: str) -> None:
+        if text and text not in self._said:
+            self._said.add(text)
+            self._log(text)
 
     def _take(self, peer: Peer, message: Mapping[str, Any]) -> None:
         if "file" in message:
@@ -285,7 +313,7 @@ class Machines:
         if "port" in message:
             self._ports[peer.rank] = int(message["port"])
         if "spares" in message:
-            self._spares[peer.rank] = message["spares"]
+            self._spares[peer.rank] = message["spares"], message["all_spares"]
         if task := self._tasks.get(peer.rank):
             task.is_stopped = message.get("stopped", task.is_stopped)
             if "exit" in message:
@@ -300,8 +328,9 @@ class Machines:
         if name.endswith(".phase"):
             content = progress.shifted(content, time.monotonic() - clock)
         written = Path(self._folder, f"{name}.new")
-        written.write_bytes(content)
-        written.replace(Path(self._folder, name))
+        with suppress(OSError):  # on a full disk the job continues, with an older record
+            written.write_bytes(content)
+            written.replace(Path(self._folder, name))
 
     def _forget(self, rank: int) -> None:
         self._followers.pop(rank).close()
@@ -321,8 +350,15 @@ class Machines:
 
     def ready_spares(self, machine: Machine) -> dict[str, int]:
         """Returns the number of spares that are ready on each machine; `machine` is this one."""
-        found = {self.cluster.rank: machine.ready_spares, **self._spares}
-        return {self.cluster.names[rank]: number for rank, number in found.items()}
+        own = {self.own_name: machine.ready_spares}
+        return own | {
+            self.cluster.names[rank]: number for rank, (number, _) in self._spares.items()
+        }
+
+    @property
+    def has_all_spares(self) -> bool:
+        """Whether no follower waits for its spares."""
+        return all(has_all for _, has_all in self._spares.values())
 
     def tf_configs(self, places: Sequence[str]) -> dict[str, str]:
         """Returns the TF_CONFIG of each task of a job on these machines, given by name."""
@@ -356,6 +392,8 @@ class _Calls:
     def __init__(self, cluster: Cluster) -> None:
         self.refusals = 0
         """How often a leader has said that it has another launcher of this name."""
+        self.faults: dict[int, str] = {}
+        """By rank, why a launcher could not be called, unless it is not there yet."""
         self._cluster = cluster
         self._lock = threading.Lock()
         self._ended = False
@@ -387,27 +425,32 @@ class _Calls:
         return None
 
     def _call(self) -> None:
-        while not self._ended:
-            for rank, address in enumerate(self._cluster.addresses):
-                if rank != self._cluster.rank and (found := self._ask(rank, address)):
+        (port,) = free_ports(1)
+        others = [n for n, _ in enumerate(self._cluster.addresses) if n != self._cluster.rank]
+        is_found = False
+        with ThreadPoolExecutor(min(len(others), _MOST_CALLS)) as pool:  # some may not answer
+            while not (self._ended or is_found):
+                for found in pool.map(lambda rank: self._ask(rank, port), others):
                     with self._lock:
-                        if not self._ended:
-                            return self._found.put(found)
-                    if isinstance(found, Peer):
-                        found.close()
-                    return None
-            time.sleep(_REDIAL)
-        return None
+                        if found and not (self._ended or is_found):
+                            is_found = True
+                            self._found.put(found)
+                        elif isinstance(found, Peer):
+                            found.close()
+                time.sleep(_REDIAL)
 
-    def _ask(self, rank: int, address: Address) -> Peer | UserError | None:
+    def _ask(self, rank: int, port: int) -> Peer | UserError | None:
         """Asks another launcher to lead this one; None if it does not."""
-        until = time.monotonic() + _DIAL_TIMEOUT
+        address, until = self._cluster.addresses[rank], time.monotonic() + _DIAL_TIMEOUT
         try:
             line = dial((address.host, address.port), self._cluster.token, until)
+        except socket.gaierror as error:
+            where = self._cluster.described([rank])
+            self.faults[rank] = f"{address.host} cannot be resolved, the host of {where}: {error}"
+            return None
         except OSError:
             return None
-        with suppress(OSError, UserError):
-            (port,) = free_ports(1)
+        with suppress(OSError):
             agreement = self._cluster.agreement
             line.send({"rank": self._cluster.rank, "agreement": agreement, "port": port})
             answer = line.answer(until) or {}
@@ -416,7 +459,7 @@ class _Calls:
             self.refusals += "taken" in answer
             if "wrong" in answer:
                 line.close()
-                return UserError(f"{self._cluster.described([rank])}: {answer['wrong']}")
+                return UserError(f"the launchers differ: {answer['wrong']}")
         line.close()
         return None
 
@@ -495,7 +538,7 @@ class Follower:
 
     Args:
       leader: The launcher of the leader.
-      machines: The others; the answer to their calls is the leader.
+      machines: The others, whose calls are answered.
       machine: This machine.
       environment: The environment of its process, without TF_CONFIG.
       signals: The stop signals of this launcher.
@@ -553,6 +596,8 @@ class Follower:
             self._task.send(message["signal"])
         if self._task is not None and "kill" in message:
             self._task.kill()
+        if "known" in message:
+            self._machines.known = message["known"]
         if "end" in message:
             self._code = message["end"]
 
@@ -581,10 +626,9 @@ class Follower:
         self._task = None
         (port,) = free_ports(1)
         self._leader.send(exit=content, port=port, leaves=leaves)
-        if leaves:
-            saved = ended.status == ExitCode.PREEMPTED
-            assert self._signals.received is not None
-            self._code = ExitCode.PREEMPTED if saved else 128 + self._signals.received
+        if self._signals.received is not None:
+            by_itself = ended.status >= 0 and not ended.ours  # such as 75, or 0 at its end
+            self._code = ended.status if by_itself else 128 + self._signals.received
 
     def _send_files(self) -> None:
         """Sends the files of the process that have changed."""
@@ -599,7 +643,9 @@ class Follower:
                     self._sent[file.name] = content
                     now = time.monotonic()
                     self._leader.send(file=file.name, content=content.hex(), clock=now)
-        status = {"stopped": self._task.is_stopped, "spares": self._machine.ready_spares}
+        machine = self._machine
+        spares = {"spares": machine.ready_spares, "all_spares": machine.has_all_spares}
+        status = {"stopped": self._task.is_stopped, **spares}
         if status != self._status:
             self._status = status
             self._leader.send(**status)

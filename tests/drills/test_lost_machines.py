@@ -32,14 +32,16 @@ TOKEN = "a token of the job"
 class Machines:
     """Launchers on this machine, each with an address of its own, as on several machines."""
 
-    def __init__(self, folder: Path, count: int, *options: object, least: int | None) -> None:
+    def __init__(
+        self, folder: Path, count: int, *options: object, least: int | None, late: int
+    ) -> None:
         self.folder = folder
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
         own = [] if least is None else ["--min-processes", str(least)]
         line = run_line(drill(folder), "--workdir", folder / "run", *options)
         self.line = [sys.executable, "-m", "spmdtrain.launch", "--devices-per-process", "1"]
         self.line += [*own, "--", *line]
-        self.running = [self.start(rank) for rank in range(count)]
+        self.running = [self.start(rank) for rank in range(count - late)]
         self.ended: list[Process] = []
 
     def start(self, rank: int, **env: str) -> Process:
@@ -72,9 +74,10 @@ class Machines:
 
 @contextmanager
 def machines(
-    folder: Path, count: int, *options: object, least: int | None = None
+    folder: Path, count: int, *options: object, least: int | None = None, late: int = 0
 ) -> Iterator[Machines]:
-    started = Machines(folder, count, *options, least=least)
+    """Starts all launchers but the last, which are `late`."""
+    started = Machines(folder, count, *options, least=least, late=late)
     try:
         yield started
     finally:
@@ -153,3 +156,39 @@ def test_without_a_minimum_all_wait_for_a_lost_machine(
         assert job.codes() == [0, 0], job.output
         assert "x cpu of 1" not in job.output
         assert sums(tmp_path / "run", STEPS) == alone
+
+
+@pytest.mark.nightly
+def test_a_machine_is_waited_for_if_the_others_cannot_be_used_without_it(
+    tmp_path: Path, alone: dict[str, str]
+) -> None:
+    with machines(tmp_path, 4, *EXACT, "--pause", 0.1, least=3) as job:  # 3 is no power of two
+        job.wait_for(lambda text: max(steps_in(text), default=0) >= 12)
+        job.running[3].send(signal.SIGKILL)
+        job.wait_for(lambda text: "] waiting for the launchers of worker 2" in text)
+        time.sleep(5)
+        job.restart(3)
+        assert job.codes() == [0, 0, 0, 0], job.output
+        assert sums(tmp_path / "run", STEPS) == alone
+
+
+@pytest.mark.nightly
+def test_a_job_continues_without_a_machine_that_comes_late_and_does_not_fit(
+    tmp_path: Path, alone: dict[str, str]
+) -> None:
+    with machines(tmp_path, 3, *EXACT, "--pause", 0.5, least=2, late=1) as job:
+        job.wait_for(lambda text: max(steps_in(text), default=0) >= 12)
+        job.running.append(job.start(2))
+        assert job.codes() == [0, 0, 0], job.output
+        assert re.search(r"ended \(code 2\).*; continues with 2 of 3 processes", job.output)
+        assert sums(tmp_path / "run", STEPS) == alone
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_the_job_ends_changes_no_exit_code(tmp_path: Path, rank: int) -> None:
+    with machines(tmp_path, 2, "--steps", 20) as job:
+        job.wait_for(lambda text: "finished at step 20" in text)
+        job.running[rank].send(signal.SIGTERM)
+        codes = job.codes()
+        assert codes in ([0, 0], [75, 75]), job.output

@@ -171,9 +171,28 @@ def test_a_launcher_with_other_options_or_another_token_takes_no_part(launchers:
     until = time.monotonic() + 20
     while not job.errors and time.monotonic() < until:
         time.sleep(0.05)
-    (error,) = [*job.errors.values()][:1]
-    assert isinstance(error, UserError) and "--min-processes" in str(error), error
+    (refused,) = job.errors  # the one whose call was answered first
+    error, mine, other = str(job.errors[refused]), *((1, 2) if refused else (2, 1))
+    by, name = ("chief", "worker 0") if refused else ("worker 0", "chief")
+    wanted = f"the launchers differ: --min-processes is {other} in {by} and {mine} in {name}"
+    assert isinstance(job.errors[refused], UserError) and error == wanted
+    assert any(line.startswith("refused the launcher of") for line in job.lines), job.lines
     assert 2 not in job.leaders
+
+
+def test_while_it_waits_a_launcher_says_why_another_does_not_come(
+    launchers: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmdtrain.launch.machines.REPORT_INTERVAL", 1.0)
+    job = launchers(3)
+    job.addresses[1] = Address("no-such-host.invalid", 2222)
+    job.start(0)
+    job.start(2, token=b"the token of another job")
+    until = time.monotonic() + 20
+    wanted = ["no-such-host.invalid cannot be resolved", "it has another job token"]
+    while not all(any(text in line for line in job.lines) for text in wanted):
+        assert time.monotonic() < until, job.lines
+        time.sleep(0.05)
 
 
 def test_a_second_launcher_of_a_name_is_refused_and_the_first_stays(
@@ -209,7 +228,7 @@ SERVERS = {**CLUSTER, "ps": ["127.0.0.1:2224"]}
         (CLUSTER, "worker", ["--ps", "1"], "x" * 16, "--ps needs --processes"),
         (CLUSTER, "worker", ["--evaluator"], "x" * 16, "--evaluator needs --processes"),
         (CLUSTER, "worker", ["--min-processes", "2"], "x" * 16, "is 2 of the 2 of TF_CONFIG"),
-        (CLUSTER, "evaluator", [], "x" * 16, "this is the evaluator"),
+        (CLUSTER, "evaluator", [], "x" * 16, "this is an evaluator"),
         (SERVERS, "worker", [], "x" * 16, "the cluster has parameter servers"),
     ],
 )

@@ -67,6 +67,26 @@ def test_the_places_that_continue_have_the_copies_of_those_that_do_not(
     assert all({place, (place + 1) % 4} & {*used} for place in range(4))
 
 
+def test_absent_places_are_not_used_and_a_number_that_was_refused_is_not_tried() -> None:
+    clock, names = Clock(), training_tasks(4)
+    present = [*names]
+    of = Places(environments_of(names, 1, {}, []), 0, 2, clock, lambda: present)
+    present.remove("worker 1")
+    assert of.use_present() and of.used == ["chief", "worker 0", "worker 2"]
+    assert of.refuse() and of.used == ["chief", "worker 0"]
+    present.remove("worker 0")
+    assert of.use_present() and of.used == ["chief", "worker 2"]
+    present.remove("worker 2")
+    assert not of.lose(["worker 0"], {})  # what is left is below the minimum
+    of.take_back()
+    assert not of.use_present()
+    # Another launcher leads, which knows what this one has found out.
+    other = Places(environments_of(names, 1, {}, []), 0, 2, clock, lambda: names[:3])
+    of.leave_out("worker 0")
+    other.restore(of.known)
+    assert other.use_present() and other.total == 3 and "worker 2" not in other.used
+
+
 def test_a_place_that_is_lost_again_stays_away_for_longer() -> None:
     of, clock = places()
     for wait in (10, 20, 40, 80, 160, 300, 300):
