@@ -18,8 +18,19 @@ _MIN_SLICE = 2**20  # bytes
 class Manager(ocp.CheckpointManager):  # type: ignore[misc]
     """Orbax' manager without its handling of preemption, which stops at steps of Orbax' choice."""
 
+    failure: Exception | None = None
+    """Why this process could not write its part: known before Orbax' barrier, in which it waits for
+    processes that wait for it."""
+
     def reached_preemption(self, step: int) -> bool:
         return False
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 def open_manager(

@@ -64,6 +64,7 @@ _QUARANTINE = "quarantine.json"
 """The file with the checkpoints that are being renamed, so that a later start renames the rest."""
 _RETENTION = "retention.json"
 """The file with the checkpoints that the next one replaces, so that a later start removes them."""
+_POLL_INTERVAL = 0.02  # seconds
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Hides Orbax's log lines: it logs every action, and raises its errors. absl must be imported first,
@@ -229,8 +230,7 @@ class Checkpoints:
                 )
             self._write(save, items, sums)
             save.is_read.set()
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+            self._await_written()
             if save.replaces:
                 (self.folder / _RETENTION).unlink()
         except Exception as error:
@@ -241,6 +241,19 @@ class Checkpoints:
             save.is_read.set()
         self._remover.submit(self._remove)
         return save.step
+
+    def _await_written(self) -> None:
+        """Waits until Orbax has published the checkpoint; raises the error of this process.
+
+        Of several processes, one that has failed must say so at once: the others wait for it in
+        Orbax' barriers, and end when they hear of it.
+        """
+        while process_group.count() > 1 and self._manager.is_saving_in_progress():
+            if self._manager.failure is not None:
+                raise self._manager.failure
+            time.sleep(_POLL_INTERVAL)
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
 
     def _write(
         self,
