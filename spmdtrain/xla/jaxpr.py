@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import source_info_util
 from jax.sharding import AxisType
 
 # -- Iteration over the equations of a jaxpr, and their evaluation one by one ----------------------
@@ -76,6 +77,19 @@ def evaluate(jaxpr: Any, equation: Any, read: Callable[[Any], Any]) -> list[Any]
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Returns the distinct variables among the operands of an equation, without the literals."""
     return list(dict.fromkeys(x for x in atoms if not hasattr(x, "val")))
+
+
+def source_frames(equation: Any) -> Iterator[Any]:
+    """Yields the frames of the source that an equation comes from, outside of JAX, innermost first.
+
+    JAX keeps none of some operations that it derives.
+    """
+    yield from source_info_util.user_frames(equation.source_info.traceback)
+
+
+def is_of_jax(jaxpr: Any) -> bool:
+    """Returns whether an open jaxpr is of a function of JAX itself, such as `jnp.where`."""
+    return _file_of(jaxpr.debug_info).is_relative_to(_TRUSTED[0])
 
 
 # -- Derivatives: the values that JAX differentiates, and the rules that users define for them -----
