@@ -9,15 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.data.sampling import rows_of
 from spmdtrain.document.blocks import Fact, FactsBlock, NoteBlock, TableBlock
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import foreign, is_library
-from spmdtrain.replay.interpreter import CALLS, Interpreter, Mark, Operation, Stage, layer_of
+from spmdtrain.replay.interpreter import (
+    CALLS,
+    Frames,
+    Interpreter,
+    Mark,
+    Operation,
+    Stage,
+    frames_of,
+    layer_of,
+)
 from spmdtrain.replay.rerun import PreparedStep, examples_table
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.hlo import Module
-from spmdtrain.xla.jaxpr import evaluate, inner_programs, is_inexact, source_frames
+from spmdtrain.xla.jaxpr import backward_rule, equations, evaluate, inner_programs, is_inexact
 
 PyTree = Any
 Shown = TableBlock | FactsBlock | NoteBlock
@@ -63,7 +73,7 @@ def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[
                         f"step {step} is finite if it is compiled, but not operation by operation"
                     )
                 )
-            blocks.append(_origin_block(step, wrong, interpreter, growth))
+            blocks.append(_origin_block(step, wrong, interpreter, prepared, growth))
             if has_failed:
                 blocks += _examples(prepared, fails, terminal)
         elif has_failed:
@@ -75,7 +85,7 @@ def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[
                     f"step {step} is finite, compiled and operation by operation: loss {loss:.9g}"
                 )
             )
-        blocks.append(_magnitudes_table(prepared, interpreter, growth))
+        blocks.append(_magnitudes_table(interpreter, growth))
     return blocks
 
 
@@ -86,17 +96,18 @@ def _origin_block(
     step: int,
     wrong: Mapping[str, Mark],
     interpreter: Interpreter,
+    prepared: PreparedStep,
     growth: Mapping[str, tuple[float, float]],
 ) -> FactsBlock:
     """Returns the facts about the first operation whose result is not finite."""
-    with_nan = {name: mark for name, mark in wrong.items() if mark.has_nan} or wrong
-    origins = [mark.origin for mark in with_nan.values() if mark.origin is not None]
+    origins = [mark.origin for mark in wrong.values() if mark.origin is not None]
     origin = min(origins, key=lambda origin: origin.number)
     facts = _facts_of(origin) if origin.primitive else _facts_of_input(origin)
+    if rule := _rule_of(origin, prepared):
+        facts.append(Fact("rule of a custom_vjp", rule))
     became = interpreter.became_nan.get(origin.number)
     if became is not None:
-        line = _line(became)
-        facts.append(Fact("becomes NaN in", became.primitive, line))
+        facts.append(Fact("becomes NaN in", f"{became.primitive}, {became.stage}", _line(became)))
     reached = list(wrong)
     more = f" and {len(reached) - 4} more" if len(reached) > 4 else ""
     facts.append(Fact("reaches", ", ".join(reached[:4]) + more))
@@ -124,17 +135,31 @@ def _facts_of(origin: Operation) -> list[Fact]:
     if origin.within:
         facts.append(Fact("within", ", ".join(origin.within)))
     facts += [
-        Fact(f"operand {n}" if len(origin.operands) > 1 else "operand", text)
+        Fact(f"operand {n}" if len(origin.operands) > 1 else "operand", text.replace("state/", ""))
         for n, text in enumerate(origin.operands, 1)
     ]
     return [*facts, Fact("result", origin.result)]
+
+
+def _rule_of(origin: Operation, prepared: PreparedStep) -> str:
+    """Returns the rule of a `custom_vjp` that has the line of an operation of a backward pass.
+
+    JAX gives all operations of a rule the line where its function is called.
+    """
+    if origin.stage is not Stage.BACKWARD:
+        return ""
+    rows = jax.eval_shape(lambda batch: rows_of(batch), prepared.batch)
+    forward = prepared.trainer.functions.checks.forward_program(rows)
+    place = _frame(origin.frames)
+    rules = (backward_rule(x) for x in equations(forward) if _frame(frames_of(x, "")) == place)
+    return next(filter(None, rules), "")
 
 
 def _facts_of_input(origin: Operation) -> list[Fact]:
     return [Fact("array", origin.parameter), Fact("values", origin.result)]
 
 
-def _frame(frames: Sequence[tuple[str, int, str]]) -> tuple[str, int, str] | None:
+def _frame(frames: Frames) -> tuple[str, int, str] | None:
     """Returns the innermost frame outside of libraries, else the innermost one."""
     users = [frame for frame in frames if not is_library(frame[0])]
     return next(iter([*users, *frames]), None)
@@ -263,12 +288,12 @@ def _grown(
 
 
 def _magnitudes_table(
-    prepared: PreparedStep, interpreter: Interpreter, growth: Mapping[str, tuple[float, float]]
+    interpreter: Interpreter, growth: Mapping[str, tuple[float, float]]
 ) -> TableBlock:
     """Returns the table of the largest magnitudes, layer by layer."""
     of_layers: dict[str, list[tuple[float, float]]] = {}
-    for name, sizes in growth.items():
-        of_layers.setdefault(layer_of(name), []).append(sizes)
+    for name, both in growth.items():
+        of_layers.setdefault(layer_of(name), []).append(both)
     peaks = {(layer.removeprefix("state/"), x): p for (layer, x), p in interpreter.peaks.items()}
     layers = list(dict.fromkeys([*(layer for layer, _ in peaks), *of_layers]))
     rows = []
@@ -347,12 +372,8 @@ def _only_compiled(
         advice = "jit off (--no-jit) makes the step as it is here, operation by operation"
         return FactsBlock([Fact("fusion", "not found", advice)], title=title)
     equation = found[int(different[0])]
-    frames = []
-    for frame in source_frames(equation):
-        if frame.file_name == __file__:
-            break
-        frames.append((frame.file_name, frame.start_line, frame.function_name))
-    operation = Operation(1, equation.primitive.name, Stage.FORWARD, tuple(frames))
+    frames = frames_of(equation, __file__)
+    operation = Operation(1, equation.primitive.name, Stage.FORWARD, frames)
     facts = [Fact("operation", operation.primitive), Fact("line", _line(operation))]
     if text := _text_of_line(operation):
         facts.append(Fact("source", text))

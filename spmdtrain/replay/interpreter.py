@@ -1,6 +1,7 @@
 """Evaluation of a step operation by operation: where values stop being finite, and how large."""
 
 import enum
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,10 @@ from spmdtrain.xla.jaxpr import (
 # -- What is known of a value besides its elements -------------------------------------------------
 
 
+Frames = tuple[tuple[str, int, str], ...]
+"""Source lines as (file, line, function), innermost first."""
+
+
 class Stage(enum.StrEnum):
     """The part of a step that an operation belongs to."""
 
@@ -41,7 +46,7 @@ class Operation:
       number: Its place in the order of the evaluation; 0 of an argument of the step.
       primitive: Its name in JAX; "" of an argument.
       stage: The part of the step.
-      frames: The source lines from which it was called, as (file, line, function), innermost first.
+      frames: The source lines from which it was called.
       modules: The scopes of modules and of `jax.named_scope` around it, joined by "/".
       parameter: The path of the parameter that its operands were computed with last, otherwise
         that was used last before it; of an argument, its own path.
@@ -53,7 +58,7 @@ class Operation:
     number: int
     primitive: str
     stage: Stage
-    frames: tuple[tuple[str, int, str], ...] = ()
+    frames: Frames = ()
     modules: str = ""
     parameter: str = ""
     within: tuple[str, ...] = ()
@@ -162,7 +167,7 @@ CALLS = frozenset(
     }
 )
 """Operations that call a program once."""
-_OF_FUNCTIONS = CALLS - {"remat", "remat2", "checkpoint"}
+_REMAT = frozenset({"remat", "remat2", "checkpoint"})
 # Operations whose result is their operand in another form.
 _FORMS = frozenset(
     {
@@ -187,7 +192,7 @@ class _Where:
 
     within: tuple[str, ...] = ()
     scopes: str = ""
-    frames: tuple[tuple[str, int, str], ...] = ()
+    frames: Frames = ()
     shards: Shards | None = None
 
     def call(self, function: Callable[..., Sequence[Any]], *values: Any) -> list[Any]:
@@ -304,8 +309,8 @@ class Interpreter:
     def _call(self, equation: Any, operands: list[Cell], where: _Where) -> list[Cell]:
         ((jaxpr, constants),) = inner_programs(equation)
         name = equation.primitive.name
-        inside = self._inside(equation, where)
-        if name in _OF_FUNCTIONS and not inside.frames and is_of_jax(jaxpr):
+        inside = self._inside(equation, where, "remat" if name in _REMAT else "")
+        if name not in _REMAT and not inside.frames and is_of_jax(jaxpr):
             inside = replace(inside, frames=self._frames(equation, where))
         return self._closed(jaxpr, constants, operands, inside)
 
@@ -454,15 +459,10 @@ class Interpreter:
             _describe(value, where.shards),
         )
 
-    def _frames(self, equation: Any, where: _Where) -> tuple[tuple[str, int, str], ...]:
+    def _frames(self, equation: Any, where: _Where) -> Frames:
         if where.frames:
             return where.frames
-        found = []
-        for frame in source_frames(equation):
-            if frame.file_name == self.root:
-                break
-            found.append((frame.file_name, frame.start_line, frame.function_name))
-        return tuple(found)
+        return frames_of(equation, self.root)
 
     def _record(self, equation: Any, parameter: str, size: float, where: _Where) -> None:
         scopes = _joined(where.scopes, str(equation.source_info.name_stack))
@@ -471,6 +471,13 @@ class Interpreter:
         key = layer_of(parameter), _stage(scopes)
         if key not in self.peaks or size > self.peaks[key].size:
             self.peaks[key] = Peak(size, equation.primitive.name)
+
+
+def frames_of(equation: Any, root: str) -> Frames:
+    """Returns the frames of an equation up to the first one in the file `root`."""
+    frames = source_frames(equation)
+    inner = itertools.takewhile(lambda frame: frame.file_name != root, frames)
+    return tuple((frame.file_name, frame.start_line, frame.function_name) for frame in inner)
 
 
 def layer_of(parameter: str) -> str:

@@ -310,7 +310,7 @@ def _placed_batch(
     augment: Augment | None,
 ) -> PyTree:
     """Returns the batch of a step, on the devices."""
-    first, positions = step - 1, {}
+    first, positions = step - 1, dict[str, str]()
     if isinstance(data, ShardedStream):
         first, positions = _saved_positions(run, step)
     batches = train_batches(

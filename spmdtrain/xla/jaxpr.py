@@ -116,6 +116,15 @@ def may_combine_more(equation: Any) -> bool:
     return not is_known or file.name == _WRAPPERS  # the wrapper of a `custom_gradient`
 
 
+def backward_rule(equation: Any) -> str:
+    """Returns the rule for gradients that an equation calls, `NAME at FILE:LINE`; "" without one.
+
+    It is the rule of a `custom_vjp` that is not differentiated yet.
+    """
+    rule = getattr(equation.params.get("bwd"), "debug_info", None)
+    return str(getattr(rule, "func_src_info", None) or "")
+
+
 def _file_of(debug_info: Any) -> Path:
     where = str(getattr(debug_info, "func_src_info", None))  # "relu at /folder/file.py:71"
     return Path(where.rpartition(" at ")[2].rpartition(":")[0])
