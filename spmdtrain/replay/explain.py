@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 
 from spmdtrain.data.sampling import rows_of
 from spmdtrain.document.blocks import Fact, FactsBlock, NoteBlock, TableBlock
@@ -59,6 +60,10 @@ def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[
         closed, shapes = jax.make_jaxpr(
             lambda given: values(given["state"], given["batch"]), return_shape=True
         )({"state": state, "batch": batch})
+        # Without the norms and finite flags of the step.
+        is_needed = [True] * len(closed.jaxpr.outvars)
+        needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, is_needed, instantiate=True)
+        closed = closed.replace(jaxpr=needed)
         interpreter = Interpreter(__file__)
         with terminal.waiting("evaluating the step operation by operation"):
             cells = interpreter.run(closed, arguments, "state/params/")

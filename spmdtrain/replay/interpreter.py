@@ -49,7 +49,7 @@ class Operation:
       frames: The source lines from which it was called.
       modules: The scopes of modules and of `jax.named_scope` around it, joined by "/".
       parameter: The path of the parameter that its operands were computed with last, otherwise
-        that was used last before it; of an argument, its own path.
+        that was used last before it; of an argument, its own path; "" if none is known.
       within: The loops, branches and devices that were entered to reach it, outermost first.
       operands: A description of each operand.
       result: A description of its result.
@@ -93,7 +93,7 @@ class Cell(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The largest finite magnitude of the results of a layer, and the operation that had it."""
+    """The largest finite magnitude of a layer, and the operation whose result has it."""
 
     size: float
     primitive: str
@@ -123,14 +123,15 @@ class Shards:
         """The number of devices along the manual axes."""
         return int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
 
-    def call(self, function: Callable[..., Sequence[Any]], *values: Any) -> list[Any]:
-        """Returns the results of a function that each device calls with its own values."""
+    def each(self, function: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+        """Returns a function that each device calls with its own values."""
 
         def local(*values: Any) -> list[Any]:
             return [x[None] for x in function(*(x[0] for x in values))]
 
-        each = PartitionSpec(self.axes)
-        return self._map(local, each, each)(*values)
+        spec = PartitionSpec(self.axes)
+        mapped: Callable[..., list[Any]] = self._map(local, spec, spec)
+        return mapped
 
     def enter(self, values: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
         """Returns the devices' parts of global arrays."""
@@ -195,11 +196,10 @@ class _Where:
     frames: Frames = ()
     shards: Shards | None = None
 
-    def call(self, function: Callable[..., Sequence[Any]], *values: Any) -> list[Any]:
-        """Returns the results of a function of values, on each device."""
-        return (
-            list(function(*values)) if self.shards is None else self.shards.call(function, *values)
-        )
+    @property
+    def leading_dim(self) -> int:
+        """The number of the dim of a value that is the leading one of each device's."""
+        return 0 if self.shards is None else 1
 
     def lift(self, value: Any) -> Any:
         """Returns a constant as a value of this place."""
@@ -217,8 +217,9 @@ class Interpreter:
       root: The file whose frames end the user's part of a stack.
 
     Attributes:
-      peaks: The largest finite magnitudes, by layer and stage, in the order of their first use. A
-        layer is the path of the parameters that were used last.
+      peaks: The largest finite magnitudes of the results of operations on parameters, by layer and
+        stage, in the order of their first use. Other operations have no layer, and their results
+        may be large on purpose, as the scores of masked tokens are.
       became_nan: The first operation that made NaN of the infinite result of another one, by the
         number of that one.
       not_entered: Names of the operations with a program of their own that were evaluated as one.
@@ -229,6 +230,7 @@ class Interpreter:
     became_nan: dict[int, Operation] = field(default_factory=dict)
     not_entered: set[str] = field(default_factory=set)
     _count: int = field(default=0, init=False)
+    _functions: dict[int, Callable[..., list[Any]]] = field(default_factory=dict, init=False)
     _last_used: str = field(default="", init=False)  # the path of a parameter
 
     def run(self, closed: Any, arguments: Mapping[str, Any], parameters: str) -> list[Cell]:
@@ -394,7 +396,9 @@ class Interpreter:
         def function(*values: Any) -> list[Any]:
             return evaluate(jaxpr, equation, dict(zip(given, values, strict=True)).__getitem__)
 
-        results = where.call(function, *(read(x).value for x in given))
+        if where.shards is not None:  # compiled once, also in a loop
+            function = self._functions.setdefault(id(equation), where.shards.each(function))
+        results = function(*(read(x).value for x in given))
         self._count += 1
         use, parameter = self._use(equation, operands)
         marked = []
@@ -403,7 +407,7 @@ class Interpreter:
             mark = Mark(is_finite, has_nan, None, use, parameter)
             if not is_finite:
                 mark = mark._replace(origin=self._origin(equation, operands, value, mark, where))
-            if use[1] and not parameter:
+            if use[0] == self._count:
                 self._record(equation, use[1], size, where)
             marked.append(Cell(value, mark))
         return marked
@@ -442,14 +446,16 @@ class Interpreter:
         stage = _stage(scopes)
         if stage is Stage.FORWARD and any(file == optimizer.__file__ for file, _, _ in frames):
             stage = Stage.UPDATE
-        own = next((cell.mark.parameter for cell in operands if cell.mark.parameter), "")
+        parameter = next((cell.mark.parameter for cell in operands if cell.mark.parameter), "")
+        if stage is not Stage.UPDATE:  # whose operands come from all layers
+            parameter = parameter or mark.use[1] or self._last_used
         return Operation(
             self._count,
             equation.primitive.name,
             stage,
             frames,
             _modules(scopes),
-            own or mark.use[1] or self._last_used,
+            parameter,
             where.within,
             tuple(
                 _describe(cell.value, None if hasattr(atom, "val") else where.shards)
@@ -530,7 +536,7 @@ def _look(value: Any) -> tuple[bool, bool, float]:
 
 def _row(cell: Cell, n: int, where: _Where) -> Cell:
     """Returns an element along the leading dim of a value."""
-    (value,) = where.call(lambda x: [x[n]], cell.value)
+    value = jax.lax.dynamic_index_in_dim(cell.value, n, where.leading_dim, keepdims=False)
     mark = cell.mark
     if mark.parameter:
         mark = mark._replace(parameter=f"{mark.parameter}[{n}]")
@@ -543,7 +549,7 @@ def _row(cell: Cell, n: int, where: _Where) -> Cell:
 
 def _stack(cells: Sequence[Cell], where: _Where) -> Cell:
     """Returns values along a new leading dim."""
-    (value,) = where.call(lambda *parts: [jnp.stack(parts)], *(cell.value for cell in cells))
+    value = jnp.stack([cell.value for cell in cells], where.leading_dim)
     marks = [cell.mark for cell in cells]
     wrong = [mark for mark in marks if not mark.is_finite]
     has_nan = any(mark.has_nan for mark in wrong)
