@@ -179,6 +179,18 @@ _FORMS = frozenset(
 )
 
 
+# Collectives of a body whose values are typed by the axes along which they vary. A value of the
+# interpreter varies along all of them.
+_TYPED: dict[str, Callable[..., Any]] = {
+    "pvary": lambda x, **_: x,
+    "pcast": lambda x, **_: x,
+    "psum_invariant": lambda x, *, axes, **_: jax.lax.psum(x, axes),
+    "all_gather_invariant": lambda x, *, all_gather_dimension, axis_name, tiled, **_: (
+        jax.lax.all_gather(x, axis_name, axis=all_gather_dimension, tiled=tiled)
+    ),
+}
+
+
 @dataclass(frozen=True)
 class _Where:
     """The place of a jaxpr in the step.
@@ -394,7 +406,12 @@ class Interpreter:
         given = variables(equation.invars)
 
         def function(*values: Any) -> list[Any]:
-            return evaluate(jaxpr, equation, dict(zip(given, values, strict=True)).__getitem__)
+            known = dict(zip(given, values, strict=True))
+            if (typed := _TYPED.get(equation.primitive.name)) is None:
+                return evaluate(jaxpr, equation, known.__getitem__)
+            atoms = equation.invars
+            arrays = [jnp.asarray(x.val) if hasattr(x, "val") else known[x] for x in atoms]
+            return [typed(x, **equation.params) for x in arrays]
 
         if where.shards is not None:  # compiled once, also in a loop
             function = self._functions.setdefault(id(equation), where.shards.each(function))
