@@ -1,4 +1,4 @@
-"""Makes a step of a run again, compares two runs, or prints the examples of a step.
+"""Makes a step of a run again, compares two runs, explains a step, or prints its examples.
 
 `python -m spmdtrain.replay RUN --step 5120 [--devices 4]`
 """

@@ -594,7 +594,7 @@ def _describe(value: Any, shards: Shards | None = None) -> str:
     finite = numbers[np.isfinite(numbers)]
     parts = []
     if finite.size:
-        low, high = float(finite.min()), float(finite.max())
+        low, high = float(finite.min()) + 0.0, float(finite.max()) + 0.0  # no -0
         parts = [f"{low:.4g}"] if low == high else [f"{low:.4g} to {high:.4g}"]
     kinds = {"NaN": np.isnan(numbers), "inf": np.isposinf(numbers), "-inf": np.isneginf(numbers)}
     for name, found in kinds.items():
