@@ -23,7 +23,7 @@ from spmdtrain.xla.jaxpr import (
     variables,
 )
 
-# -- What is known of a value besides its elements -------------------------------------------------
+# -- Operations and values of a step ----------------------------------------------------------------
 
 
 Frames = tuple[tuple[str, int, str], ...]
@@ -67,7 +67,7 @@ class Operation:
 
 
 class Mark(NamedTuple):
-    """What is known of a value.
+    """Facts about a value besides its elements.
 
     Attributes:
       is_finite: Whether all elements are.
