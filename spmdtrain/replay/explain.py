@@ -1,7 +1,9 @@
 """Explanation of a step that is not finite: the operation, its source, and the examples."""
 
+import dataclasses
 import linecache
 import math
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -382,17 +384,29 @@ def _only_compiled(
     facts = [Fact("operation", operation.primitive), Fact("line", _line(operation))]
     if text := _text_of_line(operation):
         facts.append(Fact("source", text))
+    facts.append(Fact("fusion", _fusion_of(_program_text(prepared), operation) or "not found"))
+    return FactsBlock(facts, title=title)
+
+
+def _program_text(prepared: PreparedStep) -> str:
+    """Returns the compiled program of the step, with the lines that the source has now."""
+
+    def step(state: PyTree, batch: PyTree) -> Any:
+        return prepared.plan.step(state, batch)
+
+    # The cache of compiled programs ignores lines, but not the name.
+    step.__name__ = f"step_{uuid.uuid4().hex}"
+    program = dataclasses.replace(prepared.plan, step=step).program()
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         (prepared.trainer.state, prepared.batch),
     )
-    text = prepared.plan.program().lower(*shapes).compile().as_text() or ""
-    facts.append(Fact("fusion", _fusion_of(Module(text), operation) or "not found"))
-    return FactsBlock(facts, title=title)
+    return program.lower(*shapes).compile().as_text() or ""
 
 
-def _fusion_of(module: Module, operation: Operation) -> str:
+def _fusion_of(program: str, operation: Operation) -> str:
     """Returns the fusion that computes an operation, or its own instruction; "" if neither is."""
+    module = Module(program)
     frame = _frame(operation.frames)
     place = "" if frame is None else f"{frame[0]}:{frame[1]}"
     for name, computation in module.computations.items():

@@ -23,7 +23,7 @@ from spmdtrain.xla.jaxpr import (
     variables,
 )
 
-# -- Operations and values of a step ----------------------------------------------------------------
+# -- Operations and values of a step --------------------------------------------------------------
 
 
 Frames = tuple[tuple[str, int, str], ...]
