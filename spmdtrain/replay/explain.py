@@ -44,6 +44,8 @@ def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[
     Returns:
       The explanation, and a table of the largest magnitudes of each layer.
     """
+    # Compiled also if the run was not: what the compiler adds would be a fault of its own.
+    prepared = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, jit=True))
     trainer, plan, batch = prepared.trainer, prepared.plan, prepared.batch
     program, state = plan.program(), trainer.state
 

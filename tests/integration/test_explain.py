@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers import GAN
 
 from spmdtrain.replay.command import main as replay
 from spmdtrain.run import main as train
@@ -324,3 +325,25 @@ def test_a_finite_step_is_said_to_be_and_has_its_magnitudes(
     assert layers == ["params/blocks/0/linear", "params/blocks/1/linear", "params/out"]
     assert replay([run, "--step", "3", "--explain", "--per-layer"]) == 2
     assert "--explain compares nothing: leave out --per-layer" in capsys.readouterr().err
+
+
+def test_what_cannot_be_explained_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = str(tmp_path / "loop")
+    assert train(["--config", str(GAN), "--workdir", loop, "--steps", "2", "--trackers"]) == 0
+    assert replay([loop, "--step", "2", "--explain"]) == 2
+    message = capsys.readouterr().err
+    assert "digits_gan.py has a loop of its own" in message
+    assert "only the step of a Trainer can be explained" in message
+
+    # The experiment has changed since, so that the replay fails before the step.
+    file, run = tmp_path / "faults.py", str(tmp_path / "run")
+    file.write_text(EXPERIMENT.replace("== 13", "== 999"))
+    given = ["--config", str(file), "--workdir", run, "--steps", "3", "--fault", "attention"]
+    assert train([*given, *ALONE, "--trackers"]) == 0
+    file.write_text(EXPERIMENT)
+    assert replay([run, "--step", "3", "--explain"]) == 2
+    message = capsys.readouterr().err
+    assert "before step 3, a step of the replay is not finite already" in message
+    assert "explain that one, by --step 2" in message
