@@ -53,26 +53,24 @@ def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[
         _, output = program(jax.tree.map(jnp.copy, state), batch)  # the state is donated
         return not np.asarray(output.finite).all()
 
-    def values(state: PyTree, batch: PyTree) -> PyTree:
-        after, output = plan.step(state, batch)
+    def values(given: Mapping[str, PyTree]) -> PyTree:
+        after, output = plan.step(given["state"], given["batch"])
         fields = ("params", "opt_state", "model_state")
         return {"loss": output.metrics["loss"]} | {x: getattr(after, x) for x in fields}
 
     with use_placement(trainer.placement):
         has_failed = fails(batch)
-        arguments = named_leaves({"state": state, "batch": batch})
-        closed, shapes = jax.make_jaxpr(
-            lambda given: values(given["state"], given["batch"]), return_shape=True
-        )({"state": state, "batch": batch})
+        given = {"state": state, "batch": batch}
+        closed, shapes = jax.make_jaxpr(values, return_shape=True)(given)
         # Without the norms and finite flags of the step.
         is_needed = [True] * len(closed.jaxpr.outvars)
-        needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, is_needed, instantiate=True)
-        closed = closed.replace(jaxpr=needed)
-        interpreter = Interpreter(__file__)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, is_needed, instantiate=True)
+        interpreter, arguments = Interpreter(__file__), named_leaves(given)
         with terminal.waiting("evaluating the step operation by operation"):
-            cells = interpreter.run(closed, arguments, "state/params/")
+            cells = interpreter.run(jaxpr, closed.consts, arguments, "state/params/")
         results = dict(zip(named_leaves(shapes), cells, strict=True))
         wrong = {name: x.mark for name, x in results.items() if x.mark.origin is not None}
+        entered = {name: x.mark for name, x in results.items() if x.mark.entered is not None}
         blocks: list[Shown] = []
         growth = _growth(prepared)
         if wrong:
@@ -85,8 +83,12 @@ def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[
             blocks.append(_origin_block(step, wrong, interpreter, prepared, growth))
             if has_failed:
                 blocks += _examples(prepared, fails, terminal)
+        elif has_failed and entered:
+            blocks.append(_constant_block(step, entered))
+            blocks += _examples(prepared, fails, terminal)
         elif has_failed:
-            blocks.append(_only_compiled(step, prepared, closed, list(arguments.values())))
+            program_of_step = jaxpr, closed.consts, list(arguments.values())
+            blocks.append(_only_compiled(step, prepared, *program_of_step))
         else:
             loss = float(np.asarray(results["loss"].value).mean())
             blocks.append(
@@ -117,9 +119,7 @@ def _origin_block(
     became = interpreter.became_nan.get(origin.number)
     if became is not None:
         facts.append(Fact("becomes NaN in", f"{became.primitive}, {became.stage}", _line(became)))
-    reached = list(wrong)
-    more = f" and {len(reached) - 4} more" if len(reached) > 4 else ""
-    facts.append(Fact("reaches", ", ".join(reached[:4]) + more))
+    facts.append(_reached(wrong))
     if interpreter.not_entered:
         facts.append(Fact("evaluated as one", ", ".join(sorted(interpreter.not_entered))))
     if grown := _grown(growth):
@@ -130,6 +130,20 @@ def _origin_block(
     if not origin.primitive:
         title = f"step {step}: what the step was given is not finite"
     return FactsBlock(facts, title=title)
+
+
+def _constant_block(step: int, entered: Mapping[str, Mark]) -> FactsBlock:
+    """Returns the facts about a constant that is not finite and reaches the results."""
+    operations = [mark.entered for mark in entered.values() if mark.entered is not None]
+    first = min(operations, key=lambda operation: operation.number)
+    title = f"step {step}: a constant that is not finite reaches the results"
+    return FactsBlock([*_facts_of(first), _reached(entered)], title=title)
+
+
+def _reached(results: Mapping[str, Mark]) -> Fact:
+    names = list(results)
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return Fact("reaches", ", ".join(names[:4]) + more)
 
 
 def _facts_of(origin: Operation) -> list[Fact]:
@@ -334,7 +348,11 @@ def _number(value: float) -> str:
 
 
 def _only_compiled(
-    step: int, prepared: PreparedStep, closed: Any, arguments: Sequence[Any]
+    step: int,
+    prepared: PreparedStep,
+    jaxpr: Any,
+    constants: Sequence[Any],
+    arguments: Sequence[Any],
 ) -> FactsBlock:
     """Names the operation and the fusion whose result is not finite in the compiled program alone.
 
@@ -367,7 +385,7 @@ def _only_compiled(
                 known.update(zip(equation.outvars, results, strict=True))
             return [read(x) for x in jaxpr.outvars]
 
-        walk(closed.jaxpr, closed.consts, given)
+        walk(jaxpr, constants, given)
         return jnp.stack(finite)
 
     alone = np.asarray(flags(*arguments))

@@ -74,6 +74,8 @@ class Mark(NamedTuple):
       has_nan: Whether an element is NaN.
       origin: The operation whose result was the first that is not finite; None if the value is
         finite, or not finite since it was given, as the -inf of an attention mask is.
+      entered: The operation that used the given value first, of a value without `origin`; None if
+        the value is the given one.
       use: The number of the last operation that has used a parameter for it, and its path.
       parameter: The path of the parameter that it is a form of; "" if it is none.
     """
@@ -81,6 +83,7 @@ class Mark(NamedTuple):
     is_finite: bool = True
     has_nan: bool = False
     origin: Operation | None = None
+    entered: Operation | None = None
     use: tuple[int, str] = (0, "")
     parameter: str = ""
 
@@ -245,11 +248,18 @@ class Interpreter:
     _functions: dict[int, Callable[..., list[Any]]] = field(default_factory=dict, init=False)
     _last_used: str = field(default="", init=False)  # the path of a parameter
 
-    def run(self, closed: Any, arguments: Mapping[str, Any], parameters: str) -> list[Cell]:
-        """Evaluates a closed jaxpr.
+    def run(
+        self,
+        jaxpr: Any,
+        constants: Sequence[Any],
+        arguments: Mapping[str, Any],
+        parameters: str,
+    ) -> list[Cell]:
+        """Evaluates an open jaxpr.
 
         Args:
-          closed: A closed jaxpr.
+          jaxpr: An open jaxpr.
+          constants: Its constants.
           arguments: Its arguments by path. One that holds NaN is an origin itself.
           parameters: What the paths of the parameters begin with.
 
@@ -264,8 +274,7 @@ class Interpreter:
                 origin = Operation(0, "", Stage.FORWARD, parameter=name, result=_describe(value))
                 cell = cell._replace(mark=cell.mark._replace(origin=origin))
             cells.append(cell)
-        constants = [self._given(value, _Where()) for value in closed.consts]
-        return self._run(closed.jaxpr, constants, cells, _Where())
+        return self._closed(jaxpr, constants, cells, _Where())
 
     def _given(self, value: Any, where: _Where, parameter: str = "") -> Cell:
         """Returns an argument or a constant, which may be infinite on purpose."""
@@ -421,9 +430,14 @@ class Interpreter:
         marked = []
         for value in results:
             is_finite, has_nan, size = _look(value)
-            mark = Mark(is_finite, has_nan, None, use, parameter)
+            mark = Mark(is_finite, has_nan, use=use, parameter=parameter)
             if not is_finite:
-                mark = mark._replace(origin=self._origin(equation, operands, value, mark, where))
+                origin = self._origin(equation, operands, value, mark, where)
+                mark = mark._replace(origin=origin)
+                if origin is None:
+                    entered = _first(cell.mark.entered for cell in operands)
+                    here = entered or self._operation(equation, operands, value, mark, where)
+                    mark = mark._replace(entered=here)
             if use[0] == self._count:
                 self._record(equation, use[1], size, where)
             marked.append(Cell(value, mark))
@@ -446,10 +460,10 @@ class Interpreter:
         wrong = [cell.mark for cell in operands if not cell.mark.is_finite]
         with_nan = [x for x in wrong if x.has_nan]
         if mark.has_nan and with_nan:
-            return _first(with_nan)
-        if not wrong or (mark.has_nan and _first(wrong) is None):
+            return _first(x.origin for x in with_nan)
+        origin = _first(x.origin for x in wrong)
+        if not wrong or (mark.has_nan and origin is None):
             return self._operation(equation, operands, value, mark, where)
-        origin = _first(wrong)
         if mark.has_nan and origin is not None and origin.number not in self.became_nan:
             here = self._operation(equation, operands, value, mark, where)
             self.became_nan[origin.number] = here
@@ -509,10 +523,10 @@ def layer_of(parameter: str) -> str:
     return (path.rpartition("/")[0] or path) + bracket + index
 
 
-def _first(marks: Sequence[Mark]) -> Operation | None:
-    """Returns the first operation among the origins of marks."""
-    origins = [mark.origin for mark in marks if mark.origin is not None]
-    return min(origins, key=lambda origin: origin.number, default=None)
+def _first(operations: Iterable[Operation | None]) -> Operation | None:
+    """Returns the operation that was evaluated first."""
+    known = [operation for operation in operations if operation is not None]
+    return min(known, key=lambda operation: operation.number, default=None)
 
 
 def _stage(scopes: str) -> Stage:
@@ -541,13 +555,18 @@ def _measures(x: jax.Array) -> jax.Array:
     return jnp.stack([finite.all(), ~jnp.isnan(size).any(), largest])
 
 
+def _array(value: Any) -> Any:
+    """Returns a value as an array, also a number of a jaxpr."""
+    is_array = hasattr(value, "shape")
+    return value if is_array else np.asarray(value, getattr(value, "dtype", None))
+
+
 def _look(value: Any) -> tuple[bool, bool, float]:
     """Returns whether a value is finite, whether it has NaN, and its largest finite magnitude."""
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
-    if not is_inexact(value):
+    array = _array(value)
+    if not is_inexact(array):
         return True, False, 0.0
-    is_finite, has_no_nan, largest = np.asarray(_measures(value)).tolist()
+    is_finite, has_no_nan, largest = np.asarray(_measures(array)).tolist()
     return bool(is_finite), not has_no_nan, largest
 
 
@@ -560,7 +579,7 @@ def _row(cell: Cell, n: int, where: _Where) -> Cell:
     if not mark.is_finite:
         is_finite, has_nan, _ = _look(value)
         mark = mark._replace(is_finite=is_finite, has_nan=has_nan)
-        mark = mark._replace(origin=None) if is_finite else mark
+        mark = mark._replace(origin=None, entered=None) if is_finite else mark
     return Cell(value, mark)
 
 
@@ -571,7 +590,9 @@ def _stack(cells: Sequence[Cell], where: _Where) -> Cell:
     wrong = [mark for mark in marks if not mark.is_finite]
     has_nan = any(mark.has_nan for mark in wrong)
     of_nan = [mark for mark in wrong if mark.has_nan] or wrong
-    mark = Mark(not wrong, has_nan, _first(of_nan), max(mark.use for mark in marks))
+    origin = _first(mark.origin for mark in of_nan)
+    entered = _first(mark.entered for mark in wrong)
+    mark = Mark(not wrong, has_nan, origin, entered, max(mark.use for mark in marks))
     return Cell(value, mark)
 
 
@@ -583,7 +604,7 @@ def _same_on_all(value: Any) -> Any:
 
 def _describe(value: Any, shards: Shards | None = None) -> str:
     """Returns the dtype, the shape and the range of a value."""
-    array = value if hasattr(value, "dtype") else np.asarray(value)
+    array = _array(value)
     shape = array.shape if shards is None else array.shape[1:]
     text = f"{array.dtype}[{','.join(map(str, shape))}]"
     if shards is not None:

@@ -85,6 +85,8 @@ class Model(nnx.Module):
             x = jax.lax.scan(body, x, jnp.arange(4))[0]
         if self.fault == "compiled":
             x = x + jnp.where(is_bad, x * 1e-38 * 1e30 * 1e30, 0)  # compiled
+        if self.fault == "constant":
+            return jnp.where(is_bad, jnp.inf, self.out(x))[:, 0]  # constant
         return self.out(x)[:, 0]
 
 
@@ -241,6 +243,15 @@ ALONE = ("--strategy", "default")
             ],
             True,
             id="scan-cond",
+        ),
+        pytest.param(
+            *("constant", ALONE),
+            [
+                "step 2: a constant that is not finite reaches the results\noperation: ",
+                "operand: float32[]: inf\nresult: float32[]: inf\nreaches: loss\n",
+            ],
+            True,
+            id="constant",
         ),
         pytest.param(
             *("linen", ALONE),

@@ -18,7 +18,8 @@ def interpret(function: Callable[..., Any], **arguments: Any) -> tuple[list[Cell
     """The results of a function of arrays by name; those beginning with `w` are parameters."""
     closed = jax.make_jaxpr(lambda given: function(**given))(arguments)
     interpreter = Interpreter("")
-    return interpreter.run(closed, dict(sorted(arguments.items())), "w"), interpreter
+    given = dict(sorted(arguments.items()))
+    return interpreter.run(closed.jaxpr, closed.consts, given, "w"), interpreter
 
 
 def loops(x: Any) -> Any:
@@ -104,6 +105,11 @@ def test_infinities_count_from_where_they_arise_and_masks_from_where_they_become
     assert origin is not None and origin.primitive == "exp"
     assert origin.operands == ("float32[8,4]: -1000 to 1000",)
     assert interpreter.became_nan[origin.number].primitive == "sub"
+
+    ((cell,), _) = interpret(lambda x: jnp.where(x > 0, x, jnp.inf).sum(), x=X)
+    entered = cell.mark.entered
+    assert cell.mark.origin is None and entered is not None and not cell.mark.is_finite
+    assert entered.operands == ("float32[]: inf",) and entered.frames[0][2].endswith("<lambda>")
 
     ((cell,), _) = interpret(dropped, x=X)
     assert cell.mark.is_finite and cell.mark.origin is None
