@@ -566,8 +566,13 @@ def _look(value: Any) -> tuple[bool, bool, float]:
     array = _array(value)
     if not is_inexact(array):
         return True, False, 0.0
-    is_finite, has_no_nan, largest = np.asarray(_measures(array)).tolist()
-    return bool(is_finite), not has_no_nan, largest
+    if isinstance(array, jax.Array):
+        is_finite, has_no_nan, largest = np.asarray(_measures(array)).tolist()
+        return bool(is_finite), not has_no_nan, largest
+    size = np.abs(array).astype(np.float64)  # of a constant
+    finite = np.isfinite(size)
+    largest = float(np.where(finite, size, 0).max(initial=0))
+    return bool(finite.all()), bool(np.isnan(size).any()), largest
 
 
 def _row(cell: Cell, n: int, where: _Where) -> Cell:
