@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from spmdtrain.data.sampling import rows_of
+from spmdtrain.data.sampling import MarkedRows, rows_of
 from spmdtrain.document.blocks import Fact, FactsBlock, NoteBlock, TableBlock
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import foreign, is_library
@@ -251,10 +251,11 @@ def _examples(
     def with_rows(source: Sequence[int]) -> PyTree:
         def taken(x: Any) -> Any:
             rows = np.asarray(x)
-            every = [*source, *range(size, len(rows))]  # and padding
-            return jax.device_put(rows[np.array(every)], x.sharding)
+            padding = [source[-1]] * (len(rows) - size)  # as the loader repeats the last row
+            return jax.device_put(rows[np.array([*source, *padding])], x.sharding)
 
-        return jax.tree.map(taken, prepared.batch)
+        batch, rows = prepared.batch, jax.tree.map(taken, rows_of(prepared.batch))
+        return dataclasses.replace(batch, rows=rows) if isinstance(batch, MarkedRows) else rows
 
     with terminal.waiting("searching the examples"):
         rows = failing_rows(lambda source: fails(with_rows(source)), size)

@@ -234,6 +234,12 @@ ALONE = ("--strategy", "default")
             True,
             id="devices-and-microbatches",
         ),
+        pytest.param(  # the last row of the batch, which padding repeats
+            *("attention", ("--global-batch-size", 7, "--uneven-batch", "pad")),
+            ["within: shard_map\n", "operation: sub\n", "1 of 7 examples reach it\n"],
+            True,
+            id="padding",
+        ),
         pytest.param(
             *("loops", ALONE),
             [
