@@ -1,4 +1,4 @@
-"""Makes a step of a run again, compares two runs, or prints the examples of a step.
+"""Makes a step of a run again, compares two runs, explains a step, or prints its examples.
 
 `python -m spmdtrain.replay RUN --step 5120 [--devices 4]`
 """
@@ -26,6 +26,7 @@ from spmdtrain.errors import (
     version_of,
 )
 from spmdtrain.record.storage import source_digest
+from spmdtrain.replay.explain import explain_step
 from spmdtrain.replay.recorded_run import (
     ArrayDifference,
     RecordedRun,
@@ -35,7 +36,7 @@ from spmdtrain.replay.recorded_run import (
     manifest_at,
     read_run,
 )
-from spmdtrain.replay.rerun import Rerun, print_examples, rerun
+from spmdtrain.replay.rerun import Rerun, prepare_step, print_examples, rerun
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Options:
     """The workdir of another run: find the first step at which the two differ."""
     examples: bool = False
     """Print the examples of the step instead of making it."""
+    explain: bool = False
+    """Find the operation whose result is not finite first, and the examples that reach it."""
     per_layer: bool = False
     """Show a row for each layer in the table of differences, also for equal ones."""
     parameters: bool = False
@@ -104,14 +107,18 @@ def execute(options: Options, terminal: Terminal) -> int:
         _refuse_others(options, "examples", "makes no step")
         print_examples(run, options.step, options.config, terminal)
         return ExitCode.DONE
+    if options.explain:
+        _refuse_others(options, "explain", "compares nothing")
+        return _explain(options, options.step, run, terminal)
     return _replay(options, options.step, run, terminal)
 
 
 def _refuse_others(options: Options, name: str, what: str) -> None:
     """Raises `UserError` if options are given that the option `name` does not use."""
     unused = {
-        "against": ("devices", "examples", "config", "keep"),
-        "examples": ("devices", "keep", "per_layer", "parameters"),
+        "against": ("devices", "examples", "explain", "config", "keep"),
+        "examples": ("devices", "explain", "keep", "per_layer", "parameters"),
+        "explain": ("per_layer", "parameters"),
     }
     for other in unused[name]:
         if getattr(options, other) not in (None, False):
@@ -149,6 +156,15 @@ def _compare(options: Options, terminal: Terminal) -> int:
     if with_arrays is not None:
         _print_arrays(options, with_arrays, first, second, terminal)
     return ExitCode.DIFFERENT
+
+
+def _explain(options: Options, step: int, run: RecordedRun, terminal: Terminal) -> int:
+    """Explains a step, from the state and the batch that it was made with."""
+    with _folder(options.keep) as folder:
+        with terminal.waiting(f"replaying up to step {step - 1}"):
+            prepared = prepare_step(run, step, options.devices, options.config, folder, terminal)
+        terminal.show(*explain_step(prepared, step, terminal))
+    return ExitCode.DONE
 
 
 def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -> int:

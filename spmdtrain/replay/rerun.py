@@ -1,14 +1,15 @@
 """Steps of a run, made again from a checkpoint, and the examples of a step."""
 
 import collections
+import contextlib
 import dataclasses
 import os
 import stat
 import typing
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,22 +18,30 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, read_positi
 from spmdtrain.checkpoints.weights.source import is_weights_file
 from spmdtrain.config.command_line import Command, parse_command_line
 from spmdtrain.config.conflicts import EXCLUSIVE
-from spmdtrain.config.experiment import ExperimentFile, load_experiment
+from spmdtrain.config.experiment import Experiment, ExperimentFile, load_experiment
 from spmdtrain.config.options import MeshSpec
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data.datasets import MappedDataset, Subset, sources_within
 from spmdtrain.data.examples import IndexableDataset
 from spmdtrain.data.images import ImageFolder
+from spmdtrain.data.loader import train_batches
 from spmdtrain.data.mixture import Mixture
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows, rows_of
-from spmdtrain.data.streams import ShardedStream
+from spmdtrain.data.streams import ShardedStream, StreamProgress
 from spmdtrain.data.training_data import training_data
 from spmdtrain.document.blocks import TableBlock
 from spmdtrain.document.terminal import Terminal, number
-from spmdtrain.errors import UserError, foreign
+from spmdtrain.errors import NonFiniteError, UserError, foreign
 from spmdtrain.record.storage import is_url
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
-from spmdtrain.sharding.placement import configure_backend, make_placement, mirrored_config
+from spmdtrain.sharding.placement import (
+    Placement,
+    configure_backend,
+    make_placement,
+    mirrored_config,
+    use_placement,
+)
+from spmdtrain.step.program import StepPlan, plan_step
 from spmdtrain.strategies import strategy
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.starting_state import names_step, parse_fork
@@ -40,6 +49,8 @@ from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import named_leaves
 
 # -- Repetition of steps of a run, from a checkpoint into a new folder -----------------------------
+
+PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +68,9 @@ class Rerun:
     first: int
     placement: str
     devices: int
+
+
+T = TypeVar("T")
 
 
 def rerun(
@@ -80,19 +94,42 @@ def rerun(
     Raises:
       UserError: If the run cannot be continued here, or no checkpoint is valid.
     """
+    experiment, config = _config_to_rerun(run, devices, file, terminal)
+
+    def make(replayed: RunConfig, first: int) -> Rerun:
+        return _run(experiment, config, replayed, first, step)
+
+    return _from_checkpoint(run, config, step, folder, terminal, make)
+
+
+def _config_to_rerun(
+    run: RecordedRun, devices: int | None, file: str | None, terminal: Terminal
+) -> tuple[ExperimentFile, RunConfig]:
+    """Returns the experiment of a run, and its configuration on the devices of the replay."""
     experiment, config = restore_config(run, file, terminal)
     if strategy(config.strategy).is_asynchronous:
         raise UserError(
             f"strategy is {config.strategy}: its steps depend on the order in which workers send "
             "gradients, so they cannot be made again"
         )
-    config = config_on_devices(config, devices, terminal)
+    return experiment, config_on_devices(config, devices, terminal)
+
+
+def _from_checkpoint(
+    run: RecordedRun,
+    config: RunConfig,
+    step: int,
+    folder: Path,
+    terminal: Terminal,
+    make: Callable[[RunConfig, int], T],
+) -> T:
+    """Returns `make(configuration, step of the checkpoint)` of the newest valid checkpoint."""
     before = [saved for saved in run.checkpoints.steps if saved < step]
     for first in reversed(before or [0]):
         workdir = str(folder / f"from-{first}")
         replayed = _forked(run, config, first if before else None, workdir, step, terminal)
         try:
-            return _run(experiment, config, replayed, first, step)
+            return make(replayed, first)
         except CheckpointCorruptedError as error:
             terminal.warning(f"{error}; trying the one before")
     raise UserError(f"no checkpoint of {run.workdir} before step {step} is valid")
@@ -167,17 +204,130 @@ def _run(
             file.module.train(whole, loop)
             placement = loop.placement
     else:
-        experiment = file.build(whole)
-        trainer = Trainer.from_experiment(experiment, config, terminal=quiet, trackers=[])
-        # An evaluation may change the state, by a callback, and ends a dispatch of several steps.
-        evaluates = bool(experiment.callbacks) or (config.steps_per_dispatch or 1) > 1
-        validation = experiment.validation if evaluates else None
-        trainer.fit(experiment.train, validation=validation, steps=step)
+        trainer, _ = _trained(file, whole, config, step)
         placement = trainer.placement
     devices = placement.devices
     words = f"{len(devices)} x {devices[0].device_kind}, {placement.name}, mesh {placement.axes}"
     assert config.workdir is not None
     return Rerun(config.workdir, first, words, len(devices))
+
+
+def _trained(
+    file: ExperimentFile, whole: RunConfig, config: RunConfig, steps: int
+) -> tuple[Trainer, Experiment]:
+    """Returns the trainer of a run after a number of steps, and its experiment.
+
+    `whole` has the length of the whole run.
+    """
+    experiment = file.build(whole)
+    quiet = Terminal(quiet=True)
+    trainer = Trainer.from_experiment(experiment, config, terminal=quiet, trackers=[])
+    # An evaluation may change the state, by a callback, and ends a dispatch of several steps.
+    evaluates = bool(experiment.callbacks) or (config.steps_per_dispatch or 1) > 1
+    validation = experiment.validation if evaluates else None
+    trainer.fit(experiment.train, validation=validation, steps=steps)
+    return trainer, experiment
+
+
+# -- A step that is only prepared: its program, the state before it, and its batch -----------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """A step of a run that is ready to be made.
+
+    Attributes:
+      trainer: The trainer, with the state before the step.
+      plan: The plan of the step, alone in its dispatch.
+      batch: The batch of the step, on the devices.
+      begins_new: Whether the run began with initial values of its own, by its seed.
+      examples: Yields the examples of the batch, in the order of its rows.
+    """
+
+    trainer: Trainer
+    plan: StepPlan
+    batch: PyTree
+    begins_new: bool
+    examples: Callable[[], Iterator["ExampleRow"]]
+
+
+def prepare_step(
+    run: RecordedRun,
+    step: int,
+    devices: int | None,
+    file: str | None,
+    folder: Path,
+    terminal: Terminal,
+) -> PreparedStep:
+    """Makes the steps before a step again, from the newest valid checkpoint before it.
+
+    Arguments are as of `rerun`.
+
+    Raises:
+      UserError: As `rerun`; also if the experiment has a loop of its own, or a step before this one
+        is not finite.
+    """
+    experiment_file, config = _config_to_rerun(run, devices, file, terminal)
+    if experiment_file.has_own_loop:
+        raise UserError(
+            f"{experiment_file.path} has a loop of its own, whose step is not known here: only the "
+            "step of a Trainer can be explained"
+        )
+
+    def make(replayed: RunConfig, _: int) -> PreparedStep:
+        whole = dataclasses.replace(config, workdir=replayed.workdir)
+        try:
+            trainer, experiment = _trained(experiment_file, whole, replayed, step - 1)
+        except NonFiniteError as error:
+            earlier = "" if error.step is None else f": explain that one, by --step {error.step}"
+            raise UserError(
+                f"before step {step}, a step of the replay is not finite already{earlier}"
+            ) from error
+        data, augment = training_data(experiment.train, replayed), experiment.augment
+        batch = _placed_batch(run, data, replayed, trainer.placement, step, augment)
+        functions = trainer.functions
+        with use_placement(trainer.placement):
+            shapes = jax.eval_shape(lambda batch: batch, batch)
+            plan = plan_step(functions, shapes, kind=functions.kind(step))
+        begins_new = not (config.init_from or config.fork_from)
+        return PreparedStep(
+            trainer,
+            plan,
+            batch,
+            begins_new,
+            lambda: _examples(run, data, replayed, step, augment),
+        )
+
+    return _from_checkpoint(run, config, step, folder, terminal, make)
+
+
+def _placed_batch(
+    run: RecordedRun,
+    data: Any,
+    config: RunConfig,
+    placement: Placement,
+    step: int,
+    augment: Augment | None,
+) -> PyTree:
+    """Returns the batch of a step, on the devices."""
+    first, positions = step - 1, dict[str, str]()
+    if isinstance(data, ShardedStream):
+        first, positions = _saved_positions(run, step)
+    batches = train_batches(
+        data,
+        config.resolved_batch_size,
+        placement.batch,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        start=first,
+        stop=step,
+        augment=augment,
+        padded_to=config.padded_batch_size(placement.batch_shards),
+        progress=StreamProgress({first: positions}),
+        skipped=config.skipped_batches,
+    )
+    with contextlib.closing(batches):
+        return collections.deque(batches, maxlen=1).pop()
 
 
 # -- The experiment and the configuration of a run, from its `config.json` -------------------------
@@ -341,8 +491,6 @@ def _flat(value: Any) -> Iterator[Any]:
 
 # -- The examples of a step ------------------------------------------------------------------------
 
-PyTree = Any
-
 
 def print_examples(run: RecordedRun, step: int, file: str | None, terminal: Terminal) -> None:
     """Prints the examples of a step: where each comes from, and its values in short.
@@ -358,27 +506,38 @@ def print_examples(run: RecordedRun, step: int, file: str | None, terminal: Term
     experiment = experiment_file.build(config)
     data = training_data(experiment.train, config)
     batch = config.skipped_batches.batch_of(step - 1)
-    if isinstance(data, ShardedStream):
-        with_places = _of_stream(run, data, config, step, experiment.augment)
-    else:
-        with_places = _of_dataset(data, config, step, experiment.augment)
-    rows = []
-    for row, (example, place, values) in enumerate(with_places):
-        shown = "  ".join(foreign(value, 200) for value in values)
-        rows.append((str(row), example, foreign(place, 300), shown))
-    terminal.show(TableBlock(("row", "example", "from", "values"), rows))
+    terminal.show(examples_table(enumerate(_examples(run, data, config, step, experiment.augment))))
     terminal.line(
         f"step {step} used batch {batch}; --skip-steps {batch}:{batch + 1} leaves it out of a run "
         f"that continues from step {step - 1} or an earlier one"
     )
 
 
-_Example = tuple[str, str, list[str]]  # index, place, values
+ExampleRow = tuple[str, str, list[str]]
+"""An example of a batch: its index in the data ("" in a stream), its place, and its values."""
+
+
+def examples_table(examples: Iterable[tuple[int, ExampleRow]], title: str = "") -> TableBlock:
+    """Returns the table of examples of a batch, given with their rows."""
+    rows = []
+    for row, (example, place, values) in examples:
+        shown = "  ".join(foreign(value, 200) for value in values)
+        rows.append((str(row), example, foreign(place, 300), shown))
+    return TableBlock(("row", "example", "from", "values"), rows, title=title)
+
+
+def _examples(
+    run: RecordedRun, data: Any, config: RunConfig, step: int, augment: Augment | None
+) -> Iterator[ExampleRow]:
+    """Yields the examples of a step, in the order of the rows."""
+    if isinstance(data, ShardedStream):
+        return _of_stream(run, data, config, step, augment)
+    return _of_dataset(data, config, step, augment)
 
 
 def _of_dataset(
     data: Any, config: RunConfig, step: int, augment: Augment | None
-) -> Iterator[_Example]:
+) -> Iterator[ExampleRow]:
     """Yields the examples of a step of a dataset, after `augment`."""
     size = config.resolved_batch_size
     batches = TrainBatches(
@@ -393,14 +552,9 @@ def _of_dataset(
 
 def _of_stream(
     run: RecordedRun, data: ShardedStream, config: RunConfig, step: int, augment: Augment | None
-) -> Iterator[_Example]:
+) -> Iterator[ExampleRow]:
     """Yields the examples of a step of a stream, read from the last checkpoint before the step."""
-    first = max((saved for saved in run.checkpoints.steps if saved < step), default=0)
-    positions = {}
-    if first:
-        if (manifest := manifest_at(run.checkpoints, first)) is None:
-            raise UserError(f"checkpoint {run.checkpoints.path(first)} is corrupted")
-        positions = dict(read_positions(run.checkpoints.path(first), manifest.stream))
+    first, positions = _saved_positions(run, step)
     skipped, size = config.skipped_batches, config.resolved_batch_size
     last = skipped.batch_of(step - 1)
     batches = data.batches(
@@ -417,6 +571,16 @@ def _of_stream(
     for row in range(size):
         shard = row * data.shards // size
         yield "", f"shard {shard} of the stream", describe_values(data.stream, rows, row)
+
+
+def _saved_positions(run: RecordedRun, step: int) -> tuple[int, dict[str, str]]:
+    """Returns the last checkpoint before a step and the positions of the stream in it."""
+    first = max((saved for saved in run.checkpoints.steps if saved < step), default=0)
+    if not first:
+        return 0, {}
+    if (manifest := manifest_at(run.checkpoints, first)) is None:
+        raise UserError(f"checkpoint {run.checkpoints.path(first)} is corrupted")
+    return first, dict(read_positions(run.checkpoints.path(first), manifest.stream))
 
 
 # -- The place of an example in its data, and a short readable form of its values ------------------

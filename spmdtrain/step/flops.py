@@ -4,19 +4,18 @@ import enum
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import source_info_util
 
 from spmdtrain.errors import is_library
 from spmdtrain.kernels.reference import OPTIMIZED, reference_kernels
 from spmdtrain.step import health, optimizer
 from spmdtrain.xla.hlo import RARE_BRANCH
-from spmdtrain.xla.jaxpr import equations, inner_jaxprs, scan_operands
+from spmdtrain.xla.jaxpr import equations, inner_jaxprs, scan_operands, source_frames
 
 # -- Floating-point operations of one product: a matrix multiplication or a convolution ------------
 
@@ -552,7 +551,7 @@ class _Count:
 
     def _add_operations(self, equation: Any, line: str, operations: int, *, again: bool) -> bool:
         """Adds operations; returns whether they count."""
-        files = {frame.file_name for frame in _frames(equation)}
+        files = {frame.file_name for frame in source_frames(equation)}
         if not files.isdisjoint(self._left_out):
             return False
         flops = self._flops
@@ -666,16 +665,12 @@ def _line(equation: Any) -> str:
     JAX keeps no lines of some operations that it derives: these have the operation's name.
     """
     inner = equation.primitive.name + _NOT_USERS[1]
-    for number, frame in enumerate(_frames(equation)):
+    for number, frame in enumerate(source_frames(equation)):
         line = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
         if not is_library(frame.file_name):
             return line
         inner = inner if number else line + _NOT_USERS[0]
     return inner
-
-
-def _frames(equation: Any) -> Iterator[Any]:
-    yield from source_info_util.user_frames(equation.source_info.traceback)
 
 
 # -- Reads and writes of a Pallas kernel's blocks --------------------------------------------------

@@ -294,21 +294,22 @@ class MetricsReader:
 
 
 def add_advice(error: NonFiniteError, config: RunConfig) -> None:
-    """Adds to the message of a trainer's step how to find the examples and the operation.
+    """Adds to the message of a trainer's step how to find the operation and the examples.
 
     Only commands that work for the run are given: a replay needs the experiment's file, parameter
     servers number steps in the order of pushes, and some options need compiled steps.
     """
     if strategy(config.strategy).is_asynchronous:
         return
-    advice, workdir = [], config.workdir
+    advice, workdir = "", config.workdir
     is_known = str(error).startswith(f"step {error.step}:")  # not "one of steps 1 to 4"
     if is_known and workdir and in_command() and file_of_config(config):
         replay = ["python", "-m", "spmdtrain.replay", workdir, "--step", str(error.step)]
-        advice.append(shlex.join([*replay, "--examples"]) + " prints the examples")
-    with contextlib.suppress(UserError):
-        dataclasses.replace(config, jit=False)  # raises if another option needs compiled steps
-        what = "JAX_DEBUG_INFS" if error.is_infinite else "JAX_DEBUG_NANS"
-        advice.append(f"{what}=1 with {option('jit', False)} names the operation")
+        advice = shlex.join([*replay, "--explain"]) + " names the operation and the examples"
+    else:
+        with contextlib.suppress(UserError):
+            dataclasses.replace(config, jit=False)  # raises if another option needs compiled steps
+            what = "JAX_DEBUG_INFS" if error.is_infinite else "JAX_DEBUG_NANS"
+            advice = f"{what}=1 with {option('jit', False)} names the operation"
     if advice:
-        error.args = (f"{error}. {'; '.join(advice)}",)
+        error.args = (f"{error}. {advice}",)

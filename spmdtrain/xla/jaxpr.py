@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import source_info_util
 from jax.sharding import AxisType
 
 # -- Iteration over the equations of a jaxpr, and their evaluation one by one ----------------------
@@ -78,6 +79,19 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(x for x in atoms if not hasattr(x, "val")))
 
 
+def source_frames(equation: Any) -> Iterator[Any]:
+    """Yields the frames of the source that an equation comes from, outside of JAX, innermost first.
+
+    JAX keeps none of some operations that it derives.
+    """
+    yield from source_info_util.user_frames(equation.source_info.traceback)
+
+
+def is_of_jax(jaxpr: Any) -> bool:
+    """Returns whether an open jaxpr is of a function of JAX itself, such as `jnp.where`."""
+    return _file_of(jaxpr.debug_info).is_relative_to(_TRUSTED[0])
+
+
 # -- Derivatives: the values that JAX differentiates, and the rules that users define for them -----
 
 Function = Callable[..., list[jax.Array]]
@@ -100,6 +114,15 @@ def may_combine_more(equation: Any) -> bool:
         file = _file_of(equation.params["call_jaxpr"].jaxpr.debug_info)
     is_known = any(file.is_relative_to(folder) for folder in _TRUSTED)
     return not is_known or file.name == _WRAPPERS  # the wrapper of a `custom_gradient`
+
+
+def backward_rule(equation: Any) -> str:
+    """Returns the rule for gradients that an equation calls, `NAME at FILE:LINE`; "" without one.
+
+    It is the rule of a `custom_vjp` that is not differentiated yet.
+    """
+    rule = getattr(equation.params.get("bwd"), "debug_info", None)
+    return str(getattr(rule, "func_src_info", None) or "")
 
 
 def _file_of(debug_info: Any) -> Path:

@@ -510,25 +510,25 @@ def test_what_the_message_of_a_loss_that_is_not_finite_advises_works(tmp_path: P
     given = ("--steps", 20, "--no-shuffle", "--workdir", "runs/of a log")
     ended = run(spoilt, *given, cwd=tmp_path)
     found = re.fullmatch(
-        r"stopped: step 1: loss .*such array\)\. (python -m .*) prints the examples; "
-        r"(JAX_DEBUG_NANS)=1 with (--no-jit) names the operation\n",
+        r"stopped: step 1: loss .*such array\)\. (python -m .*) names the operation and .*\n",
         ended.stderr,
     )
     assert ended.returncode == 3 and found is not None, ended.stderr
-    replay, variable, option = found.groups()
     printed = subprocess.run(
-        [sys.executable, *shlex.split(replay)[1:]],
+        [sys.executable, *shlex.split(found[1])[1:]],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
         text=True,
         timeout=BOUND,
     )
-    assert "step 1 used batch 0;" in printed.stdout, printed.stderr
+    assert "operation: log\n" in printed.stdout, printed.stderr
+    assert f"source: {line.strip()}\n" in printed.stdout
+    # In a script, or without a workdir, JAX finds the line of an operation that runs alone.
     again = subprocess.run(
-        command(spoilt, *given, option),
+        command(spoilt, *given, "--no-jit"),
         cwd=tmp_path,
-        env=environment() | {variable: "1"},
+        env=environment() | {"JAX_DEBUG_NANS": "1"},
         capture_output=True,
         text=True,
         timeout=BOUND,
