@@ -143,7 +143,7 @@ class LinesFile:
 # -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
 
 EVENTS_FILE = "events.jsonl"
-EVENT_KINDS = ("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "end")
+EVENT_KINDS = ("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "slow", "end")
 _STEP = "step"  # the phase whose time is productive
 
 
@@ -151,11 +151,14 @@ class RunEvent(TypedDict):
     """A line of `events.jsonl`.
 
     `time` is in seconds since the epoch. `source` says where the state of a start came from:
-    "checkpoint", "snapshot" or "fork".
+    "checkpoint", "snapshot" or "fork". An event "slow" has the `process` that the others wait for,
+    the `share` of a step, from 0 to 1, and the `cause`; with 0 they no longer wait for it.
     """
 
     time: float
-    event: Literal["start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "end"]
+    event: Literal[
+        "start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "slow", "end"
+    ]
     step: NotRequired[int]
     source: NotRequired[str]
     processes: NotRequired[int]
@@ -163,6 +166,9 @@ class RunEvent(TypedDict):
     seconds: NotRequired[dict[str, float]]
     status: NotRequired[str]
     reason: NotRequired[str]
+    process: NotRequired[str]
+    share: NotRequired[float]
+    cause: NotRequired[str]
 
 
 def parse_event(content: Mapping[str, Any]) -> RunEvent:
@@ -175,9 +181,10 @@ def parse_event(content: Mapping[str, Any]) -> RunEvent:
     """
     event = without_other_fields(content, RunEvent)
     seconds = event.get("seconds", {})
-    numbers = [event.get("time"), *(seconds.values() if isinstance(seconds, dict) else [None])]
+    numbers = [event.get("time"), event.get("share", 0.0)]
+    numbers += [*(seconds.values() if isinstance(seconds, dict) else [None])]
     counts = [event.get(name, 0) for name in ("step", "processes", "devices")]
-    texts = [event.get(name, "") for name in ("status", "reason", "source")]
+    texts = [event.get(name, "") for name in ("status", "reason", "source", "process", "cause")]
     if (
         event.get("event") not in EVENT_KINDS
         or not all(is_number(number) and number >= 0 for number in numbers)

@@ -1,0 +1,311 @@
+"""Slow processes of a job: the one that the others wait for, and what it does meanwhile.
+
+In a synchronous job all steps take equally long in all processes. What differs is who waits: a
+process that the others wait for spends its time otherwise. Each process publishes what it does in
+a step, and process 0 compares them.
+"""
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import median, median_low
+from typing import Literal, TypeVar
+
+import jax
+
+from spmdtrain.distributed import process_group
+from spmdtrain.distributed.process_group import KEY, Job
+from spmdtrain.distributed.progress import Interval, PhaseClock
+
+T = TypeVar("T")
+
+# -- What a process does in a step -----------------------------------------------------------------
+
+_PARTS = 5  # of a window
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a process does in a step, in seconds.
+
+    Each value is the median over parts of a window, so that a pause does not count.
+
+    Attributes:
+      step: The whole step.
+      load: Waits for a batch.
+      host: Runs callbacks, the logging, the user's loop.
+      dispatch: Dispatches the step.
+      wait: Waits for the output of a step.
+      stalled: The process did not run at all, whatever it did.
+    """
+
+    step: float
+    load: float
+    host: float
+    dispatch: float
+    wait: float
+    stalled: float
+
+
+def pace_of(intervals: Sequence[Interval], stalls: Sequence[tuple[float, float]]) -> Pace | None:
+    """Returns the pace of a process in a window; None if hardly any outputs of steps were read.
+
+    Args:
+      intervals: What the thread that trains did, in the order of time.
+      stalls: For parts of the window, seconds in which the process did not run, and of the part.
+    """
+    paces = []
+    for part in _parts(intervals):
+        if steps := sum(x.steps for x in part):
+            load, host, step, wait = (
+                sum(values) / steps for values in ([x[n] for x in part] for n in range(4))
+            )
+            paces.append((load + host + step, load, host, max(0.0, step - wait), wait))
+    if len(paces) <= _PARTS // 2:
+        return None
+    step, load, host, dispatch, wait = (median(values) for values in zip(*paces, strict=True))
+    shares = [sum(x[0] for x in part) / sum(x[1] for x in part) for part in _parts(stalls)]
+    return Pace(step, load, host, dispatch, wait, median(shares) * step if shares else 0.0)
+
+
+def _parts(items: Sequence[T]) -> list[Sequence[T]]:
+    ends = [len(items) * n // _PARTS for n in range(_PARTS + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(ends) if b > a]
+
+
+# -- The process that the others wait for, by the paces of all -------------------------------------
+
+Cause = Literal["load", "host", "dispatch", "stalled"]
+
+
+@dataclass(frozen=True)
+class Delay:
+    """What the others wait for a process, in a step.
+
+    Attributes:
+      seconds: How long they wait, in seconds of a step; 0 if they do not.
+      step: Duration of the step in seconds.
+      cause: What the process does most of that time.
+      part: The part of that time for which it does so, from 0 to 1.
+    """
+
+    seconds: float
+    step: float
+    cause: Cause
+    part: float
+
+    @property
+    def share(self) -> float:
+        """The share of the step, from 0 to 1."""
+        return min(self.seconds / self.step, 1.0) if self.step > 0 else 0.0
+
+    def __str__(self) -> str:
+        taken = f"{_duration(self.seconds)} of each {_duration(self.step)} step"
+        if self.cause == "stalled":
+            return f"it is stopped or throttled by the system for {taken}"
+        return f"{self.part:.0%}".replace("%", " %") + f" in {self.cause}, {taken}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def delays(paces: Sequence[Pace], *, computes_on_host: bool) -> list[Delay]:
+    """Returns by how much each process delays the others.
+
+    A process delays the others by what it does longer than the median of all processes, without
+    the time for which it waits for steps itself: as long as it does, its devices have work.
+
+    Args:
+      paces: Of the same steps, by rank.
+      computes_on_host: Whether the devices are processors of the host, so that a process that does
+        not run computes nothing.
+    """
+    step = median(pace.step for pace in paces)
+    usual = {x.name: median_low(getattr(pace, x.name) for pace in paces) for x in fields(Pace)}
+    busy = median_low(pace.load + pace.host + pace.dispatch for pace in paces)
+    found = []
+    for pace in paces:
+        # A loop of the user may wait for the devices by itself, in phase HOST: where one process
+        # loads longer, the others then wait longer there, which is no work.
+        most = max(0.0, pace.load + pace.host + pace.dispatch - busy)
+        longer: dict[Cause, float] = {
+            "load": max(0.0, pace.load - usual["load"]),
+            "host": min(most, max(0.0, pace.host - usual["host"])),
+            "dispatch": min(most, max(0.0, pace.dispatch - usual["dispatch"])),
+        }
+        total = sum(longer.values())
+        cause = max(longer, key=lambda name: longer[name])
+        delay = Delay(max(0.0, total - pace.wait), step, cause, longer[cause] / (total or 1.0))
+        stalled = max(0.0, pace.stalled - usual["stalled"])
+        if not computes_on_host:
+            stalled -= pace.wait
+        found.append(Delay(stalled, step, "stalled", 1.0) if stalled > delay.seconds else delay)
+    return found
+
+
+_NAMED, _ENDED = 0.10, 0.05  # shares of a step
+_WINDOWS = 3  # successive ones that must agree
+_MOST_NAMED = 3  # at a time
+
+
+@dataclass(frozen=True)
+class Slow:
+    """The beginning or the end of the time in which the others wait for a process.
+
+    `delay` is None at the end.
+    """
+
+    rank: int
+    name: str
+    delay: Delay | None
+
+    def __str__(self) -> str:
+        if self.delay is None:
+            return f"the others no longer wait for {self.name}"
+        return f"{self.name} is the one that the others wait for: {self.delay}"
+
+
+class SlowProcesses:
+    """Decides window by window which processes are slow.
+
+    A process is named if the others wait for it for a tenth of a step or more in three successive
+    windows. That has ended if it is less than a twentieth in three windows.
+
+    Args:
+      names: The names of the processes by rank.
+      computes_on_host: As for `delays`.
+    """
+
+    def __init__(self, names: Sequence[str], *, computes_on_host: bool) -> None:
+        self._names, self._computes_on_host = names, computes_on_host
+        self._over, self._under = [0] * len(names), [0] * len(names)
+        self.named: list[int] = []
+        """The ranks of the slow processes."""
+        self.share = 0.0
+        """The largest share of a step for which others have waited for one in the last window."""
+
+    def judge(self, paces: Sequence[Pace]) -> list[Slow]:
+        """Returns what has begun and ended with a window; `paces` are those of all processes."""
+        found = delays(paces, computes_on_host=self._computes_on_host)
+        news = []
+        for rank, delay in enumerate(found):
+            self._over[rank] = self._over[rank] + 1 if delay.share >= _NAMED else 0
+            self._under[rank] = self._under[rank] + 1 if delay.share < _ENDED else 0
+            if rank in self.named and self._under[rank] >= _WINDOWS:
+                self.named.remove(rank)
+                news.append(Slow(rank, self._names[rank], None))
+        for rank in sorted(range(len(found)), key=lambda rank: -found[rank].seconds):
+            is_new = rank not in self.named and self._over[rank] >= _WINDOWS
+            if is_new and len(self.named) < _MOST_NAMED:
+                self.named.append(rank)
+                news.append(Slow(rank, self._names[rank], found[rank]))
+        self.share = max(delay.share for delay in found)
+        return news
+
+
+# -- The thread that publishes the pace of this process, and in process 0 compares those of all ----
+
+_TICK = 0.025  # seconds
+# Seconds that a thread may start late in a process that runs: for the interpreter's lock (5 ms),
+# and for a processor.
+_LATE = 0.010
+_STEPS = _INTERVALS = 10  # the fewest of a window
+_SECONDS = 0.25  # the shortest window
+_EACH = 0.01  # seconds of a window for each process: process 0 reads what all have published
+_RETRY = 0.1  # seconds
+
+
+class SlownessWatch:
+    """Names slow processes of this job while it trains, by a thread beside the one that trains.
+
+    Args:
+      job: The processes.
+      clock: The clock of the thread that trains.
+    """
+
+    def __init__(self, job: Job, clock: PhaseClock) -> None:
+        self._job, self._clock = job, clock
+        # The name is the same in all processes, and of this fit alone.
+        self._keys = f"{KEY}/pace/{process_group.new_sequence().name}/"
+        on_host = jax.devices()[0].platform == "cpu"
+        self._processes = SlowProcesses(job.names, computes_on_host=on_host)
+        self._seconds = max(_SECONDS, _EACH * len(job.names))
+        clock.intervals = deque(maxlen=10_000)
+        self._intervals: list[Interval] = []
+        self._stalls: list[tuple[float, float]] = []
+        self._at = self._began = time.perf_counter()
+        self._window = self._judged = 0
+        self._read_at = 0.0
+        self._news: deque[Slow] = deque()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slowness", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Slow]:
+        """Returns what is new since the last call, in process 0."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """The values for a line of `performance.jsonl`; none before the first comparison."""
+        if not self._judged:
+            return {}
+        found = {"slowest_share": self._processes.share}
+        if self._processes.named:
+            found["slow_process"] = self._processes.named[0]
+        return found
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._clock.intervals = None
+        self._stop.set()
+        self._thread.join(1.0)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._job.client.key_value_delete(f"{self._keys}{self._job.rank}")
+
+    def _run(self) -> None:
+        while not self._stop.wait(_TICK):
+            # The coordination service ends with the job.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._tick()
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        passed, self._at = now - self._at, now
+        self._stalls.append((max(0.0, passed - _TICK - _LATE), passed))
+        if (intervals := self._clock.intervals) is not None:
+            self._intervals += [intervals.popleft() for _ in range(len(intervals))]
+        if now - self._began >= self._seconds and self._is_complete():
+            pace = pace_of(self._intervals, self._stalls)
+            self._intervals, self._stalls, self._began = [], [], now
+            if pace is not None:
+                self._window += 1
+                text = json.dumps([self._window, asdict(pace)])
+                key = f"{self._keys}{self._job.rank}"
+                self._job.client.key_value_set(key, text, allow_overwrite=True)
+        is_due = self._window > self._judged and now - self._read_at >= _RETRY
+        if self._job.rank == 0 and is_due:
+            self._read_at = now
+            self._judge()
+
+    def _is_complete(self) -> bool:
+        own = self._intervals
+        return len(own) >= _INTERVALS and sum(x.steps for x in own) >= _STEPS
+
+    def _judge(self) -> None:
+        """Compares the processes, if all have published a window since the last time."""
+        by_rank = {
+            int(key.rpartition("/")[2]): json.loads(text)
+            for key, text in self._job.client.key_value_dir_get(self._keys)
+        }
+        windows = [window for window, _ in by_rank.values()]
+        if len(windows) == len(self._job.names) and min(windows) > self._judged:
+            self._judged = min(self._window, *windows)
+            paces = [Pace(**by_rank[rank][1]) for rank in range(len(windows))]
+            self._news.extend(self._processes.judge(paces))
