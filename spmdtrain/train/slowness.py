@@ -11,9 +11,9 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from statistics import median, median_low
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from statistics import fmean, median, median_low
 from typing import Literal, TypeVar
 
 import jax
@@ -31,9 +31,7 @@ _PARTS = 5  # of a window
 
 @dataclass(frozen=True)
 class Pace:
-    """What a process does in a step, in seconds.
-
-    Each value is the median over parts of a window, so that a pause does not count.
+    """What a process does in a step, in seconds; a mean over some steps.
 
     Attributes:
       step: The whole step.
@@ -52,30 +50,43 @@ class Pace:
     stalled: float
 
 
-def pace_of(intervals: Sequence[Interval], stalls: Sequence[tuple[float, float]]) -> Pace | None:
-    """Returns the pace of a process in a window; None if hardly any outputs of steps were read.
+def paces_of(
+    intervals: Sequence[Interval], stalls: Sequence[tuple[float, float]]
+) -> list[Pace] | None:
+    """Returns the pace of a process in each part of a window; None if a part has no steps.
 
     Args:
       intervals: What the thread that trains did, in the order of time.
       stalls: For parts of the window, seconds in which the process did not run, and of the part.
     """
     paces = []
-    for part in _parts(intervals):
-        if steps := sum(x.steps for x in part):
-            load, host, step, wait = (
-                sum(values) / steps for values in ([x[n] for x in part] for n in range(4))
-            )
-            paces.append((load + host + step, load, host, max(0.0, step - wait), wait))
-    if len(paces) <= _PARTS // 2:
-        return None
-    step, load, host, dispatch, wait = (median(values) for values in zip(*paces, strict=True))
-    shares = [sum(x[0] for x in part) / sum(x[1] for x in part) for part in _parts(stalls)]
-    return Pace(step, load, host, dispatch, wait, median(shares) * step if shares else 0.0)
+    for own, ticks in zip(_parts(intervals), _parts(stalls), strict=True):
+        steps, seconds = sum(x.steps for x in own), sum(tick[1] for tick in ticks)
+        if not steps or not seconds:
+            return None
+        load, host, step, wait = (sum(x[n] for x in own) / steps for n in range(4))
+        stalled = sum(tick[0] for tick in ticks) / seconds * (load + host + step)
+        paces.append(Pace(load + host + step, load, host, max(0.0, step - wait), wait, stalled))
+    return paces
 
 
 def _parts(items: Sequence[T]) -> list[Sequence[T]]:
     ends = [len(items) * n // _PARTS for n in range(_PARTS + 1)]
-    return [items[a:b] for a, b in itertools.pairwise(ends) if b > a]
+    return [items[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _combined(paces: Sequence[Pace], combine: Callable[[list[float]], float]) -> Pace:
+    """Returns the pace whose values combine those of several, each for itself."""
+    return Pace(*(combine(list(values)) for values in zip(*map(astuple, paces), strict=True)))
+
+
+def _low(values: list[float]) -> float:
+    """Returns the smallest value but one: a single pause must not count."""
+    return sorted(values)[1]
+
+
+def _high(values: list[float]) -> float:
+    return sorted(values)[-2]
 
 
 # -- The process that the others wait for, by the paces of all -------------------------------------
@@ -115,7 +126,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def delays(paces: Sequence[Pace], *, computes_on_host: bool) -> list[Delay]:
+def delays(
+    paces: Sequence[Pace], usual_paces: Sequence[Pace], *, computes_on_host: bool
+) -> list[Delay]:
     """Returns by how much each process delays the others.
 
     A process delays the others by what it does longer than the median of all processes, without
@@ -123,26 +136,27 @@ def delays(paces: Sequence[Pace], *, computes_on_host: bool) -> list[Delay]:
 
     Args:
       paces: Of the same steps, by rank.
+      usual_paces: The same, or others that the processes are compared with.
       computes_on_host: Whether the devices are processors of the host, so that a process that does
         not run computes nothing.
     """
     step = median(pace.step for pace in paces)
-    usual = {x.name: median_low(getattr(pace, x.name) for pace in paces) for x in fields(Pace)}
-    busy = median_low(pace.load + pace.host + pace.dispatch for pace in paces)
+    usual = _combined(usual_paces, median_low)
+    busy = median_low([pace.load + pace.host + pace.dispatch for pace in usual_paces])
     found = []
     for pace in paces:
         # A loop of the user may wait for the devices by itself, in phase HOST: where one process
         # loads longer, the others then wait longer there, which is no work.
         most = max(0.0, pace.load + pace.host + pace.dispatch - busy)
         longer: dict[Cause, float] = {
-            "load": max(0.0, pace.load - usual["load"]),
-            "host": min(most, max(0.0, pace.host - usual["host"])),
-            "dispatch": min(most, max(0.0, pace.dispatch - usual["dispatch"])),
+            "load": max(0.0, pace.load - usual.load),
+            "host": min(most, max(0.0, pace.host - usual.host)),
+            "dispatch": min(most, max(0.0, pace.dispatch - usual.dispatch)),
         }
         total = sum(longer.values())
         cause = max(longer, key=lambda name: longer[name])
         delay = Delay(max(0.0, total - pace.wait), step, cause, longer[cause] / (total or 1.0))
-        stalled = max(0.0, pace.stalled - usual["stalled"])
+        stalled = max(0.0, pace.stalled - usual.stalled)
         if not computes_on_host:
             stalled -= pace.wait
         found.append(Delay(stalled, step, "stalled", 1.0) if stalled > delay.seconds else delay)
@@ -150,7 +164,7 @@ def delays(paces: Sequence[Pace], *, computes_on_host: bool) -> list[Delay]:
 
 
 _NAMED, _ENDED = 0.10, 0.05  # shares of a step
-_WINDOWS = 3  # successive ones that must agree
+_WINDOWS = 3
 _MOST_NAMED = 3  # at a time
 
 
@@ -174,8 +188,12 @@ class Slow:
 class SlowProcesses:
     """Decides window by window which processes are slow.
 
-    A process is named if the others wait for it for a tenth of a step or more in three successive
-    windows. That has ended if it is less than a twentieth in three windows.
+    The parts of the last three windows are compared, and for what differs from part to part, such
+    as a reader with threads, the means of the last fifteen windows. In either case these are
+    fifteen values. A process is named if the others wait for it for a tenth of a step or more, even
+    if its smallest value but one is compared with the largest but one of the others: equal
+    processes of a busy machine differ as well, but not in nearly all parts. That has ended when the
+    medians differ by less than a twentieth.
 
     Args:
       names: The names of the processes by rank.
@@ -184,29 +202,49 @@ class SlowProcesses:
 
     def __init__(self, names: Sequence[str], *, computes_on_host: bool) -> None:
         self._names, self._computes_on_host = names, computes_on_host
-        self._over, self._under = [0] * len(names), [0] * len(names)
+        self._windows: deque[Sequence[Sequence[Pace]]] = deque(maxlen=_WINDOWS * _PARTS)
         self.named: list[int] = []
         """The ranks of the slow processes."""
         self.share = 0.0
-        """The largest share of a step for which others have waited for one in the last window."""
+        """The largest share of a step for which others wait for one."""
 
-    def judge(self, paces: Sequence[Pace]) -> list[Slow]:
-        """Returns what has begun and ended with a window; `paces` are those of all processes."""
-        found = delays(paces, computes_on_host=self._computes_on_host)
+    def judge(self, window: Sequence[Sequence[Pace]]) -> list[Slow]:
+        """Returns what has begun and ended with a window: the paces of all processes by rank."""
+        self._windows.append(window)
+        if len(self._windows) < _WINDOWS:
+            return []
+        recent = [*self._windows][-_WINDOWS:]
+        by_rank = [list(itertools.chain(*parts)) for parts in zip(*recent, strict=True)]
+        usually, least = self._compare(by_rank)
+        if len(self._windows) == self._windows.maxlen:
+            by_rank = [
+                [_combined(parts, fmean) for parts in own]
+                for own in zip(*self._windows, strict=True)
+            ]
+            both = zip((usually, least), self._compare(by_rank), strict=True)
+            usually, least = (
+                [max(pair, key=lambda delay: delay.share) for pair in zip(*found, strict=True)]
+                for found in both
+            )
         news = []
-        for rank, delay in enumerate(found):
-            self._over[rank] = self._over[rank] + 1 if delay.share >= _NAMED else 0
-            self._under[rank] = self._under[rank] + 1 if delay.share < _ENDED else 0
-            if rank in self.named and self._under[rank] >= _WINDOWS:
-                self.named.remove(rank)
-                news.append(Slow(rank, self._names[rank], None))
-        for rank in sorted(range(len(found)), key=lambda rank: -found[rank].seconds):
-            is_new = rank not in self.named and self._over[rank] >= _WINDOWS
+        for rank in [rank for rank in self.named if usually[rank].share < _ENDED]:
+            self.named.remove(rank)
+            news.append(Slow(rank, self._names[rank], None))
+        for rank in sorted(range(len(least)), key=lambda rank: -usually[rank].seconds):
+            is_new = rank not in self.named and least[rank].share >= _NAMED
             if is_new and len(self.named) < _MOST_NAMED:
                 self.named.append(rank)
-                news.append(Slow(rank, self._names[rank], found[rank]))
-        self.share = max(delay.share for delay in found)
+                news.append(Slow(rank, self._names[rank], usually[rank]))
+        self.share = max(delay.share for delay in usually)
         return news
+
+    def _compare(self, by_rank: Sequence[Sequence[Pace]]) -> tuple[list[Delay], list[Delay]]:
+        """Returns the usual delays by all processes, and the least ones."""
+        usual, low, high = ([_combined(x, f) for x in by_rank] for f in (median, _low, _high))
+        low = [replace(a, step=b.step, wait=b.wait) for a, b in zip(low, usual, strict=True)]
+        on_host = self._computes_on_host
+        usually = delays(usual, usual, computes_on_host=on_host)
+        return usually, delays(low, high, computes_on_host=on_host)
 
 
 # -- The thread that publishes the pace of this process, and in process 0 compares those of all ----
@@ -282,11 +320,12 @@ class SlownessWatch:
         if (intervals := self._clock.intervals) is not None:
             self._intervals += [intervals.popleft() for _ in range(len(intervals))]
         if now - self._began >= self._seconds and self._is_complete():
-            pace = pace_of(self._intervals, self._stalls)
+            paces = paces_of(self._intervals, self._stalls)
             self._intervals, self._stalls, self._began = [], [], now
-            if pace is not None:
+            if paces is not None:
                 self._window += 1
-                text = json.dumps([self._window, asdict(pace)])
+                values = [[round(x, 6) for x in astuple(pace)] for pace in paces]
+                text = json.dumps([self._window, values])
                 key = f"{self._keys}{self._job.rank}"
                 self._job.client.key_value_set(key, text, allow_overwrite=True)
         is_due = self._window > self._judged and now - self._read_at >= _RETRY
@@ -307,5 +346,5 @@ class SlownessWatch:
         windows = [window for window, _ in by_rank.values()]
         if len(windows) == len(self._job.names) and min(windows) > self._judged:
             self._judged = min(self._window, *windows)
-            paces = [Pace(**by_rank[rank][1]) for rank in range(len(windows))]
+            paces = [[Pace(*x) for x in by_rank[rank][1]] for rank in range(len(windows))]
             self._news.extend(self._processes.judge(paces))
