@@ -50,23 +50,21 @@ class Pace:
     stalled: float
 
 
-def paces_of(
-    intervals: Sequence[Interval], stalls: Sequence[tuple[float, float]]
-) -> list[Pace] | None:
+def paces_of(intervals: Sequence[Interval], stalled: float) -> list[Pace] | None:
     """Returns the pace of a process in each part of a window; None if a part has no steps.
 
     Args:
       intervals: What the thread that trains did, in the order of time.
-      stalls: For parts of the window, seconds in which the process did not run, and of the part.
+      stalled: The share of the window in which the process did not run, from 0 to 1. It counts in
+        all parts, because a process may be stopped for longer than a part takes.
     """
     paces = []
-    for own, ticks in zip(_parts(intervals), _parts(stalls), strict=True):
-        steps, seconds = sum(x.steps for x in own), sum(tick[1] for tick in ticks)
-        if not steps or not seconds:
+    for own in _parts(intervals):
+        if not (steps := sum(x.steps for x in own)):
             return None
         load, host, step, wait = (sum(x[n] for x in own) / steps for n in range(4))
-        stalled = sum(tick[0] for tick in ticks) / seconds * (load + host + step)
-        paces.append(Pace(load + host + step, load, host, max(0.0, step - wait), wait, stalled))
+        whole = load + host + step
+        paces.append(Pace(whole, load, host, max(0.0, step - wait), wait, stalled * whole))
     return paces
 
 
@@ -276,7 +274,7 @@ class SlownessWatch:
         self._seconds = max(_SECONDS, _EACH * len(job.names))
         clock.intervals = deque(maxlen=10_000)
         self._intervals: list[Interval] = []
-        self._stalls: list[tuple[float, float]] = []
+        self._stalled = 0.0  # seconds
         self._at = self._began = time.perf_counter()
         self._window = self._judged = 0
         self._read_at = 0.0
@@ -316,12 +314,12 @@ class SlownessWatch:
     def _tick(self) -> None:
         now = time.perf_counter()
         passed, self._at = now - self._at, now
-        self._stalls.append((max(0.0, passed - _TICK - _LATE), passed))
+        self._stalled += max(0.0, passed - _TICK - _LATE)
         if (intervals := self._clock.intervals) is not None:
             self._intervals += [intervals.popleft() for _ in range(len(intervals))]
         if now - self._began >= self._seconds and self._is_complete():
-            paces = paces_of(self._intervals, self._stalls)
-            self._intervals, self._stalls, self._began = [], [], now
+            paces = paces_of(self._intervals, self._stalled / (now - self._began))
+            self._intervals, self._stalled, self._began = [], 0.0, now
             if paces is not None:
                 self._window += 1
                 values = [[round(x, 6) for x in astuple(pace)] for pace in paces]

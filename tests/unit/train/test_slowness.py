@@ -143,7 +143,7 @@ def simulated(step: Step, processes: int, windows: int, seed: int) -> list[list[
                 values = (load, other, 0.1 + wait, wait)
                 intervals[rank].append(Interval(*(x / 1e3 for x in values), 1))
             done.append(max(ready))
-        paces = [paces_of(own, [(0.0, 1.0)] * 5) for own in intervals]
+        paces = [paces_of(own, 0.0) for own in intervals]
         told.append(rule.judge([x for x in paces if x is not None]))
     return told
 
@@ -193,13 +193,12 @@ def test_a_reader_whose_threads_read_several_batches_at_once_is_named_later() ->
 
 
 def test_a_window_of_hardly_any_outputs_has_no_pace() -> None:
-    assert paces_of([Interval(1.0, 1.0, 1.0, 0.0, 0)] * 20, [(0.0, 1.0)] * 5) is None
+    assert paces_of([Interval(1.0, 1.0, 1.0, 0.0, 0)] * 20, 0.0) is None
 
 
 def test_a_pace_is_of_a_step() -> None:
     usual, longer = Interval(0.4, 0.2, 1.0, 0.8, 2), Interval(3.0, 1.0, 3.0, 2.0, 2)
-    stalls = [(0.0, 1.0), (0.5, 1.0), (0.25, 1.0), (0.25, 1.0), (1.0, 1.0)]
-    paces = paces_of([usual] * 8 + [usual, longer], stalls)
+    paces = paces_of([usual] * 8 + [usual, longer], 0.5)
     assert paces is not None
     assert paces[1] == Pace(*map(pytest.approx, (0.8, 0.2, 0.1, 0.1, 0.4, 0.4)))
-    assert paces[4] == Pace(*map(pytest.approx, (2.15, 0.85, 0.3, 0.3, 0.7, 2.15)))
+    assert paces[4] == Pace(*map(pytest.approx, (2.15, 0.85, 0.3, 0.3, 0.7, 1.075)))
