@@ -138,7 +138,7 @@ class Interval(NamedTuple):
       host: Everything else outside of steps.
       step: Dispatched steps, and waited for them; `waited` is a part of it.
       waited: Waited for the output of steps.
-      steps: Number of these steps.
+      steps: Number of the steps that were dispatched.
     """
 
     load: float
@@ -151,7 +151,7 @@ class Interval(NamedTuple):
 class PhaseClock:
     """Adds up the time in each phase of the thread that trains, which begins in `phase`."""
 
-    __slots__ = ("_marks", "_seconds", "_since", "_waited", "began", "intervals", "phase")
+    __slots__ = ("_marks", "_seconds", "_since", "_steps", "_waited", "began", "intervals", "phase")
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -160,7 +160,7 @@ class PhaseClock:
         self._since = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._marks: defaultdict[str, float] = defaultdict(float)  # at the end of an interval
-        self._waited = 0.0, 0  # seconds and steps in this interval
+        self._waited, self._steps = 0.0, 0  # in this interval
         self.intervals: deque[Interval] | None = None
         """Receives the intervals if another thread has set it, which takes them."""
 
@@ -171,10 +171,13 @@ class PhaseClock:
         self.phase, self._since = phase, now
         return before
 
-    def count_wait(self, seconds: float, steps: int) -> None:
+    def count_wait(self, seconds: float) -> None:
         """Counts a wait for the output of steps."""
-        waited, counted = self._waited
-        self._waited = waited + seconds, counted + steps
+        self._waited += seconds
+
+    def count_steps(self, number: int) -> None:
+        """Counts steps that were dispatched."""
+        self._steps += number
 
     def end_interval(self, *, overlapped: bool) -> None:
         """Ends an interval, which began with the end of the one before.
@@ -186,8 +189,8 @@ class PhaseClock:
         load, host = (totals[x] - marks[x] for x in (Phase.LOAD, Phase.HOST))
         if self.intervals is not None:
             step = totals[Phase.STEP] - marks[Phase.STEP]
-            self.intervals.append(Interval(load, host, step, *self._waited))
-            self._waited = 0.0, 0
+            self.intervals.append(Interval(load, host, step, self._waited, self._steps))
+            self._waited, self._steps = 0.0, 0
         if overlapped:
             totals[Phase.LOAD] -= load
             totals[Phase.HOST] -= host
@@ -477,10 +480,16 @@ def end_interval(*, overlapped: bool) -> None:
         CONTEXT.clock.end_interval(overlapped=overlapped)
 
 
-def count_wait(seconds: float, steps: int) -> None:
+def count_wait(seconds: float) -> None:
     """Counts a wait of the thread that trains, in phase STEP, for the output of steps."""
     if CONTEXT.clock is not None:
-        CONTEXT.clock.count_wait(seconds, steps)
+        CONTEXT.clock.count_wait(seconds)
+
+
+def count_steps(number: int) -> None:
+    """Counts steps that the thread that trains has dispatched."""
+    if CONTEXT.clock is not None:
+        CONTEXT.clock.count_steps(number)
 
 
 def take_clock() -> PhaseClock:

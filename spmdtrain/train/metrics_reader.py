@@ -88,6 +88,7 @@ class MetricsReader:
           ReplicaError: If the processes' copies of the state differ.
         """
         self._check_sound()
+        progress.count_steps(len(steps))
         last = steps[-1]
         hashes = self._run.config.hashes_at(last, self._run.schedule.total)
         compares = process_group.count() > 1 and self._compares_after(steps)
@@ -146,7 +147,7 @@ class MetricsReader:
             began = time.perf_counter()
             output = output.joined()
             finite = np.asarray(output.finite)
-            progress.count_wait(time.perf_counter() - began, len(steps))
+            progress.count_wait(time.perf_counter() - began)
             made = last if output.number is None else int(output.number)
         if made != last:
             raise UserError(

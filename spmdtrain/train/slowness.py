@@ -140,16 +140,17 @@ def delays(
     """
     step = median(pace.step for pace in paces)
     usual = _combined(usual_paces, median_low)
-    busy = median_low([pace.load + pace.host + pace.dispatch for pace in usual_paces])
+    busy = median_low([pace.load + pace.host for pace in usual_paces])
+    sent = median_low([pace.load + pace.host + pace.dispatch for pace in usual_paces])
     found = []
     for pace in paces:
-        # A loop of the user may wait for the devices by itself, in phase HOST: where one process
-        # loads longer, the others then wait longer there, which is no work.
-        most = max(0.0, pace.load + pace.host + pace.dispatch - busy)
+        # Where one process loads longer, the others may wait for it in phase HOST, if a loop of
+        # the user waits for its results, or in the dispatch, which may block: that is no work.
+        own = pace.load + pace.host
         longer: dict[Cause, float] = {
             "load": max(0.0, pace.load - usual.load),
-            "host": min(most, max(0.0, pace.host - usual.host)),
-            "dispatch": min(most, max(0.0, pace.dispatch - usual.dispatch)),
+            "host": max(0.0, min(pace.host - usual.host, own - busy)),
+            "dispatch": max(0.0, min(pace.dispatch - usual.dispatch, own + pace.dispatch - sent)),
         }
         total = sum(longer.values())
         cause = max(longer, key=lambda name: longer[name])

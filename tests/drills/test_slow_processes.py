@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers import BOUND, lines
+from helpers import BOUND
 from processes import drill, job, quiet, show, start_job
 
 from spmdtrain import open_run
@@ -50,10 +51,9 @@ def test_a_slow_reader_is_named_with_its_phase(tmp_path: Path) -> None:
     (event,) = slow_events(tmp_path / "run")
     assert (event["step"], event["process"], event["cause"]) == (int(step), "worker 0", "load")
     assert 0.5 < event["share"] <= 1 and how in event["reason"]
-    of_speed = lines(tmp_path / "run" / "performance.jsonl")
-    last = of_speed[-1]
-    assert last["slow_process"] == 1 and 0.5 < last["slowest_share"] <= 1
-    assert not any("slow_process" in line for line in of_speed if line["step"] < int(step))
+    of_speed = open_run(str(tmp_path / "run")).performance()
+    assert of_speed["slow_process"][-1] == 1 and 0.5 < of_speed["slowest_share"][-1] <= 1
+    assert np.isnan(of_speed["slow_process"][of_speed["step"] < int(step)]).all()
 
 
 LOOP = """
@@ -123,7 +123,7 @@ def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path: Path) -> N
         thread.join()
     (event,) = [event for event in slow_events(tmp_path / "run") if event["share"]]
     assert (event["process"], event["cause"]) == ("worker 0", "stalled"), show(ended)
-    assert event["step"] <= 10 + 50
+    assert event["step"] <= 100  # it takes three windows of a quarter of a second
 
 
 @pytest.mark.nightly
@@ -131,5 +131,5 @@ def test_no_process_of_three_equal_ones_is_named_in_1000_steps(tmp_path: Path) -
     options = ["--workdir", tmp_path / "run", "--steps", 1000, "--pause", 0.001]
     ended = job(experiment(tmp_path), *options, processes=3)
     assert not slow_events(tmp_path / "run"), show(ended)
-    shares = [line.get("slowest_share") for line in lines(tmp_path / "run" / "performance.jsonl")]
-    assert len([share for share in shares if share is not None]) > 50
+    shares = open_run(str(tmp_path / "run")).performance()["slowest_share"]
+    assert np.isfinite(shares).sum() > 50

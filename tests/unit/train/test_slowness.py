@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,11 @@ def pace(load: float = 0, host: float = 0, wait: float = 0, stalled: float = 0) 
     """The pace of a process, in milliseconds; a step is dispatched in 0.1 ms."""
     values = (load + host + 0.1 + wait, load, host, 0.1, wait, stalled)
     return Pace(*(value / 1e3 for value in values))
+
+
+def blocked(load: float, host: float, wait: float) -> Pace:
+    """A pace of which the wait is a part of the dispatch."""
+    return replace(pace(load, host), step=(load + host + wait) / 1e3, dispatch=wait / 1e3)
 
 
 def found(*paces: Pace, on_host: bool = False) -> list[tuple[float, str]]:
@@ -62,6 +68,15 @@ NONE = (0, "")
         "one of two reads, in a loop that waits": (
             [pace(1, 9), pace(9, 1)],
             [NONE, (8, "load")],
+        ),
+        # A dispatch that blocks waits for the others.
+        "one has host work, and dispatches block": (
+            [blocked(1, 1, 8), blocked(1, 9, 0), blocked(1, 1, 8)],
+            [NONE, (8, "host"), NONE],
+        ),
+        "one dispatches slowly": (
+            [pace(1, 1, 8), replace(pace(1, 1, 0), dispatch=0.0081), pace(1, 1, 8)],
+            [NONE, (8, "dispatch"), NONE],
         ),
         "one is stopped for long, while the device of a GPU goes on": (
             [pace(1, 1, 8), pace(1, 1, 8, stalled=6), pace(1, 1, 8)],
@@ -192,7 +207,7 @@ def test_a_reader_whose_threads_read_several_batches_at_once_is_named_later() ->
     assert news.name == "process 1" and news.delay is not None and news.delay.cause == "load"
 
 
-def test_a_window_of_hardly_any_outputs_has_no_pace() -> None:
+def test_a_window_without_steps_has_no_pace() -> None:
     assert paces_of([Interval(1.0, 1.0, 1.0, 0.0, 0)] * 20, 0.0) is None
 
 
