@@ -131,7 +131,7 @@ def stop_request() -> StopRequest:
 
 
 class Interval(NamedTuple):
-    """What the thread that trains did in an interval, in seconds (see `PhaseClock.end_interval`).
+    """The seconds of the thread that trains in an interval (see `PhaseClock.end_interval`).
 
     Attributes:
       load: Waited for a batch.

@@ -671,13 +671,12 @@ class TimeAccount:
         """Writes that the others wait for a process, or no longer do."""
         if not self._own:
             return
+        share = 0.0 if slow.delay is None else round(slow.delay.share, 4)
         event: RunEvent = {"time": self._clock(), "event": "slow", "step": step}
-        event |= {"process": slow.name}
-        if slow.delay is None:
-            self._write(event | {"share": 0.0})
-        else:
-            found = {"share": round(slow.delay.share, 4), "cause": slow.delay.cause}
-            self._write(event | found | {"reason": str(slow)})
+        event |= {"process": slow.name, "share": share}
+        if slow.delay is not None:
+            event |= {"cause": slow.delay.cause, "reason": str(slow)}
+        self._write(event)
 
     def end(self, status: str, reason: str | None, step: int | None = None) -> None:
         """Writes how this start ended; further calls do nothing.

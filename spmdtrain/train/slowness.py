@@ -31,7 +31,7 @@ _PARTS = 5  # of a window
 
 @dataclass(frozen=True)
 class Pace:
-    """What a process does in a step, in seconds; a mean over some steps.
+    """The seconds that a process spends on the parts of a step; means over some steps.
 
     Attributes:
       step: The whole step.
@@ -39,7 +39,7 @@ class Pace:
       host: Runs callbacks, the logging, the user's loop.
       dispatch: Dispatches the step.
       wait: Waits for the output of a step.
-      stalled: The process did not run at all, whatever it did.
+      paused: The process did not run at all, whatever it did.
     """
 
     step: float
@@ -47,15 +47,15 @@ class Pace:
     host: float
     dispatch: float
     wait: float
-    stalled: float
+    paused: float
 
 
-def paces_of(intervals: Sequence[Interval], stalled: float) -> list[Pace] | None:
+def paces_of(intervals: Sequence[Interval], paused: float) -> list[Pace] | None:
     """Returns the pace of a process in each part of a window; None if a part has no steps.
 
     Args:
       intervals: What the thread that trains did, in the order of time.
-      stalled: The share of the window in which the process did not run, from 0 to 1. It counts in
+      paused: The share of the window in which the process did not run, from 0 to 1. It counts in
         all parts, because a process may be stopped for longer than a part takes.
     """
     paces = []
@@ -64,7 +64,7 @@ def paces_of(intervals: Sequence[Interval], stalled: float) -> list[Pace] | None
             return None
         load, host, step, wait = (sum(x[n] for x in own) / steps for n in range(4))
         whole = load + host + step
-        paces.append(Pace(whole, load, host, max(0.0, step - wait), wait, stalled * whole))
+        paces.append(Pace(whole, load, host, max(0.0, step - wait), wait, paused * whole))
     return paces
 
 
@@ -89,12 +89,12 @@ def _high(values: list[float]) -> float:
 
 # -- The process that the others wait for, by the paces of all -------------------------------------
 
-Cause = Literal["load", "host", "dispatch", "stalled"]
+Cause = Literal["load", "host", "dispatch", "paused"]
 
 
 @dataclass(frozen=True)
 class Delay:
-    """What the others wait for a process, in a step.
+    """The time for which the others wait for a process in a step.
 
     Attributes:
       seconds: How long they wait, in seconds of a step; 0 if they do not.
@@ -115,7 +115,7 @@ class Delay:
 
     def __str__(self) -> str:
         taken = f"{_duration(self.seconds)} of each {_duration(self.step)} step"
-        if self.cause == "stalled":
+        if self.cause == "paused":
             return f"it is stopped or throttled by the system for {taken}"
         return f"{self.part:.0%}".replace("%", " %") + f" in {self.cause}, {taken}"
 
@@ -155,10 +155,10 @@ def delays(
         total = sum(longer.values())
         cause = max(longer, key=lambda name: longer[name])
         delay = Delay(max(0.0, total - pace.wait), step, cause, longer[cause] / (total or 1.0))
-        stalled = max(0.0, pace.stalled - usual.stalled)
+        paused = max(0.0, pace.paused - usual.paused)
         if not computes_on_host:
-            stalled -= pace.wait
-        found.append(Delay(stalled, step, "stalled", 1.0) if stalled > delay.seconds else delay)
+            paused -= pace.wait
+        found.append(Delay(paused, step, "paused", 1.0) if paused > delay.seconds else delay)
     return found
 
 
@@ -275,7 +275,7 @@ class SlownessWatch:
         self._seconds = max(_SECONDS, _EACH * len(job.names))
         clock.intervals = deque(maxlen=10_000)
         self._intervals: list[Interval] = []
-        self._stalled = 0.0  # seconds
+        self._paused = 0.0  # seconds
         self._at = self._began = time.perf_counter()
         self._window = self._judged = 0
         self._read_at = 0.0
@@ -315,12 +315,12 @@ class SlownessWatch:
     def _tick(self) -> None:
         now = time.perf_counter()
         passed, self._at = now - self._at, now
-        self._stalled += max(0.0, passed - _TICK - _LATE)
+        self._paused += max(0.0, passed - _TICK - _LATE)
         if (intervals := self._clock.intervals) is not None:
             self._intervals += [intervals.popleft() for _ in range(len(intervals))]
         if now - self._began >= self._seconds and self._is_complete():
-            paces = paces_of(self._intervals, self._stalled / (now - self._began))
-            self._intervals, self._stalled, self._began = [], 0.0, now
+            paces = paces_of(self._intervals, self._paused / (now - self._began))
+            self._intervals, self._paused, self._began = [], 0.0, now
             if paces is not None:
                 self._window += 1
                 values = [[round(x, 6) for x in astuple(pace)] for pace in paces]

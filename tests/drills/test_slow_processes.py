@@ -122,7 +122,7 @@ def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path: Path) -> N
         ended = running.wait()
         thread.join()
     (event,) = [event for event in slow_events(tmp_path / "run") if event["share"]]
-    assert (event["process"], event["cause"]) == ("worker 0", "stalled"), show(ended)
+    assert (event["process"], event["cause"]) == ("worker 0", "paused"), show(ended)
     assert event["step"] <= 100  # it takes three windows of a quarter of a second
 
 

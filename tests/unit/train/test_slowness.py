@@ -15,9 +15,9 @@ WINDOWS = 3  # that must agree
 STEPS = 10  # of a window
 
 
-def pace(load: float = 0, host: float = 0, wait: float = 0, stalled: float = 0) -> Pace:
+def pace(load: float = 0, host: float = 0, wait: float = 0, paused: float = 0) -> Pace:
     """The pace of a process, in milliseconds; a step is dispatched in 0.1 ms."""
-    values = (load + host + 0.1 + wait, load, host, 0.1, wait, stalled)
+    values = (load + host + 0.1 + wait, load, host, 0.1, wait, paused)
     return Pace(*(value / 1e3 for value in values))
 
 
@@ -79,7 +79,7 @@ NONE = (0, "")
             [NONE, (8, "dispatch"), NONE],
         ),
         "one is stopped for long, while the device of a GPU goes on": (
-            [pace(1, 1, 8), pace(1, 1, 8, stalled=6), pace(1, 1, 8)],
+            [pace(1, 1, 8), pace(1, 1, 8, paused=6), pace(1, 1, 8)],
             [NONE, NONE, NONE],
         ),
     }.values(),
@@ -92,8 +92,8 @@ def test_a_process_delays_the_others_by_what_it_does_longer_and_does_not_wait(
 
 
 def test_a_process_that_does_not_run_delays_the_others_where_the_host_computes() -> None:
-    usual, stopped = pace(1, 1, 8, stalled=1), pace(1, 1, 8, stalled=7)
-    assert found(usual, stopped, usual, on_host=True) == [NONE, (6, "stalled"), NONE]
+    usual, stopped = pace(1, 1, 8, paused=1), pace(1, 1, 8, paused=7)
+    assert found(usual, stopped, usual, on_host=True) == [NONE, (6, "paused"), NONE]
 
 
 def test_the_sentence_has_the_phase_and_its_share_of_the_delay() -> None:
