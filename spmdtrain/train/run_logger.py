@@ -241,11 +241,13 @@ class RunLogger:
     def _log_slow(self, step: int) -> None:
         """Logs which processes have become slow or are no longer, up to a step."""
         for slow in [] if self.slowness is None else self.slowness.take():
-            if slow.delay is None:
-                self.terminal.line(f"step {step}: {slow}")
-            else:
-                self.terminal.warning(f"step {step}: {slow}")
-            self.times.log_slow(step, slow)
+            self.log_slow(step, slow)
+
+    def log_slow(self, step: int, slow: Slow) -> None:
+        """Logs up to a step that a process or a device has become slow, or is no longer."""
+        say = self.terminal.warning if slow.share else self.terminal.line
+        say(f"step {step}: {slow.text}")
+        self.times.log_slow(step, slow)
 
     def log_evaluation(
         self,
@@ -668,15 +670,12 @@ class TimeAccount:
             self._write({"time": self._clock(), "event": "fault", "step": step, "reason": reason})
 
     def log_slow(self, step: int, slow: Slow) -> None:
-        """Writes that the others wait for a process, or no longer do."""
+        """Writes that a process or a device has become slow, or is no longer."""
         if not self._own:
             return
-        share = 0.0 if slow.delay is None else round(slow.delay.share, 4)
         event: RunEvent = {"time": self._clock(), "event": "slow", "step": step}
-        event |= {"process": slow.name, "share": share}
-        if slow.delay is not None:
-            event |= {"cause": slow.delay.cause, "reason": str(slow)}
-        self._write(event)
+        event |= {"process": slow.name, "share": round(slow.share, 4), "cause": slow.cause}
+        self._write(event | {"reason": slow.text} if slow.share else event)
 
     def end(self, status: str, reason: str | None, step: int | None = None) -> None:
         """Writes how this start ended; further calls do nothing.

@@ -89,7 +89,7 @@ def _high(values: list[float]) -> float:
 
 # -- The process that the others wait for, by the paces of all -------------------------------------
 
-Cause = Literal["load", "host", "dispatch", "paused"]
+Cause = Literal["load", "host", "dispatch", "paused", "device"]
 
 
 @dataclass(frozen=True)
@@ -169,19 +169,19 @@ _MOST_NAMED = 3  # at a time
 
 @dataclass(frozen=True)
 class Slow:
-    """The beginning or the end of the time in which the others wait for a process.
+    """The beginning or the end of the time in which a process or a device is slow.
 
-    `delay` is None at the end.
+    Attributes:
+      name: The name of the process or the device.
+      cause: What the process does; "device" for a device.
+      share: The share of the time of a step that is lost, from 0 to 1; 0 at the end.
+      text: A sentence for the log.
     """
 
-    rank: int
     name: str
-    delay: Delay | None
-
-    def __str__(self) -> str:
-        if self.delay is None:
-            return f"the others no longer wait for {self.name}"
-        return f"{self.name} is the one that the others wait for: {self.delay}"
+    cause: Cause
+    share: float
+    text: str
 
 
 class SlowProcesses:
@@ -228,12 +228,16 @@ class SlowProcesses:
         news = []
         for rank in [rank for rank in self.named if usually[rank].share < _ENDED]:
             self.named.remove(rank)
-            news.append(Slow(rank, self._names[rank], None))
+            name = self._names[rank]
+            text = f"the others no longer wait for {name}"
+            news.append(Slow(name, usually[rank].cause, 0.0, text))
         for rank in sorted(range(len(least)), key=lambda rank: -usually[rank].seconds):
             is_new = rank not in self.named and least[rank].share >= _NAMED
             if is_new and len(self.named) < _MOST_NAMED:
                 self.named.append(rank)
-                news.append(Slow(rank, self._names[rank], usually[rank]))
+                name, delay = self._names[rank], usually[rank]
+                text = f"{name} is the one that the others wait for: {delay}"
+                news.append(Slow(name, delay.cause, delay.share, text))
         self.share = max(delay.share for delay in usually)
         return news
 
@@ -244,6 +248,53 @@ class SlowProcesses:
         on_host = self._computes_on_host
         usually = delays(usual, usual, computes_on_host=on_host)
         return usually, delays(low, high, computes_on_host=on_host)
+
+
+# -- Devices that compute slowly, by the computations of the sentinel ------------------------------
+
+_CHECKS = 10
+
+
+class SlowDevices:
+    """Decides check by check which devices are slow.
+
+    A device is named if in each of the last ten checks it took more than a tenth longer than the
+    others in any of them. That has ended if the medians differ by less than a twentieth.
+
+    Args:
+      names: The names of the devices.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._checks: deque[Sequence[float]] = deque(maxlen=_CHECKS)
+        self._named: list[int] = []
+
+    def judge(self, seconds: Sequence[float]) -> list[Slow]:
+        """Returns what has begun and ended with a check: the seconds of each device's computation.
+
+        All devices have run the same program, without collectives.
+        """
+        self._checks.append(seconds)
+        if len(self._checks) < _CHECKS:
+            return []
+        own = [sorted(values) for values in zip(*self._checks, strict=True)]
+        usual, most = median_low(map(median, own)), median_low(x[-1] for x in own)
+        news = []
+        for number, values in enumerate(own):
+            name, taken = self._names[number], median(values)
+            if number in self._named and taken * (1 - _ENDED) < usual:
+                self._named.remove(number)
+                news.append(Slow(name, "device", 0.0, f"{name} is as fast as the others again"))
+            is_slow = values[0] * (1 - _NAMED) > most
+            if number not in self._named and is_slow and len(self._named) < _MOST_NAMED:
+                self._named.append(number)
+                text = (
+                    f"{name} is slow: it computes gradients in {_duration(taken)}, and others the "
+                    f"same number of examples in {_duration(usual)}"
+                )
+                news.append(Slow(name, "device", 1 - usual / taken, text))
+        return news
 
 
 # -- The thread that publishes the pace of this process, and in process 0 compares those of all ----

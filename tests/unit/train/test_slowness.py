@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.distributed.progress import Interval
-from spmdtrain.train.slowness import Pace, Slow, SlowProcesses, delays, paces_of
+from spmdtrain.train.slowness import Pace, Slow, SlowDevices, SlowProcesses, delays, paces_of
 
 WINDOWS = 3  # that must agree
 STEPS = 10  # of a window
@@ -101,7 +101,7 @@ def test_the_sentence_has_the_phase_and_its_share_of_the_delay() -> None:
     paces = [pace(1, 1, 8), pace(1, 1, 8), pace(7, 3)]
     told = [processes.judge([[x] * 5 for x in paces]) for _ in range(WINDOWS + 2)]
     assert [len(news) for news in told] == [0] * (WINDOWS - 1) + [1, 0, 0]
-    assert str(told[WINDOWS - 1][0]) == (
+    assert told[WINDOWS - 1][0].text == (
         "worker 1 is the one that the others wait for: 75 % in load, 8.0 ms of each 10.1 ms step"
     )
     assert processes.named == [2] and processes.share == pytest.approx(8 / 10.1)
@@ -112,7 +112,7 @@ def test_the_beginning_and_the_end_are_told_once() -> None:
     quiet, slow = [pace(1, 1, 8)] * 3, [pace(9, 1), pace(1, 1, 8), pace(1, 1, 8)]
     windows = [slow] * (WINDOWS - 1) + [quiet] + [slow] * 20 + [quiet] + [slow] + [quiet] * 20
     told = [
-        (n, str(news))
+        (n, news.text)
         for n, window in enumerate(windows)
         for news in processes.judge([[x] * 5 for x in window])
     ]
@@ -191,7 +191,7 @@ def test_a_slow_process_is_named_within_50_steps(
         return load + noise(draw), host + noise(draw), 3 + noise(draw)
 
     told = simulated(step, processes, 50 // STEPS, seed)
-    names = [(news.name, news.delay.cause if news.delay else "") for each in told for news in each]
+    names = [(news.name, news.cause) for each in told for news in each]
     assert names == [("process 1", cause)]
 
 
@@ -204,7 +204,7 @@ def test_a_reader_whose_threads_read_several_batches_at_once_is_named_later() ->
         return burst + noise(draw), noise(draw), 3 + noise(draw)
 
     (news,) = [news for told in simulated(step, 3, 25, 1) for news in told]
-    assert news.name == "process 1" and news.delay is not None and news.delay.cause == "load"
+    assert news.name == "process 1" and news.cause == "load"
 
 
 def test_a_window_without_steps_has_no_pace() -> None:
@@ -217,3 +217,27 @@ def test_a_pace_is_of_a_step() -> None:
     assert paces is not None
     assert paces[1] == Pace(*map(pytest.approx, (0.8, 0.2, 0.1, 0.1, 0.4, 0.4)))
     assert paces[4] == Pace(*map(pytest.approx, (2.15, 0.85, 0.3, 0.3, 0.7, 1.075)))
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def test_a_device_that_takes_longer_in_all_of_ten_checks_is_named_until_it_is_as_fast() -> None:
+    rule = SlowDevices(["device 0", "device 1", "device 2"])
+    slow, quiet = [[0.020, 0.025, 0.021]], [[0.020, 0.020, 0.021]]
+    checks = slow * 9 + quiet + slow * 12 + quiet * 9
+    told = [(n, news) for n, check in enumerate(checks) for news in rule.judge(check)]
+    assert [n for n, _ in told] == [19, 27]  # when most of the last ten are quiet
+    assert told[0][1].share == pytest.approx(0.2) and told[0][1].cause == "device"
+    assert told[0][1].text == (
+        "device 1 is slow: it computes gradients in 25.0 ms, and others the same number of "
+        "examples in 20.0 ms"
+    )
+    assert (told[1][1].text, told[1][1].share) == ("device 1 is as fast as the others again", 0)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 8))
+def test_no_equal_device_is_named(seed: int, devices: int) -> None:
+    draw, rule = random.Random(seed), SlowDevices([str(n) for n in range(devices)])
+    checks = ([20 + noise(draw) for _ in range(devices)] for _ in range(200))
+    assert not any(rule.judge(check) for check in checks)
