@@ -11,12 +11,13 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from statistics import fmean, median, median_low
-from typing import Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.process_group import KEY, Job
@@ -29,8 +30,7 @@ T = TypeVar("T")
 _PARTS = 5  # of a window
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(NamedTuple):
     """The seconds that a process spends on the parts of a step; means over some steps.
 
     Attributes:
@@ -71,20 +71,6 @@ def paces_of(intervals: Sequence[Interval], paused: float) -> list[Pace] | None:
 def _parts(items: Sequence[T]) -> list[Sequence[T]]:
     ends = [len(items) * n // _PARTS for n in range(_PARTS + 1)]
     return [items[a:b] for a, b in itertools.pairwise(ends)]
-
-
-def _combined(paces: Sequence[Pace], combine: Callable[[list[float]], float]) -> Pace:
-    """Returns the pace whose values combine those of several, each for itself."""
-    return Pace(*(combine(list(values)) for values in zip(*map(astuple, paces), strict=True)))
-
-
-def _low(values: list[float]) -> float:
-    """Returns the smallest value but one: a single pause must not count."""
-    return sorted(values)[1]
-
-
-def _high(values: list[float]) -> float:
-    return sorted(values)[-2]
 
 
 # -- The process that the others wait for, by the paces of all -------------------------------------
@@ -139,7 +125,7 @@ def delays(
         not run computes nothing.
     """
     step = median(pace.step for pace in paces)
-    usual = _combined(usual_paces, median_low)
+    usual = Pace(*map(median_low, zip(*usual_paces, strict=True)))
     busy = median_low([pace.load + pace.host for pace in usual_paces])
     sent = median_low([pace.load + pace.host + pace.dispatch for pace in usual_paces])
     found = []
@@ -201,26 +187,24 @@ class SlowProcesses:
 
     def __init__(self, names: Sequence[str], *, computes_on_host: bool) -> None:
         self._names, self._computes_on_host = names, computes_on_host
-        self._windows: deque[Sequence[Sequence[Pace]]] = deque(maxlen=_WINDOWS * _PARTS)
+        # (processes, parts, values of a pace) of each window; the means of the parts.
+        self._windows: deque[np.ndarray] = deque(maxlen=_WINDOWS)
+        self._means: deque[np.ndarray] = deque(maxlen=_WINDOWS * _PARTS)
         self.named: list[int] = []
         """The ranks of the slow processes."""
         self.share = 0.0
         """The largest share of a step for which others wait for one."""
 
-    def judge(self, window: Sequence[Sequence[Pace]]) -> list[Slow]:
+    def judge(self, window: Sequence[Sequence[Sequence[float]]]) -> list[Slow]:
         """Returns what has begun and ended with a window: the paces of all processes by rank."""
-        self._windows.append(window)
+        values = np.array(window)
+        self._windows.append(values)
+        self._means.append(values.mean(axis=1))
         if len(self._windows) < _WINDOWS:
             return []
-        recent = [*self._windows][-_WINDOWS:]
-        by_rank = [list(itertools.chain(*parts)) for parts in zip(*recent, strict=True)]
-        usually, least = self._compare(by_rank)
-        if len(self._windows) == self._windows.maxlen:
-            by_rank = [
-                [_combined(parts, fmean) for parts in own]
-                for own in zip(*self._windows, strict=True)
-            ]
-            both = zip((usually, least), self._compare(by_rank), strict=True)
+        usually, least = self._compare(np.concatenate(self._windows, axis=1))
+        if len(self._means) == self._means.maxlen:
+            both = zip((usually, least), self._compare(np.stack(self._means, axis=1)), strict=True)
             usually, least = (
                 [max(pair, key=lambda delay: delay.share) for pair in zip(*found, strict=True)]
                 for found in both
@@ -241,10 +225,18 @@ class SlowProcesses:
         self.share = max(delay.share for delay in usually)
         return news
 
-    def _compare(self, by_rank: Sequence[Sequence[Pace]]) -> tuple[list[Delay], list[Delay]]:
-        """Returns the usual delays by all processes, and the least ones."""
-        usual, low, high = ([_combined(x, f) for x in by_rank] for f in (median, _low, _high))
-        low = [replace(a, step=b.step, wait=b.wait) for a, b in zip(low, usual, strict=True)]
+    def _compare(self, values: np.ndarray) -> tuple[list[Delay], list[Delay]]:
+        """Returns the usual delays by all processes, and the least ones.
+
+        The values have shape (processes, 15, values of a pace).
+        """
+        ascending = np.sort(values, axis=1)
+        # The least but one and the largest but one: a single pause must not count.
+        usual, low, high = (
+            [Pace(*pace) for pace in ascending[:, n].tolist()]
+            for n in (ascending.shape[1] // 2, 1, -2)
+        )
+        low = [a._replace(step=b.step, wait=b.wait) for a, b in zip(low, usual, strict=True)]
         on_host = self._computes_on_host
         usually = delays(usual, usual, computes_on_host=on_host)
         return usually, delays(low, high, computes_on_host=on_host)
@@ -374,7 +366,7 @@ class SlownessWatch:
             self._intervals, self._paused, self._began = [], 0.0, now
             if paces is not None:
                 self._window += 1
-                values = [[round(x, 6) for x in astuple(pace)] for pace in paces]
+                values = [[round(x, 6) for x in pace] for pace in paces]
                 text = json.dumps([self._window, values])
                 key = f"{self._keys}{self._job.rank}"
                 self._job.client.key_value_set(key, text, allow_overwrite=True)
@@ -396,5 +388,5 @@ class SlownessWatch:
         windows = [window for window, _ in by_rank.values()]
         if len(windows) == len(self._job.names) and min(windows) > self._judged:
             self._judged = min(self._window, *windows)
-            paces = [[Pace(*x) for x in by_rank[rank][1]] for rank in range(len(windows))]
+            paces = [by_rank[rank][1] for rank in range(len(windows))]
             self._news.extend(self._processes.judge(paces))

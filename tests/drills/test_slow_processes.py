@@ -104,6 +104,33 @@ def test_a_loop_names_the_process_that_works_on_its_host(tmp_path: Path) -> None
     assert re.search(r"step \d+: worker 1 is the one .*: \d+ % in host, ", ended[0].output)
 
 
+SLOW_DEVICE = """def wait(x):
+    time.sleep(0.03 if process_group.rank() == 1 else 0)
+    return np.zeros((), np.float32)
+
+
+def objective(model, batch):
+    x, y = batch
+    x = x + jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(x))
+"""
+
+
+@pytest.mark.nightly
+def test_a_device_with_a_slow_step_is_named_by_the_sentinel(tmp_path: Path) -> None:
+    config = drill(
+        tmp_path,
+        ("import numpy as np\n", "import jax\nimport numpy as np\n"),
+        ("def objective(model, batch):\n    x, y = batch\n", SLOW_DEVICE),
+        ("eval_every_steps: int | None = 12", "eval_every_steps: int | None = 500"),
+        ("checkpoint_every_steps: int | None = 5", "checkpoint_every_steps: int | None = 500"),
+    )
+    options = ["--workdir", tmp_path / "run", "--steps", 60, "--sentinel-every", 4]
+    ended = job(config, *options, processes=3)
+    (event,) = [event for event in slow_events(tmp_path / "run") if event["cause"] == "device"]
+    assert event["process"].startswith("device 1 (") and " of worker 0 on " in event["process"]
+    assert event["step"] <= 50 and event["share"] > 0.5, show(ended)
+
+
 @pytest.mark.nightly
 def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path: Path) -> None:
     options = ["--workdir", tmp_path / "run", "--steps", 200, "--pause", 0.001]
