@@ -39,14 +39,14 @@ def test_a_slow_reader_is_named_with_its_phase(tmp_path: Path) -> None:
     options = ["--workdir", tmp_path / "run", "--steps", 80, "--pause", 0.1]
     ended = job(experiment(tmp_path), *options, processes=3)
     found = NAMED.findall(ended[0].output)
-    assert len(found) == 1, show(ended)  # it is told once, not by each window
+    assert len(found) == 1, show(ended)  # it is reported once, not by each window
     step, name, how = found[0]
     assert int(step) <= 50 and name == "worker 0"
     share, phase, seconds, whole = re.fullmatch(
         r"(\d+) % in (\w+), ([\d.]+) ms of each ([\d.]+) ms step", how
     ).groups()  # type: ignore[union-attr]
     assert phase == "load" and int(share) >= 90 and 50 < float(seconds) <= float(whole)
-    assert not any("wait for" in one.output for one in ended[1:])  # process 0 alone tells it
+    assert not any("wait for" in one.output for one in ended[1:])  # process 0 alone reports it
 
     (event,) = slow_events(tmp_path / "run")
     assert (event["step"], event["process"], event["cause"]) == (int(step), "worker 0", "load")

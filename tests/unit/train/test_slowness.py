@@ -77,7 +77,7 @@ NONE = (0, "")
             [pace(1, 1, 8), pace(1, 1, 0)._replace(dispatch=0.0081), pace(1, 1, 8)],
             [NONE, (8, "dispatch"), NONE],
         ),
-        "one is stopped for long, while the device of a GPU goes on": (
+        "one is stopped for long, while the device of a GPU continues": (
             [pace(1, 1, 8), pace(1, 1, 8, paused=6), pace(1, 1, 8)],
             [NONE, NONE, NONE],
         ),
@@ -98,34 +98,34 @@ def test_a_process_that_does_not_run_delays_the_others_where_the_host_computes()
 def test_the_sentence_has_the_phase_and_its_share_of_the_delay() -> None:
     processes = SlowProcesses(["chief", "worker 0", "worker 1"], computes_on_host=False)
     paces = [pace(1, 1, 8), pace(1, 1, 8), pace(7, 3)]
-    told = [processes.judge([[x] * 5 for x in paces]) for _ in range(WINDOWS + 2)]
-    assert [len(news) for news in told] == [0] * (WINDOWS - 1) + [1, 0, 0]
-    assert told[WINDOWS - 1][0].text == (
+    reported = [processes.judge([[x] * 5 for x in paces]) for _ in range(WINDOWS + 2)]
+    assert [len(news) for news in reported] == [0] * (WINDOWS - 1) + [1, 0, 0]
+    assert reported[WINDOWS - 1][0].text == (
         "worker 1 is the one that the others wait for: 75 % in load, 8.0 ms of each 10.1 ms step"
     )
     assert processes.named == [2] and processes.share == pytest.approx(8 / 10.1)
 
 
-def test_the_beginning_and_the_end_are_told_once() -> None:
+def test_the_beginning_and_the_end_are_reported_once() -> None:
     processes = SlowProcesses(["chief", "worker 0", "worker 1"], computes_on_host=False)
     quiet, slow = [pace(1, 1, 8)] * 3, [pace(9, 1), pace(1, 1, 8), pace(1, 1, 8)]
     windows = [slow] * (WINDOWS - 1) + [quiet] + [slow] * 20 + [quiet] + [slow] + [quiet] * 20
-    told = [
+    reported = [
         (n, news.text)
         for n, window in enumerate(windows)
         for news in processes.judge([[x] * 5 for x in window])
     ]
-    # A pause in one window begins anew; the end is when most of the fifteen last are quiet.
-    assert [n for n, _ in told] == [WINDOWS + WINDOWS - 1, 24 + 7]
-    assert told[1][1] == "the others no longer wait for chief"
+    # A pause in one window begins again; the end is when most of the fifteen last are quiet.
+    assert [n for n, _ in reported] == [WINDOWS + WINDOWS - 1, 24 + 7]
+    assert reported[1][1] == "the others no longer wait for chief"
     assert processes.named == [] and processes.share == 0
 
 
 def test_of_many_slow_processes_the_three_slowest_are_named() -> None:
     processes = SlowProcesses([f"process {n}" for n in range(12)], computes_on_host=False)
     paces = [pace(1, 1, 8)] * 7 + [pace(load, 1) for load in (6, 9, 7, 8, 5)]
-    told = [news.name for _ in range(9) for news in processes.judge([[x] * 5 for x in paces])]
-    assert told == ["process 8", "process 10", "process 9"]
+    reported = [news.name for _ in range(9) for news in processes.judge([[x] * 5 for x in paces])]
+    assert reported == ["process 8", "process 10", "process 9"]
 
 
 # -- windows of a simulated job --------------------------------------------------------------------
@@ -135,7 +135,7 @@ Step = Callable[[random.Random, int], tuple[float, float, float]]
 
 
 def simulated(step: Step, processes: int, windows: int, seed: int) -> list[list[Slow]]:
-    """What is told of a job with these steps, all of which wait for the slowest process.
+    """What is reported of a job with these steps, all of which wait for the slowest process.
 
     A process runs ahead of its devices by up to 8 steps.
     """
@@ -143,7 +143,7 @@ def simulated(step: Step, processes: int, windows: int, seed: int) -> list[list[
     rule = SlowProcesses([f"process {n}" for n in range(processes)], computes_on_host=False)
     host = [0.0] * processes  # the time of each process
     done: list[float] = [0.0]  # when the devices have made each step
-    told = []
+    reported = []
     for _ in range(windows):
         intervals: list[list[Interval]] = [[] for _ in range(processes)]
         for _ in range(STEPS):
@@ -158,8 +158,8 @@ def simulated(step: Step, processes: int, windows: int, seed: int) -> list[list[
                 intervals[rank].append(Interval(*(x / 1e3 for x in values), 1))
             done.append(max(ready))
         paces = [paces_of(own, 0.0) for own in intervals]
-        told.append(rule.judge([x for x in paces if x is not None]))
-    return told
+        reported.append(rule.judge([x for x in paces if x is not None]))
+    return reported
 
 
 def noise(draw: random.Random) -> float:
@@ -169,10 +169,10 @@ def noise(draw: random.Random) -> float:
 
 @given(st.integers(0, 2**32), st.integers(2, 6), st.sampled_from([0.0, 3.0, 30.0]))
 def test_no_equal_process_is_named(seed: int, processes: int, compute: float) -> None:
-    told = simulated(
+    reported = simulated(
         lambda draw, rank: (noise(draw), noise(draw), compute + noise(draw)), processes, 60, seed
     )
-    assert not any(told)
+    assert not any(reported)
 
 
 @given(
@@ -189,8 +189,8 @@ def test_a_slow_process_is_named_within_50_steps(
         load, host = (own, 0.0) if cause == "load" else (0.0, own)
         return load + noise(draw), host + noise(draw), 3 + noise(draw)
 
-    told = simulated(step, processes, 50 // STEPS, seed)
-    names = [(news.name, news.cause) for each in told for news in each]
+    reported = simulated(step, processes, 50 // STEPS, seed)
+    names = [(news.name, news.cause) for each in reported for news in each]
     assert names == [("process 1", cause)]
 
 
@@ -202,7 +202,7 @@ def test_a_reader_whose_threads_read_several_batches_at_once_is_named_later() ->
         burst = 80.0 if rank == 1 and number[rank] % 4 == 0 else 0.0
         return burst + noise(draw), noise(draw), 3 + noise(draw)
 
-    (news,) = [news for told in simulated(step, 3, 25, 1) for news in told]
+    (news,) = [news for reported in simulated(step, 3, 25, 1) for news in reported]
     assert news.name == "process 1" and news.cause == "load"
 
 
@@ -225,14 +225,17 @@ def test_a_device_that_takes_longer_in_all_of_ten_checks_is_named_until_it_is_as
     rule = SlowDevices(["device 0", "device 1", "device 2"])
     slow, quiet = [[0.020, 0.025, 0.021]], [[0.020, 0.020, 0.021]]
     checks = slow * 9 + quiet + slow * 12 + quiet * 9
-    told = [(n, news) for n, check in enumerate(checks) for news in rule.judge(check)]
-    assert [n for n, _ in told] == [19, 27]  # when most of the last ten are quiet
-    assert told[0][1].share == pytest.approx(0.16) and told[0][1].cause == "device"
-    assert told[0][1].text == (
+    reported = [(n, news) for n, check in enumerate(checks) for news in rule.judge(check)]
+    assert [n for n, _ in reported] == [19, 27]  # when most of the last ten are quiet
+    assert reported[0][1].share == pytest.approx(0.16) and reported[0][1].cause == "device"
+    assert reported[0][1].text == (
         "device 1 is slow: it computes gradients in 25.0 ms, and others the same number of "
         "examples in 21.0 ms"
     )
-    assert (told[1][1].text, told[1][1].share) == ("device 1 is as fast as the others again", 0)
+    assert (reported[1][1].text, reported[1][1].share) == (
+        "device 1 is as fast as the others again",
+        0,
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(2, 8))
