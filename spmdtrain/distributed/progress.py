@@ -13,14 +13,14 @@ import signal
 import struct
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdtrain.errors import option
 
@@ -130,10 +130,28 @@ def stop_request() -> StopRequest:
 # -- Seconds that this process has spent in each phase ---------------------------------------------
 
 
+class Interval(NamedTuple):
+    """The seconds of the thread that trains in an interval (see `PhaseClock.end_interval`).
+
+    Attributes:
+      load: Waited for a batch.
+      host: Everything else outside of steps.
+      step: Dispatched steps, and waited for them; `waited` is a part of it.
+      waited: Waited for the output of steps.
+      steps: Number of the steps that were dispatched.
+    """
+
+    load: float
+    host: float
+    step: float
+    waited: float
+    steps: int
+
+
 class PhaseClock:
     """Adds up the time in each phase of the thread that trains, which begins in `phase`."""
 
-    __slots__ = ("_marks", "_seconds", "_since", "began", "phase")
+    __slots__ = ("_marks", "_seconds", "_since", "_steps", "_waited", "began", "intervals", "phase")
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -142,6 +160,9 @@ class PhaseClock:
         self._since = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._marks: defaultdict[str, float] = defaultdict(float)  # at the end of an interval
+        self._waited, self._steps = 0.0, 0  # in this interval
+        self.intervals: deque[Interval] | None = None
+        """Receives the intervals if another thread has set it, which takes them."""
 
     def switch(self, phase: str) -> str:
         """Ends the current phase and begins another; returns the one that has ended."""
@@ -150,17 +171,32 @@ class PhaseClock:
         self.phase, self._since = phase, now
         return before
 
-    def end_interval(self, sources: Sequence[str], target: str, *, moves: bool) -> None:
+    def count_wait(self, seconds: float) -> None:
+        """Counts a wait for the output of steps."""
+        self._waited += seconds
+
+    def count_steps(self, number: int) -> None:
+        """Counts steps that were dispatched."""
+        self._steps += number
+
+    def end_interval(self, *, overlapped: bool) -> None:
         """Ends an interval, which began with the end of the one before.
 
-        With `moves`, the time of the sources in this interval counts as time of the target.
+        If it is overlapped, its time of phases LOAD and HOST counts as time of STEP.
         """
         self.switch(self.phase)
-        for source in sources:
-            seconds = self._seconds[source] - self._marks[source] if moves else 0.0
-            self._seconds[source] -= seconds
-            self._seconds[target] += seconds
-            self._marks[source] = self._seconds[source]
+        totals, marks = self._seconds, self._marks
+        load, host = (totals[x] - marks[x] for x in (Phase.LOAD, Phase.HOST))
+        if self.intervals is not None:
+            step = totals[Phase.STEP] - marks[Phase.STEP]
+            self.intervals.append(Interval(load, host, step, self._waited, self._steps))
+            self._waited, self._steps = 0.0, 0
+        if overlapped:
+            totals[Phase.LOAD] -= load
+            totals[Phase.HOST] -= host
+            totals[Phase.STEP] += load + host
+        for x in (Phase.LOAD, Phase.HOST, Phase.STEP):
+            marks[x] = totals[x]
 
     def read(self) -> dict[str, float]:
         """Returns the seconds by phase, up to now."""
@@ -441,7 +477,19 @@ def end_interval(*, overlapped: bool) -> None:
     batches, or ran callbacks or the user's loop, then counts as time of steps.
     """
     if CONTEXT.clock is not None:
-        CONTEXT.clock.end_interval((Phase.LOAD, Phase.HOST), Phase.STEP, moves=overlapped)
+        CONTEXT.clock.end_interval(overlapped=overlapped)
+
+
+def count_wait(seconds: float) -> None:
+    """Counts a wait of the thread that trains, in phase STEP, for the output of steps."""
+    if CONTEXT.clock is not None:
+        CONTEXT.clock.count_wait(seconds)
+
+
+def count_steps(number: int) -> None:
+    """Counts steps that the thread that trains has dispatched."""
+    if CONTEXT.clock is not None:
+        CONTEXT.clock.count_steps(number)
 
 
 def take_clock() -> PhaseClock:

@@ -116,8 +116,8 @@ def refuse_cluster(tf_config: str | None) -> None:
     if spec.role is not Role.LOCAL:
         raise UserError(
             f"TF_CONFIG makes this process {spec.name} of a cluster, but the launcher creates its "
-            "own cluster: leave --processes out, which starts the process of this machine, or "
-            "unset TF_CONFIG"
+            f"own cluster: leave {option('processes')} out, which starts the process of this "
+            "machine, or unset TF_CONFIG"
         )
 
 

@@ -143,7 +143,7 @@ class LinesFile:
 # -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
 
 EVENTS_FILE = "events.jsonl"
-EVENT_KINDS = ("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "end")
+EVENT_KINDS = ("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "slow", "end")
 _STEP = "step"  # the phase whose time is productive
 _MADE = ("start", "phases", "checkpoint", "snapshot", "evaluation")  # events after their step
 
@@ -160,10 +160,15 @@ class RunEvent(TypedDict):
       "rejoin"
     - in `lost_steps` how many steps of the start before it makes again, and in `lost_seconds` the
       seconds from the last step of that start until the state was there, as far as it is known
+
+    An event "slow" has the `process` that the others wait for, the `share` of a step, from 0 to 1,
+    and the `cause`; with 0 they no longer wait for it.
     """
 
     time: float
-    event: Literal["start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "end"]
+    event: Literal[
+        "start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "slow", "end"
+    ]
     step: NotRequired[int]
     source: NotRequired[str]
     processes: NotRequired[int]
@@ -174,6 +179,9 @@ class RunEvent(TypedDict):
     seconds: NotRequired[dict[str, float]]
     status: NotRequired[str]
     reason: NotRequired[str]
+    process: NotRequired[str]
+    share: NotRequired[float]
+    cause: NotRequired[str]
 
 
 def parse_event(content: Mapping[str, Any]) -> RunEvent:
@@ -186,10 +194,11 @@ def parse_event(content: Mapping[str, Any]) -> RunEvent:
     """
     event = without_other_fields(content, RunEvent)
     seconds = event.get("seconds", {})
-    numbers = [event.get("time"), *(seconds.values() if isinstance(seconds, dict) else [None])]
-    numbers.append(event.get("lost_seconds", 0.0))
+    numbers = [event.get("time"), event.get("share", 0.0), event.get("lost_seconds", 0.0)]
+    numbers += [*(seconds.values() if isinstance(seconds, dict) else [None])]
     counts = [event.get(name, 0) for name in ("step", "processes", "devices", "lost_steps")]
-    texts = [event.get(name, "") for name in ("status", "reason", "source", "change")]
+    names = ("status", "reason", "source", "change", "process", "cause")
+    texts = [event.get(name, "") for name in names]
     if (
         event.get("event") not in EVENT_KINDS
         or not all(is_number(number) and number >= 0 for number in numbers)

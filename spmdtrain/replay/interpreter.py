@@ -371,8 +371,8 @@ class Interpreter:
         while True:
             count += 1
             inside = self._inside(equation, where, f"while, iteration {count}")
-            (goes_on,) = self._closed(test.jaxpr, test.consts, [*of_test, *carry], inside)
-            chosen = _same_on_all(goes_on.value)
+            (continues,) = self._closed(test.jaxpr, test.consts, [*of_test, *carry], inside)
+            chosen = _same_on_all(continues.value)
             if chosen is None:
                 return None
             if not chosen:

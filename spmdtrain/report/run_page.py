@@ -89,6 +89,7 @@ TONES = {
     Status.PREEMPTED: Tone.WARNING,
 }
 _MOST_METRICS = 3
+_MOST_SLOW = 3  # processes
 _SILENCE = 600  # seconds without an event after which a running run may have been killed
 
 
@@ -105,7 +106,8 @@ def overview(runs: Sequence[RunData]) -> Section:
     notes += [
         NoteBlock(f"{_of(run, runs)}{text}", Tone.WARNING)
         for run in runs
-        if (text := _silence(run))
+        for text in (_silence(run), *_slow(run))
+        if text
     ]
     top: Any = StatsBlock(_facts(runs[0])) if len(runs) == 1 else _runs_table(runs)
     return Section("", [top, *notes, *faults])
@@ -123,6 +125,21 @@ def _silence(run: RunData) -> str:
     if silent < _SILENCE:
         return ""
     return f"no event for {length(silent)}: a run that was killed could not record its end"
+
+
+def _slow(run: RunData) -> list[str]:
+    """Returns a note for each of the last processes that the others have waited for."""
+    notes: dict[str, str] = {}
+    for event in run.events.events:
+        if event["event"] != "slow":
+            continue
+        process, at = event.get("process", ""), f"step {event.get('step', 0):,}"
+        if "reason" in event:
+            notes.pop(process, None)
+            notes[process] = f"since {at}: {event['reason']}"
+        elif process in notes:
+            notes[process] += f"; until {at}"
+    return [foreign(note, 500) for note in [*notes.values()][-_MOST_SLOW:]]
 
 
 def _facts(run: RunData) -> list[Fact]:

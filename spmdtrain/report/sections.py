@@ -203,6 +203,7 @@ _QUANTITIES = {
     "tokens_per_second": _Quantity("tokens per second"),
     "model_flops_utilization": _Quantity("model FLOPs utilization", is_share=True),
     "input_wait": _Quantity("input wait", is_share=True),
+    "slowest_share": _Quantity("waiting for the slowest process", is_share=True),
     "device_memory_bytes": _Quantity("device memory, GB", unit=1e9),
     "goodput": _Quantity("goodput", is_share=True),
 }

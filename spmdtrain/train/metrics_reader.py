@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import math
 import shlex
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Never
 
@@ -16,7 +17,7 @@ from spmdtrain.checkpoints.checksums import check_equal, format_sums, read_parts
 from spmdtrain.checkpoints.host_copy import StateSums, is_on_cpu
 from spmdtrain.config.run_config import RunConfig, file_of_config
 from spmdtrain.data.mixture import components_of
-from spmdtrain.distributed import process_group
+from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import (
     NonFiniteError,
@@ -88,6 +89,7 @@ class MetricsReader:
           ReplicaError: If the processes' copies of the state differ.
         """
         self._check_sound()
+        progress.count_steps(len(steps))
         last = steps[-1]
         hashes = self._run.config.hashes_at(last, self._run.schedule.total)
         compares = process_group.count() > 1 and self._compares_after(steps)
@@ -145,8 +147,10 @@ class MetricsReader:
     def _read(self, steps: Sequence[int], output: StepOutput) -> None:
         last = steps[-1]
         with phase(Phase.STEP):  # blocks until all processes have run the step
+            began = time.perf_counter()
             output = output.joined()
             finite = np.asarray(output.finite)
+            progress.count_wait(time.perf_counter() - began)
             made = last if output.number is None else int(output.number)
         if made != last:
             raise UserError(

@@ -48,6 +48,7 @@ from spmdtrain.step.metrics import LEARNING_RATE, NORMS
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Figure, Media
 from spmdtrain.trackers.run_trackers import RunTrackers, check_items
+from spmdtrain.train.slowness import Slow, SlownessWatch
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.chips import peak_flops
 from spmdtrain.xla.collectives import Collective
@@ -87,6 +88,8 @@ class RunLogger:
         self.written: Written = {Split.EPOCH: {}, Split.EVAL: {}}
         """The metrics that were written for epochs and evaluations."""
         self.performance, self.times = PerformanceLog(files), TimeAccount(files)
+        self.slowness: SlownessWatch | None = None
+        """Names slow processes; None if there is one process, or none waits for another."""
         self._hashes: LinesFile | None = None  # opened by the first hash
         self.timer = StepTimer()
         self._devices: list[jax.Device] = []  # of this process
@@ -193,7 +196,11 @@ class RunLogger:
         if process_group.is_chief():  # others have neither files nor trackers
             times = self.times.measure(done)
             goodput = None if times is None else times.goodput
-            curves = self.performance.record(step, examples, rate, wait, goodput, self._devices)
+            more = {} if self.slowness is None else self.slowness.figures
+            curves = self.performance.record(
+                step, examples, rate, wait, goodput, self._devices, more
+            )
+            self._log_slow(step)
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
         shown = self._shown(metrics)
@@ -234,6 +241,17 @@ class RunLogger:
         """Logs that in a step a device has computed other gradients than the other devices."""
         self.terminal.warning(message)
         self.times.log_fault(step, message)
+
+    def _log_slow(self, step: int) -> None:
+        """Logs which processes have become slow or are no longer, up to a step."""
+        for slow in [] if self.slowness is None else self.slowness.take():
+            self.log_slow(step, slow)
+
+    def log_slow(self, step: int, slow: Slow) -> None:
+        """Logs up to a step that a process or a device has become slow, or is no longer."""
+        say = self.terminal.warning if slow.share else self.terminal.line
+        say(f"step {step}: {slow.text}")
+        self.times.log_slow(step, slow)
 
     def log_evaluation(
         self,
@@ -340,6 +358,8 @@ class RunLogger:
           StorageError: If the files of a finished run cannot be written.
         """
         self.trackers.status = status
+        if status is Status.FINISHED:
+            self._log_slow(step)
         if self.files:
             # The status is written last: a finished run has all of its files.
             for write in (
@@ -517,6 +537,7 @@ class PerformanceLog:
         input_wait: float | None,
         goodput: float | None,
         devices: Any,
+        more: Mapping[str, float],
     ) -> dict[str, float]:
         """Writes a line; returns the values for curves, by tag. None is a value that is not known.
 
@@ -525,6 +546,7 @@ class PerformanceLog:
           input_wait: Share of the time in which the devices waited for batches, from 0 to 1.
           goodput: Share of the time since the first start that was spent on steps, from 0 to 1.
           devices: The devices of this process.
+          more: Further values by name.
         """
         self.write_program()
         tokens = utilization = None
@@ -545,6 +567,7 @@ class PerformanceLog:
             "device_memory_bytes": peak_memory(devices),
             "goodput": goodput,
             PROCESSES: process_group.count(),
+            **more,
         }
         self._weight, self._steps = 0.0, 0
         values = {name: value for name, value in known.items() if value is not None}
@@ -582,10 +605,11 @@ class TimeAccount:
 
     def __init__(self, files: RunFiles | None, clock: Callable[[], float] = time.time) -> None:
         self._files, self._clock = files, clock
-        self._phases = progress.take_clock()
+        self.phases = progress.take_clock()
+        """The clock of the thread that trains."""
         self._lines: LinesFile | None = None
         self._earlier = RunTimes(0.0, 0.0, {})  # of the earlier starts
-        self._began = self._phases.began  # when the first start began
+        self._began = self.phases.began  # when the first start began
         self._done = 0  # the last step that an earlier start has reached
         self._own: list[RunEvent] = []  # of this start, as far as `run_times` needs them
         self._step, self._written_at, self._ended = 0, 0.0, False
@@ -611,7 +635,7 @@ class TimeAccount:
           devices: Number of devices of all processes.
           logged: As for `what_is_lost`.
         """
-        began = self._phases.began
+        began = self.phases.began
         start: RunEvent = {"time": began, "event": "start", "step": step}
         start |= {"processes": process_group.count(), "devices": devices}
         start |= {"source": self.source} if self.source else {}
@@ -672,6 +696,14 @@ class TimeAccount:
         if self._own:
             self._write({"time": self._clock(), "event": "fault", "step": step, "reason": reason})
 
+    def log_slow(self, step: int, slow: Slow) -> None:
+        """Writes that a process or a device has become slow, or is no longer."""
+        if not self._own:
+            return
+        event: RunEvent = {"time": self._clock(), "event": "slow", "step": step}
+        event |= {"process": slow.name, "share": round(slow.share, 4), "cause": slow.cause}
+        self._write(event | {"reason": slow.text} if slow.share else event)
+
     def end(self, status: str, reason: str | None, step: int | None = None) -> None:
         """Writes how this start ended; further calls do nothing.
 
@@ -689,7 +721,7 @@ class TimeAccount:
         self._write(end if step is None else end | {"step": step})
 
     def _now(self) -> RunEvent:
-        seconds = self._phases.read()
+        seconds = self.phases.read()
         # Waiting for the compilation in other processes is compilation, too.
         seconds[Phase.COMPILE] = seconds.get(Phase.COMPILE, 0.0) + seconds.pop(Phase.COMPILED, 0.0)
         seconds[Phase.HOST] = seconds.get(Phase.HOST, 0.0) + seconds.pop(Phase.END, 0.0)

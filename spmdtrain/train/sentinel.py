@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import math
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.gradients import ON_ONE_DEVICE, Inputs, SumOrder
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.session import RunSession
+from spmdtrain.train.slowness import SlowDevices
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import constrains_sharding
 
@@ -148,6 +150,7 @@ def _of_two(results: Mapping[int, Sequence[bytes]], parameter: int) -> Verdict:
 
 PyTree = Any
 _KEPT = 20  # faults in the status
+_POLL = 0.0002  # seconds
 
 
 class Sentinel:
@@ -176,6 +179,7 @@ class Sentinel:
         status = files.sentinel if files is not None else None
         passed: int = process_group.broadcast(0 if status is None else status["passed"])
         self._passed = min(passed, first)
+        self._speeds = SlowDevices([self._name(number) for number in range(self._sums.count)])
         self._warn_of_restarts()
 
     def check(self, step: int, state: TrainState, batch: PyTree) -> None:
@@ -189,6 +193,8 @@ class Sentinel:
         if not self._has_run:  # it was compiled
             self._run.logger.timer.restart(step - 1)
             self._has_run = True
+        else:
+            self._compare_speeds(step)
         files = self._run.logger.files
         if verdict is None:
             self._passed = step
@@ -207,6 +213,22 @@ class Sentinel:
         if action == "rollback":
             message += self._go_back(fault)
         raise DeviceFaultError(message)
+
+    def _compare_speeds(self, step: int) -> None:
+        """Names devices that took longer than the others for the computations of a check."""
+        own = self._sums.seconds
+        if self._sums.shares_processors or process_group.count() == 1:
+            return
+        of_all = process_group.collect({str(number): x for number, x in own.items()})
+        by_device = {int(number): x for found in of_all for number, x in found.items()}
+        if len(by_device) == self._sums.count:  # in process 0
+            for slow in self._speeds.judge([x for _, x in sorted(by_device.items())]):
+                self._run.logger.log_slow(step, slow)
+
+    def _name(self, number: int) -> str:
+        device = self._sums.devices[number]
+        process = process_group.names()[device.process_index]
+        return f"device {number} ({device}) of {process} on {self._hosts[device.process_index]}"
 
     def _faults(self) -> list[FoundFault]:
         files = self._run.logger.files
@@ -363,6 +385,9 @@ class GradientSums:
       count: Number of shards, and of devices.
       names: Paths of the trained parameters.
       devices: The devices in the order of the shards.
+      seconds: The time that each device of this process took in the last check for one run, by its
+        number.
+      shares_processors: Whether devices share processors, so that their times say nothing.
 
     Raises:
       UserError: If fewer than two devices split the batch, or a device does not compute whole
@@ -386,6 +411,9 @@ class GradientSums:
         trained, _ = functions.update.partition(functions.abstract_state.params)
         self.names = list(named_leaves(trained))
         self.devices: list[jax.Device] = list(mesh.devices.ravel())
+        self.seconds: dict[int, float] = {}
+        local = [device for device in self.devices if device.process_index == jax.process_index()]
+        self.shares_processors = len(local) > 1 and placement.is_virtual()
         self._functions, self._placement = functions, placement
         self._sums: dict[bool, Together] = {}  # by whether batches are `IndexedBatch`
         self._turn = 1  # the half of the examples of the last check
@@ -393,6 +421,8 @@ class GradientSums:
         move = jax.shard_map(self._move, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
         split = placement.batch
         self._roll = Together(jax.jit(move, in_shardings=split, out_shardings=split))
+        whole = placement.replicated
+        self._gather = Together(jax.jit(lambda x: x, in_shardings=split, out_shardings=whole))
 
     def first(self) -> jax.Array:
         """Returns the numbers of the shards, int32 (count,): device i has shard i."""
@@ -423,7 +453,24 @@ class GradientSums:
             self._sums[by_index] = Together(self._compile(by_index=by_index))
         key = jax.random.key_data(state.step_key)
         given = state.variables, batch, key, shards, np.int32(self._turn)
-        return np.asarray(self._sums[by_index](*given))
+        jax.block_until_ready(given)  # devices may still run the last step
+        process_group.barrier()
+        began = time.perf_counter()
+        sums = self._sums[by_index](*given)
+        self.seconds = self._times(sums, began)
+        return np.asarray(self._gather(sums))
+
+    def _times(self, sums: jax.Array, began: float) -> dict[int, float]:
+        """Waits for the shards of this process; returns the seconds until each was there."""
+        numbers = {device: number for number, device in enumerate(self.devices)}
+        pending = {numbers[shard.device]: shard.data for shard in sums.addressable_shards}
+        found: dict[int, float] = {}
+        while pending:
+            for number in [number for number, data in pending.items() if data.is_ready()]:
+                found[number] = time.perf_counter() - began
+                del pending[number]
+            time.sleep(_POLL if pending else 0.0)
+        return found
 
     def compare(self, state: TrainState, batch: PyTree) -> Verdict | None:
         """Computes each shard on two devices, and on a third one if their results differ.
@@ -474,7 +521,7 @@ class GradientSums:
         return jax.jit(
             sums,
             in_shardings=(layout.shardings.variables, of_batch, replicated, split, replicated),
-            out_shardings=replicated,
+            out_shardings=split,
             compiler_options=self._functions.compiler_options or None,
         )
 

@@ -65,12 +65,14 @@ from spmdtrain.step.metrics import component_metric
 from spmdtrain.step.optimizer import BaseModel
 from spmdtrain.step.optimizer_record import OptimizerRecord
 from spmdtrain.step.state import TrainState
+from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, FrozenMetrics
 from spmdtrain.train.divergence import DivergenceWatch, Rewound, rewind
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
+from spmdtrain.train.slowness import SlownessWatch
 
 if TYPE_CHECKING:
     from spmdtrain.checkpoints.snapshots import Snapshots
@@ -472,6 +474,10 @@ class RunSession:
         datasets = {"train": train, **data}
         skipped = {n: len(skipped_of(x)) for n, x in datasets.items() if isinstance(x, Dataset)}
         logger = RunLogger(terminal, files, config, skipped, kept)
+        job = process_group.current()
+        if job is not None and not strategy(config.strategy).is_asynchronous:
+            logger.slowness = SlownessWatch(job, logger.times.phases)
+            stack.callback(logger.slowness.close)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = examples_per_epoch(train)
         run = cls(

@@ -96,6 +96,8 @@ def test_corrupted_and_forged_lines_are_left_out(tmp_path: Path) -> None:
         '{"time": 1001.0, "event": "start", "change": 5}',
         '{"time": 1001.0, "event": "phases", "step": "x", "seconds": {}}',
         '{"time": 1001.0, "event": "phases", "step": 1, "seconds": {"step": NaN}}',
+        '{"time": 1001.0, "event": "slow", "step": 1, "process": "chief", "share": "x"}',
+        '{"time": 1001.0, "event": "slow", "step": 1, "process": ["chief"], "share": 0.5}',
         '{"time": 1001.0, "event": "phases", "st',
         "[" * 1000,
         '"start"',

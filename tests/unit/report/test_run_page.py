@@ -202,6 +202,23 @@ def test_a_run_that_may_have_been_killed_is_named(tmp_path: Path) -> None:
     assert note not in text_of(page_of(run))
 
 
+def test_processes_that_the_others_waited_for_are_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    reason = "worker 1 is the one that the others wait for: 82 % in load, 4.1 ms of each 11.2 ms"
+    begin = {"time": 5.0, "event": "slow", "process": "worker 1", "share": 0.37, "reason": reason}
+    events = [
+        {"time": 1.0, "event": "start", "step": 0, "processes": 2, "devices": 2},
+        {**begin, "step": 100},
+        {"time": 9.0, "event": "slow", "step": 250, "process": "worker 1", "share": 0.0},
+        {**begin, "step": 1300, "process": "chief", "reason": "the chief"},
+        {"time": 9.0, "event": "slow", "step": 1400, "process": "worker 0", "share": 0.0},
+    ]
+    write_lines(run / "events.jsonl", events)
+    text = text_of(page_of(run))
+    assert f"since step 100: {reason}; until step 250" in text
+    assert "since step 1,300: the chief" in text and "the chief; until" not in text
+
+
 def forge_media(run: Path) -> None:
     (run.parent / "secret.png").write_bytes(png(99))
     os.symlink(run.parent / "secret.png", run / "media" / "link.png")
