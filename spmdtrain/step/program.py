@@ -57,6 +57,7 @@ from spmdtrain.step.health import (
     Changes,
     Whole,
     finite_flags,
+    finite_loss,
     global_norm,
     has_norms,
     may_branch,
@@ -175,7 +176,7 @@ class FusedChecks:
             before.model_state, after.model_state, places.model_state, arrays_too=True
         )
         of_state = ~jnp.isnan(self.of_optimizer) & of_others
-        flags = [jnp.isfinite(loss).all(), ~jnp.isnan(self.of_params), of_state, of_model]
+        flags = [finite_loss(loss, after), ~jnp.isnan(self.of_params), of_state, of_model]
         return jnp.stack(flags)
 
 

@@ -12,7 +12,7 @@ from spmdtrain.errors import NonFiniteError
 
 _LEAST = 16  # values that are needed for a verdict
 _NORMAL = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
-_SMALLEST = 1e-3  # of the median: the deviation of values that are all but equal
+_SMALLEST = 1e-2  # of the median: the deviation of values that are all but equal
 
 
 class DivergenceWatch:

@@ -249,6 +249,8 @@ class MetricsReader:
         if norms is not None and has_norms(step, self._run.config.log_every):
             known = dict(zip(NORMS, np.asarray(norms).tolist(), strict=False))
             values |= {n: known[n] for n in ("gradient_norm",) if n in known}
+        # An optimizer may leave out what is not finite.
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         if (why := watch.verdict(values)) is not None:
             self._failed = NonFiniteError(f"step {step}: {why}", step, loss=values.get("loss"))
             raise self._failed
