@@ -162,7 +162,8 @@ def _own_checkpoints(run: RunSession) -> Source | None:
     if config.resume == "never" and not source.is_on_disk(newest):
         raise UserError(
             f"resume is 'never', and the run of {where} has a snapshot of step {newest} in memory: "
-            f"use another workdir, or remove {source.path(newest).parent.parent}"
+            f"use another workdir, or remove {source.path(newest).parent.parent} (on several "
+            "hosts the folder of that name on each)"
         )
     if config.resume == "never":
         raise UserError(
