@@ -9,8 +9,8 @@ first line of metrics.jsonl with a higher step than all before. In each round, a
 with a warm spare for each process take turns, so that both see the same load; the ratio is that of
 the medians. All processes share the processors of one machine. `--options` are further options of
 the run, in both.
-The figures are written to benchmarks/results/w11-restart.json, in place of those of the run before,
-and `report.py` makes a table of them. Data: SPMDTRAIN_DATA, with tinyshakespeare and
+The figures are written to benchmarks/results/w11-restart.json, in place of those of the run before;
+docs/reliability.md has a table of them. Data: SPMDTRAIN_DATA, with tinyshakespeare and
 tf_flowers_small.
 """
 
