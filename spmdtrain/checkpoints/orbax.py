@@ -18,12 +18,19 @@ _MIN_SLICE = 2**20  # bytes
 class Manager(ocp.CheckpointManager):  # type: ignore[misc]
     """Orbax' manager without its handling of preemption, which stops at steps of Orbax' choice."""
 
-    failure: Exception | None = None
-    """Why this process could not write its part: known before Orbax' barrier, in which it waits for
-    processes that wait for it."""
-
     def reached_preemption(self, step: int) -> bool:
         return False
+
+
+class SharedManager(Manager):
+    """The manager of several processes.
+
+    Attributes:
+      failure: Why this process could not write its part. It is known before Orbax' barrier, in
+        which this process waits for others that wait for it.
+    """
+
+    failure: Exception | None = None
 
     def _wait_for_checkpointers(self) -> None:
         try:
@@ -52,7 +59,7 @@ def open_manager(
     if is_url(folder):
         check_s3(folder)
     count = process_group.count()
-    return Manager(
+    return (SharedManager if count > 1 else Manager)(
         folder,
         options=ocp.CheckpointManagerOptions(
             create=False,

@@ -230,7 +230,10 @@ class Checkpoints:
                 )
             self._write(save, items, sums)
             save.is_read.set()
-            self._await_written()
+            if process_group.count() > 1:
+                self._await_others()
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
             if save.replaces:
                 (self.folder / _RETENTION).unlink()
         except Exception as error:
@@ -242,18 +245,16 @@ class Checkpoints:
         self._remover.submit(self._remove)
         return save.step
 
-    def _await_written(self) -> None:
+    def _await_others(self) -> None:
         """Waits until Orbax has published the checkpoint; raises the error of this process.
 
         Of several processes, one that has failed must say so at once: the others wait for it in
         Orbax' barriers, and end when they hear of it.
         """
-        while process_group.count() > 1 and self._manager.is_saving_in_progress():
+        while self._manager.is_saving_in_progress():
             if self._manager.failure is not None:
                 raise self._manager.failure
             time.sleep(_POLL_INTERVAL)
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
 
     def _write(
         self,

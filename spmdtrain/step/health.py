@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Sharding
 
 from spmdtrain.sharding.layout import Layout
@@ -41,8 +40,8 @@ def finite_flags(
 ) -> jax.Array:
     """Returns whether each of `FLAGS` is finite after a step, bool (4,).
 
-    A loss may be anything if the optimizer leaves out updates that are not finite (see
-    `leaves_out_non_finite`): then the state decides alone.
+    Some optimizers leave out updates that are not finite: then `Health` lets the state decide
+    alone.
 
     Values that were infinite before are compared only if they may be infinite on purpose: reading
     the old parameters would prevent their update in place, a third of a small step's time.
@@ -61,7 +60,7 @@ def finite_flags(
     def of_optimizer() -> jax.Array:
         return stays_finite(before.opt_state, after.opt_state, places.opt_state)
 
-    of_loss = finite_loss(loss, after)
+    of_loss = jnp.isfinite(loss).all()
     of_params = stays_finite(before.params, after.params, places.params)
     if is_last is not None and may_branch(places.opt_state):
         needed = is_last | ~of_loss | ~of_params
@@ -72,25 +71,6 @@ def finite_flags(
         before.model_state, after.model_state, places.model_state, arrays_too=True
     )
     return jnp.stack([of_loss, of_params, of_state, of_model])
-
-
-def finite_loss(loss: jax.Array, after: Whole) -> jax.Array:
-    """Returns the flag of the loss of a step, a bool scalar; `after` is the state after it."""
-    return jnp.isfinite(loss).all() | leaves_out_non_finite(after.opt_state)
-
-
-def leaves_out_non_finite(opt_state: PyTree) -> bool:
-    """Returns whether an optimizer does something else with gradients that are not finite.
-
-    These are `optax.apply_if_finite`, `optax.zero_nans`, and `optax.MultiSteps` with
-    `should_skip_update_fn`. A shape of the state suffices.
-    """
-    wrappers = optax.ApplyIfFiniteState, optax.ZeroNansState, optax.MultiStepsState
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, wrappers))
-    return any(
-        bool(x.skip_state) if isinstance(x, optax.MultiStepsState) else isinstance(x, wrappers)
-        for x in nodes
-    )
 
 
 def may_branch(places: PyTree | None) -> bool:

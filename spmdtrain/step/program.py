@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
@@ -57,7 +58,6 @@ from spmdtrain.step.health import (
     Changes,
     Whole,
     finite_flags,
-    finite_loss,
     global_norm,
     has_norms,
     may_branch,
@@ -176,7 +176,7 @@ class FusedChecks:
             before.model_state, after.model_state, places.model_state, arrays_too=True
         )
         of_state = ~jnp.isnan(self.of_optimizer) & of_others
-        flags = [finite_loss(loss, after), ~jnp.isnan(self.of_params), of_state, of_model]
+        flags = [jnp.isfinite(loss).all(), ~jnp.isnan(self.of_params), of_state, of_model]
         return jnp.stack(flags)
 
 
@@ -310,9 +310,19 @@ class Health:
           changes: The second result of the watched update; None if it is not known.
         """
         places = self.layout.shardings
+        # `optax.apply_if_finite` and the like leave out updates that are not finite: then the loss
+        # may be anything, and the state decides alone.
+        wrappers = optax.ApplyIfFiniteState, optax.ZeroNansState, optax.MultiStepsState
+        nodes = jax.tree.leaves(after.opt_state, is_leaf=lambda x: isinstance(x, wrappers))
+        leaves_out = any(isinstance(x, wrappers) and getattr(x, "skip_state", True) for x in nodes)
         if isinstance(changes, FusedChecks):
-            return changes.flags(loss, before, after, places), changes.norms
-        flags = finite_flags(loss, before, after, places, is_last=is_last)
+            flags = changes.flags(loss, before, after, places)
+        else:
+            flags = finite_flags(loss, before, after, places, is_last=is_last)
+        if leaves_out:
+            flags = flags.at[0].set(True)
+        if isinstance(changes, FusedChecks):
+            return flags, changes.norms
         known = changes if changes is None or callable(changes) else lambda: changes
         return flags, self._norms(after.params, after.step, known)
 

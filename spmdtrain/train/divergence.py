@@ -31,13 +31,6 @@ class DivergenceWatch:
         self._values: dict[str, collections.deque[float]] = {}  # in the order of the steps
         self._ordered: dict[str, list[float]] = {}
 
-    @classmethod
-    def of(cls, config: RunConfig) -> "DivergenceWatch | None":
-        """Returns the watch that a configuration asks for; None if it asks for none."""
-        if config.divergence_sigma is None:
-            return None
-        return cls(config.divergence_sigma, config.divergence_window)
-
     def verdict(self, values: Mapping[str, float]) -> str | None:
         """Returns why the next step diverges; None if it does not, and its values are kept.
 

@@ -66,6 +66,7 @@ class MetricsReader:
         self._max_in_flight = max_in_flight
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
+        self._is_shared = process_group.count() > 1  # then processes are compared
         self._reads_arrays: bool | None = None  # without a copy; None before the first output
         self._is_first = True  # the first state is not compared yet
         # By step, the sums for comparisons, and whether they are also logged as a hash.
@@ -89,7 +90,8 @@ class MetricsReader:
           ReplicaError: If the processes' copies of the state differ.
         """
         self._check_sound()
-        progress.count_steps(len(steps))
+        if self._is_shared:
+            progress.count_steps(len(steps))
         last = steps[-1]
         hashes = self._run.config.hashes_at(last, self._run.schedule.total)
         compares = process_group.count() > 1 and self._compares_after(steps)
@@ -129,7 +131,7 @@ class MetricsReader:
         if self._reads_arrays:
             return
         run, values = self._run, [output.number, output.finite, output.sums, output.rate]
-        if run.watch is not None or any(
+        if run.epochs.watch is not None or any(
             run.config.logs_at(step, run.schedule.total) for step in steps
         ):
             values += [*output.metrics.values(), output.norms]
@@ -150,7 +152,8 @@ class MetricsReader:
             began = time.perf_counter()
             output = output.joined()
             finite = np.asarray(output.finite)
-            progress.count_wait(time.perf_counter() - began)
+            if self._is_shared:
+                progress.count_wait(time.perf_counter() - began)
             made = last if output.number is None else int(output.number)
         if made != last:
             raise UserError(
@@ -200,8 +203,8 @@ class MetricsReader:
         for number, step in enumerate(steps):
             if not all_finite and not finite[number].all():
                 self._fail(steps, number, finite[number], self._present(output, sums, number))
-            if run.watch is not None:
-                self._check_divergence(run.watch, output, sums, number, step)
+            if run.epochs.watch is not None:
+                self._check_divergence(run.epochs.watch, output, sums, number, step)
             is_logged = run.config.logs_at(step, run.schedule.total)
             if is_logged or step == last:
                 if sums is not None:

@@ -112,7 +112,8 @@ class RunLogger:
         was_used = bool(self.files and self.files.lines())
         if note:
             self.terminal.line(note)
-        self.times.begin(step, len(placement.devices), self.performance.last_line())
+        logged = self.performance.last_line() if was_used else None
+        self.times.begin(step, len(placement.devices), logged)
         rank = jax.process_index()
         self._devices = [device for device in placement.devices if device.process_index == rank]
         if self.files:
@@ -200,7 +201,8 @@ class RunLogger:
             curves = self.performance.record(
                 step, examples, rate, wait, goodput, self._devices, more
             )
-            self._log_slow(step)
+            if self.slowness is not None:
+                self._log_slow(self.slowness, step)
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
         shown = self._shown(metrics)
@@ -242,9 +244,9 @@ class RunLogger:
         self.terminal.warning(message)
         self.times.log_fault(step, message)
 
-    def _log_slow(self, step: int) -> None:
+    def _log_slow(self, slowness: SlownessWatch, step: int) -> None:
         """Logs which processes have become slow or are no longer, up to a step."""
-        for slow in [] if self.slowness is None else self.slowness.take():
+        for slow in slowness.take():
             self.log_slow(step, slow)
 
     def log_slow(self, step: int, slow: Slow) -> None:
@@ -358,8 +360,8 @@ class RunLogger:
           StorageError: If the files of a finished run cannot be written.
         """
         self.trackers.status = status
-        if status is Status.FINISHED:
-            self._log_slow(step)
+        if status is Status.FINISHED and self.slowness is not None:
+            self._log_slow(self.slowness, step)
         if self.files:
             # The status is written last: a finished run has all of its files.
             for write in (
@@ -650,7 +652,8 @@ class TimeAccount:
             gap = max(0.0, began - self._began - self._earlier.wall) if starts else 0.0
             lost["down"] = lost.get("down", 0.0) + gap
             self._lines = self._files.lines_file(EVENTS_FILE)
-            start = what_is_lost(events, start, self._clock(), logged)
+            if starts:
+                start = what_is_lost(events, start, self._clock(), logged)
         self._own, self._step = [start], step
         self._write(start)
 

@@ -17,6 +17,7 @@ from spmdtrain.step import hyperparameters
 from spmdtrain.step.dispatch import Dispatch
 from spmdtrain.step.hyperparameters import scales_updates
 from spmdtrain.step.metrics import Combination, Means
+from spmdtrain.train.divergence import DivergenceWatch
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 # -- The schedule of a run: the steps that are dispatched together, and what is due after a step
@@ -339,6 +340,10 @@ class Epochs:
         self._before = 0.0, 0.0  # seconds of training and of input waits before the epoch
         self._epoch = range(0)  # its steps
         self.sums = EpochSums()
+        self.watch: DivergenceWatch | None = None
+        """Finds steps that diverge; None if only NaN and infinity count."""
+        if config.divergence_sigma is not None:
+            self.watch = DivergenceWatch(config.divergence_sigma, config.divergence_window)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continues from the sums that `to_json` returned; from none if `saved` is empty."""
@@ -346,13 +351,16 @@ class Epochs:
             sums = saved["sums"]
             values = np.array(list(sums.values()), np.float64).reshape(-1, 2)
             self.sums = EpochSums(saved["steps"], saved["seconds"], list(sums), values)
+            if self.watch is not None:
+                self.watch.restore(saved.get("watched", {}))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the sums of the epoch as JSON, in which floats keep all their bits."""
         self._count_seconds()
         epoch = self.sums
         sums = {name: pair.tolist() for name, pair in zip(epoch.names, epoch.sums, strict=True)}
-        return {"steps": epoch.steps, "seconds": epoch.seconds, "sums": sums}
+        watched = {} if self.watch is None else {"watched": self.watch.to_json()}
+        return {"steps": epoch.steps, "seconds": epoch.seconds, "sums": sums, **watched}
 
     def completed(self, step: int) -> int:
         """Returns the number of epochs completed after a step."""

@@ -69,7 +69,7 @@ from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, FrozenMetrics
-from spmdtrain.train.divergence import DivergenceWatch, Rewound, rewind
+from spmdtrain.train.divergence import Rewound, rewind
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
 from spmdtrain.train.slowness import SlownessWatch
@@ -392,8 +392,6 @@ class RunSession:
     snapshots: "Snapshots | None"
     signals: StopSignals
     epochs: Epochs
-    watch: DivergenceWatch | None
-    """Finds steps that diverge; None if only NaN and infinity count."""
     callbacks: CallbackRunner
     base: BaseModel | None = None
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
@@ -501,7 +499,6 @@ class RunSession:
             snapshots=snapshots,
             signals=signals,
             epochs=Epochs(config, size, logger, rate),
-            watch=DivergenceWatch.of(config),
             callbacks=callbacks,
             base=trained.base,
         )
@@ -604,11 +601,6 @@ class RunSession:
 
     # -- saving --------------------------------------------------------------------------------
 
-    def _records(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the metrics of the steps before it."""
-        watched = {} if self.watch is None else {"watched": self.watch.to_json()}
-        return self.epochs.to_json() | watched
-
     @property
     def has_saved(self) -> bool:
         """Whether a later start finds a checkpoint or a snapshot of this run."""
@@ -622,12 +614,6 @@ class RunSession:
         if (rewound := rewind(error, self.config, rewinds, log)) is not None:
             times.end("rewound", str(error), error.step)
             raise rewound from error
-
-    def restore_records(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what `_records` returned; empty if it is not known."""
-        self.epochs.restore(saved)
-        if self.watch is not None:
-            self.watch.restore(saved.get("watched", {}))
 
     def save(self, state: TrainState, step: int, metrics: Metrics | None) -> None:
         """Starts to save the state after `step`, and calls the callbacks of the checkpoint.
@@ -646,7 +632,7 @@ class RunSession:
                 self.identity,
                 metrics,
                 stopped=self.callbacks.stop_requested,
-                epoch=self._records(),
+                epoch=self.epochs.to_json(),
                 callbacks=self.callbacks.states.to_json(),
                 positions=self.stream_progress.at(step),
                 wait_for_files=self.logger.trackers.flush(),
@@ -666,7 +652,7 @@ class RunSession:
                 step,
                 self.identity,
                 metrics,
-                epoch=self._records(),
+                epoch=self.epochs.to_json(),
                 callbacks=self.callbacks.states.to_json(),
                 positions=self.stream_progress.at(step),
                 saved=self.saved_step,

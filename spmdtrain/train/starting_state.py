@@ -283,7 +283,7 @@ def _continued(run: RunSession, trained: Trainable, loaded: Loaded, label: str) 
     """Restores the records of a checkpoint, prints what changed, and returns its state."""
     log, saved, state = run.logger.terminal.line, loaded.manifest, loaded.state
     run.stream_progress.record(saved.step, loaded.source.read_positions(saved))
-    run.restore_records(saved.epoch)
+    run.epochs.restore(saved.epoch)
     run.callbacks.states.restore(saved.callbacks, log)
     run.start_is_evaluated = saved.metrics is not None and not saved.metrics_added
     run.continue_from(saved.identity)

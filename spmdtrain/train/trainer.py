@@ -712,64 +712,74 @@ class Trainer:
             self.config = config
             raise OwnExit(evaluator.follow(self, self.config, train, validation))
         data = {"train": train, "validation": validation, "test": test}
-        while True:
-            try:
-                return self._fit(config, data, restart=restart)
-            except Rewound as rewound:
-                # What a first start may ask for does not hold for this one, which continues it.
-                config = dataclasses.replace(
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._access.fitting())
+                self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
+                config = resolve(config, batch_shards=self.placement.batch_shards)
+                stack.enter_context(use_placement(self.placement))
+                run = RunSession.open(
+                    stack,
                     config,
-                    skip_steps=rewound.skip_steps,
-                    resume="auto",
-                    checkpoint_at_start=False,
+                    data,
+                    self.functions,
+                    self.terminal,
+                    self._clock,
+                    self._callbacks,
+                    self._own_trackers,
+                    self._code,
                 )
-                restart = False
-
-    def _fit(self, config: RunConfig, data: Mapping[str, Any], *, restart: bool) -> FitResult:
-        """Makes one start of a fit; raises `Rewound` if another one continues without a batch."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._access.fitting())
-            self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
-            config = resolve(config, batch_shards=self.placement.batch_shards)
-            stack.enter_context(use_placement(self.placement))
-            run = RunSession.open(
-                stack,
-                config,
-                data,
-                self.functions,
-                self.terminal,
-                self._clock,
-                self._callbacks,
-                self._own_trackers,
-                self._code,
-            )
-            stack.callback(setattr, self, "_trackers", None)
-            self._trackers = run.logger.trackers
-            stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
-            backend = stack.enter_context(self._backend.open(self._init_timeout))
-            executors = stack.enter_context(contextlib.ExitStack())  # ends after `record_outcome`
-            before = self._state, self._identity
-            self._start(run, restart=restart)
-            first = self._state
-            stack.enter_context(run.record_outcome())
-            try:
-                self._train(run, backend, executors)
-                found = run.finish(self.step, lambda x: self._evaluate_split(run, Split.TEST, x))
-                self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
-            except StateError as error:
-                self._state = None  # unusable: the next fit restores a checkpoint or initializes
-                if isinstance(error, NonFiniteError):
-                    # A state that only this trainer had is lost, unless it has been saved.
-                    if before[0] is None or run.has_saved:
-                        run.rewind(error)
-                    add_advice(error, run.config)
-                raise
-            except Exception as error:
-                # If no step was run, forget this run, so that the next fit may have other data.
-                if self._state is first and not isinstance(error, PreemptedExit):
-                    self._state, self._identity = before
-                raise
-        return run.epochs.result(self.step)
+                stack.callback(setattr, self, "_trackers", None)
+                self._trackers = run.logger.trackers
+                stack.callback(
+                    self._programs.wait
+                )  # a background compilation ends before `fit` does
+                backend = stack.enter_context(self._backend.open(self._init_timeout))
+                executors = stack.enter_context(
+                    contextlib.ExitStack()
+                )  # ends after `record_outcome`
+                before = self._state, self._identity
+                self._start(run, restart=restart)
+                first = self._state
+                stack.enter_context(run.record_outcome())
+                try:
+                    self._train(run, backend, executors)
+                    found = run.finish(
+                        self.step, lambda x: self._evaluate_split(run, Split.TEST, x)
+                    )
+                    self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
+                except StateError as error:
+                    self._state = (
+                        None  # unusable: the next fit restores a checkpoint or initializes
+                    )
+                    if isinstance(error, NonFiniteError):
+                        # A state that only this trainer had is lost, unless it has been saved.
+                        if before[0] is None or run.has_saved:
+                            run.rewind(error)
+                        add_advice(error, run.config)
+                    raise
+                except Exception as error:
+                    # If no step was run, forget this run, so that the next fit may have other data.
+                    if self._state is first and not isinstance(error, PreemptedExit):
+                        self._state, self._identity = before
+                    raise
+        except Rewound as rewound:
+            skip_steps = rewound.skip_steps
+        else:
+            return run.epochs.result(self.step)
+        # What a first start may ask for does not hold for this one, which continues it.
+        self.config = dataclasses.replace(
+            self.config, skip_steps=skip_steps, resume="auto", checkpoint_at_start=False
+        )
+        return self.fit(
+            train,
+            validation=validation,
+            test=test,
+            epochs=epochs,
+            steps=steps,
+            global_batch_size=global_batch_size,
+            batch_size_per_device=batch_size_per_device,
+        )
 
     def _start(self, run: RunSession, *, restart: bool) -> None:
         """Sets the first state: of an earlier fit, restored from a checkpoint, or initialized."""
