@@ -8,7 +8,8 @@ import pytest
 from processes import codes, drill, job, show, sums
 from test_snapshot_copies import HOSTS
 
-pytestmark = pytest.mark.drill
+# `test_snapshot_copies.py` is the row that runs in every `make drill`.
+pytestmark = pytest.mark.nightly
 
 # The job is killed while it loads the batch of step 14.
 CHECKPOINT, OLDER, NEWEST = 7, 9, 12
@@ -62,20 +63,15 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("hosts", "failure", "step", "source"),
     [
+        (1, nothing, NEWEST, MEMORY),
+        (1, all_hosts, CHECKPOINT, DISK),
+        (1, a_bit, OLDER, MEMORY),
+        (1, a_checkpoint, NEWEST, MEMORY),
+        (2, nothing, NEWEST, MEMORY),
+        (2, last_host, NEWEST, COPY),
+        (2, all_hosts, CHECKPOINT, DISK),
         (2, a_bit, NEWEST, COPY),
-        *(
-            pytest.param(*row, marks=pytest.mark.nightly)
-            for row in [
-                (1, nothing, NEWEST, MEMORY),
-                (1, all_hosts, CHECKPOINT, DISK),
-                (1, a_bit, OLDER, MEMORY),
-                (1, a_checkpoint, NEWEST, MEMORY),
-                (2, nothing, NEWEST, MEMORY),
-                (2, last_host, NEWEST, COPY),
-                (2, all_hosts, CHECKPOINT, DISK),
-                (2, a_checkpoint, NEWEST, MEMORY),
-            ]
-        ),
+        (2, a_checkpoint, NEWEST, MEMORY),
     ],
 )
 def test_a_restart_takes_the_newest_state_that_is_left(
