@@ -185,10 +185,15 @@ class Launcher:
           ClusterError: If they do not come.
         """
         began = next_report = time.monotonic()
-        while not self.places.use_present():
+        while True:
+            if self.machines is not None and not self.machines.is_enough:
+                self.log(f"too few machines are left: no launcher of {self.machines.missing}")
+                return False
+            if self.places.use_present():
+                return True
             assert self.machines is not None  # the places of one machine are all there
-            if not self.machines.is_enough or self.signals.received:
-                break
+            if self.signals.received:
+                return False
             if (now := time.monotonic()) - began > LONGEST_WAIT:
                 raise ClusterError(
                     f"gave up after {LONGEST_WAIT:g} s: no launcher of {self.machines.missing}"
@@ -197,10 +202,6 @@ class Launcher:
                 next_report = now + REPORT_INTERVAL
                 self.log(f"waiting for the launchers of {self.machines.missing}")
             self.tick()
-        if self.machines is None or self.machines.is_enough:
-            return not self.signals.received or self.machines is None
-        self.log(f"too few machines are left: no launcher of {self.machines.missing}")
-        return False
 
     def _configs(self) -> dict[str, str]:
         """Returns the TF_CONFIG of each task, with free ports."""
@@ -216,10 +217,12 @@ class Launcher:
         places = self.places
         if self.signals.received:
             return None, ""
-        is_other = places.is_reduced or bool(self._worked - {places.processes})
-        if outcome.code == ExitCode.BAD_INPUT and is_other and places.processes not in self._worked:
-            places.refuse()
-            return 0.0, f"continues with {self._numbers()}"
+        is_new = self.options.min_processes is not None and places.processes not in self._worked
+        if outcome.code == ExitCode.BAD_INPUT and is_new:
+            was_reduced = places.is_reduced
+            # With all processes, the input is wrong, unless the job has worked with fewer.
+            if (was_reduced or self._worked) and (places.refuse() or was_reduced):
+                return 0.0, f"continues with {self._numbers()}"
         if not outcome.may_restart:
             return None, ""
         if self._takes_back and outcome.code == ExitCode.PREEMPTED:
@@ -270,8 +273,6 @@ class Launcher:
         if self.machines is not None:
             self.machines.poll()
         self.machine.poll("chief", stops=self.signals.received is not None)
-        if self.machine.makes_steps:
-            self._worked.add(self.places.processes)
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -295,6 +296,8 @@ class Launcher:
         hung, stopped = None, list[str]()
         while running := [child for child in tasks if child.status is None]:
             self.tick()
+            if self.machine.makes_steps:
+                self._worked.add(self.places.processes)
             for child in [child for child in running if child.poll()]:
                 ended = child.exit()
                 if restarter is not None and until == math.inf and restarter.take(ended):
