@@ -369,21 +369,16 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("snapshot_every_steps", "give the folder in which a later start finds its run"),
         )
     ),
-    Conflict(
-        option="sentinel_action",
-        other="workdir",
-        kind=Kind.NEEDS,
-        values=("rollback",),
-        instead="give a folder with checkpoints to go back to",
-        moment=Moment.FIT,
-    ),
-    Conflict(
-        option="on_divergence",
-        other="workdir",
-        kind=Kind.NEEDS,
-        values=("rewind",),
-        instead="give a folder with checkpoints to go back to",
-        moment=Moment.FIT,
+    *(
+        Conflict(
+            option=name,
+            other="workdir",
+            kind=Kind.NEEDS,
+            values=(value,),
+            instead="give a folder with checkpoints to go back to",
+            moment=Moment.FIT,
+        )
+        for name, value in (("sentinel_action", "rollback"), ("on_divergence", "rewind"))
     ),
 )
 """All refused pairs of options, in the order of the checks."""
