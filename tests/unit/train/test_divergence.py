@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import linear_model
 import numpy as np
@@ -13,7 +14,7 @@ from helpers import metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain import NonFiniteError, Trainer, UserError, read_manifest
+from spmdtrain import NonFiniteError, Stream, Trainer, UserError, read_manifest
 from spmdtrain.train.divergence import DivergenceWatch
 
 STEPS = 24
@@ -80,6 +81,21 @@ def test_a_run_goes_back_and_ends_as_one_that_left_the_batch_out(
     assert len(starts) == 2 and starts[0] == 0 and starts[1] < step
     manifest = read_manifest(str(run / "checkpoints" / str(STEPS)))
     assert manifest.identity.config["skip_steps"] == [f"{batch}:{batch + 1}"]
+
+
+def test_a_run_on_a_stream_goes_back_as_well(tmp_path: Path) -> None:
+    x, y = poisoned(77)
+
+    def shard(index: int, count: int) -> grain.IterDataset:
+        rows = [(x[n], y[n]) for n in range(index, 320, count)]
+        return grain.MapDataset.source(rows).to_iter_dataset()
+
+    options: dict[str, Any] = {"steps": 20, "stream_shards": 1}
+    with pytest.raises(NonFiniteError, match="step 10: loss"):
+        trainer(tmp_path / "stopped", **options).fit(Stream(shard))
+    trainer(tmp_path / "known", skip_steps=(9,), **options).fit(Stream(shard))
+    trainer(tmp_path / "run", on_divergence="rewind", **options).fit(Stream(shard))
+    assert state_of(tmp_path / "run", 20) == state_of(tmp_path / "known", 20)
 
 
 def test_it_goes_back_at_most_max_rewinds_times_and_then_names_what_it_left_out(
