@@ -14,6 +14,7 @@ import jax
 from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
 from spmdtrain.distributed import process_group, progress
+from spmdtrain.distributed.process_group import Job
 from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.document.terminal import (
     LineColor,
@@ -69,6 +70,8 @@ class RunLogger:
       files: The files of the workdir; None without a workdir, and in all processes but process 0.
       skipped_records: Numbers of bad records that are left out of the data, by split.
       trackers: Receive the metrics, in process 0; by default there are none.
+      job: The job whose slow processes are named; None if there is one process, or none waits for
+        another.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class RunLogger:
         config: RunConfig,
         skipped_records: Mapping[str, int] | None = None,
         trackers: RunTrackers | None = None,
+        job: Job | None = None,
     ) -> None:
         self.terminal, self.files, self.config = terminal, files, config
         self._skipped_records = skipped_records or {}
@@ -88,8 +92,8 @@ class RunLogger:
         self.written: Written = {Split.EPOCH: {}, Split.EVAL: {}}
         """The metrics that were written for epochs and evaluations."""
         self.performance, self.times = PerformanceLog(files), TimeAccount(files)
-        self.slowness: SlownessWatch | None = None
-        """Names slow processes; None if there is one process, or none waits for another."""
+        self.slowness = None if job is None else SlownessWatch(job, self.times.phases)
+        """Names slow processes of the job. Its user closes it."""
         self._hashes: LinesFile | None = None  # opened by the first hash
         self.timer = StepTimer()
         self._devices: list[jax.Device] = []  # of this process

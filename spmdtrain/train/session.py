@@ -72,7 +72,6 @@ from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, FrozenMetri
 from spmdtrain.train.divergence import Rewound, rewind
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
-from spmdtrain.train.slowness import SlownessWatch
 
 if TYPE_CHECKING:
     from spmdtrain.checkpoints.snapshots import Snapshots
@@ -471,10 +470,9 @@ class RunSession:
         stack.callback(kept.close)
         datasets = {"train": train, **data}
         skipped = {n: len(skipped_of(x)) for n, x in datasets.items() if isinstance(x, Dataset)}
-        logger = RunLogger(terminal, files, config, skipped, kept)
-        job = process_group.current()
-        if job is not None and not strategy(config.strategy).is_asynchronous:
-            logger.slowness = SlownessWatch(job, logger.times.phases)
+        job = None if strategy(config.strategy).is_asynchronous else process_group.current()
+        logger = RunLogger(terminal, files, config, skipped, kept, job)
+        if logger.slowness is not None:
             stack.callback(logger.slowness.close)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = examples_per_epoch(train)
