@@ -96,6 +96,8 @@ class StateField:
     """Its name in tables."""
     kind: str = "model"
     """What messages name if the arrays of two runs differ in this field."""
+    renewed: bool = False
+    """A start begins with a new one, or without, if its checkpoint does not have the same."""
     copied: bool = False
     """Each copy of the state has its own: its arrays have a leading dim of copies, which is split
     over the axes of `Placement.apart`."""

@@ -17,7 +17,7 @@ from spmdtrain.data.mixture import examples_per_period
 from spmdtrain.distributed import numeric_settings
 from spmdtrain.errors import UserError, foreign, option
 from spmdtrain.step.optimizer_record import OptimizerRecord, changed_arguments, changed_constants
-from spmdtrain.step.state import TrainState
+from spmdtrain.step.state import TrainState, renewed_leaves
 from spmdtrain.tree import named_leaves
 
 # -- Differences between the programs of two starts of a run: optimizer, code, settings, versions
@@ -300,7 +300,9 @@ def check_same_run(
     _check_same_stages(saved.dataset, now.dataset, source, position, instead)
     _check_same_lora(saved, now, source, instead)
     remedy = _remedy(saved.config, now.config, instead=instead)
-    _check_same_leaves(saved.leaves, now.leaves, source, remedy)
+    renewed = renewed_leaves(saved.leaves, now.leaves)
+    before, here = ({n: x for n, x in i.leaves.items() if n not in renewed} for i in (saved, now))
+    _check_same_leaves(before, here, source, remedy)
     if saved.optimizer != now.optimizer:
         _refuse(
             f"{source} is of another optimizer: opt_state is {saved.optimizer} there and "

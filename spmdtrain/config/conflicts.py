@@ -200,9 +200,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         instead="give on_divergence rewind, too",
     ),
     Conflict(
+        option="max_rewinds",
+        other="on_divergence",
+        refused=("skip",),
+        because="a run that leaves updates out does not go back",
+    ),
+    Conflict(
         option="on_divergence",
         other="strategy",
-        values=("rewind",),
+        values=("skip", "rewind"),
         strategies=lambda of: of.is_asynchronous,
         because="workers push gradients of later batches before the loss of a step is read",
         instead="use stop",

@@ -69,7 +69,7 @@ class TrainerOptions(_SharedOptions, total=False):
     microbatches: int
     ema_decay: float | None
     freeze: tuple[str, ...] | list[str]
-    on_divergence: Literal["stop", "rewind"]
+    on_divergence: Literal["stop", "skip", "rewind"]
     max_rewinds: int
     data_on_device: bool
     compute_dtype: Literal["float32", "bfloat16"]

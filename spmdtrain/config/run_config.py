@@ -282,15 +282,16 @@ class RunConfig:
     )
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""
-    on_divergence: Literal["stop", "rewind"] = option_field(
+    on_divergence: Literal["stop", "skip", "rewind"] = option_field(
         "stop",
         Group.OPTIMIZATION,
         on_resume=OnResume.FREE,
         in_loops="the loop is code that you write",
     )
     """Reaction to a loss or state that is NaN or infinite, and to a step that divergence_sigma
-    finds: end the run with exit code 3 (stop), or go back to the newest checkpoint or snapshot
-    before that step, and continue without its batch (rewind)."""
+    finds: end the run with exit code 3 (stop), leave the update of that step out (skip), or go back
+    to the newest checkpoint or snapshot before that step, and continue without its batch
+    (rewind)."""
     divergence_sigma: float | None = option_field(
         None, Group.OPTIMIZATION, range=ABOVE_ZERO, on_resume=OnResume.FREE
     )
@@ -693,6 +694,11 @@ class RunConfig:
     def normalizes_per_replica(self) -> bool:
         """Whether each replica normalizes by its own examples."""
         return self.batch_statistics == "replica"
+
+    @property
+    def leaves_updates_out(self) -> bool:
+        """Whether a step that diverges leaves its update out."""
+        return self.on_divergence == "skip"
 
     def profile_range(self) -> tuple[int, int] | None:
         """Returns the first and last step of the profiler trace; None without `profile_steps`.

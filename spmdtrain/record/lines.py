@@ -143,7 +143,9 @@ class LinesFile:
 # -- The file `events.jsonl`: the starts of a run, its seconds by phase, and how each start ended
 
 EVENTS_FILE = "events.jsonl"
-EVENT_KINDS = ("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "slow", "end")
+EVENT_KINDS = (
+    *("start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "skipped", "slow", "end"),
+)
 _STEP = "step"  # the phase whose time is productive
 _MADE = ("start", "phases", "checkpoint", "snapshot", "evaluation")  # events after their step
 
@@ -167,7 +169,7 @@ class RunEvent(TypedDict):
 
     time: float
     event: Literal[
-        "start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "slow", "end"
+        "start", "phases", "checkpoint", "snapshot", "evaluation", "fault", "skipped", "slow", "end"
     ]
     step: NotRequired[int]
     source: NotRequired[str]

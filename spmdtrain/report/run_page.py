@@ -106,7 +106,7 @@ def overview(runs: Sequence[RunData]) -> Section:
     notes += [
         NoteBlock(f"{_of(run, runs)}{text}", Tone.WARNING)
         for run in runs
-        for text in (_silence(run), *_slow(run))
+        for text in (_silence(run), _left_out(run), *_slow(run))
         if text
     ]
     top: Any = StatsBlock(_facts(runs[0])) if len(runs) == 1 else _runs_table(runs)
@@ -125,6 +125,17 @@ def _silence(run: RunData) -> str:
     if silent < _SILENCE:
         return ""
     return f"no event for {length(silent)}: a run that was killed could not record its end"
+
+
+def _left_out(run: RunData) -> str:
+    """Returns a note if steps have left their updates out, else ""."""
+    # A start that resumed before such a step makes it again.
+    skipped = (event for event in run.events.events if event["event"] == "skipped")
+    found = {event.get("step", 0): event.get("reason", "") for event in skipped}
+    if not found:
+        return ""
+    steps = "1 step has" if len(found) == 1 else f"{len(found):,} steps have"
+    return foreign(f"{steps} left the update out, the last one: {found[max(found)]}", 500)
 
 
 def _slow(run: RunData) -> list[str]:

@@ -1,5 +1,6 @@
 """The jitted functions of a run, their gradient reduction and their XLA options."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -284,10 +285,13 @@ class RunFunctions:
 
     def begun(self, state: TrainState) -> TrainState:
         """Returns the first state of the run that begins with the state of a step."""
-        if not self.transform.fields:
+        if not (fields := self.transform.fields):
             return state
-        begin = jax.jit(self.transform.begin(lambda state: state), out_shardings=self.shardings)
-        begun: TrainState = call_together(begin, state)
+        begin, shardings = self.transform.begin(lambda state: state), self.shardings
+        if not fields.keys() & TrainState.FIELDS.keys():  # no copy of the others is needed
+            extra = jax.jit(lambda state: begin(state).extra, out_shardings=shardings.extra)
+            return dataclasses.replace(state, extra=call_together(extra, state))
+        begun: TrainState = call_together(jax.jit(begin, out_shardings=shardings), state)
         return begun
 
     def opt_state_of(self, params: PyTree) -> PyTree:

@@ -839,9 +839,11 @@ NORMS = ("parameter_norm", *NORMS_OF_GRADIENTS)
 """The names of the norms that `Health` computes."""
 LEARNING_RATE = "learning_rate"
 """The name of the learning rate in a line of training."""
+LEFT_OUT = "updates_left_out"
+"""The name of the number of steps so far that have left their update out, in such a line."""
 OF_EPOCH = ("epoch", LEARNING_RATE, "seconds", "examples_per_second", "input_wait")
 """Names of what a run itself writes into the line of an epoch."""
-RESERVED = ("step", "split", "trajectory", *OF_EPOCH, *NORMS)
+RESERVED = ("step", "split", "trajectory", LEFT_OUT, *OF_EPOCH, *NORMS)
 """Names that a run itself writes into lines of metrics and the history; no metric may have them."""
 
 

@@ -375,6 +375,8 @@ class StepOutput:
         trained ones before the optimizer transforms them, and of what the optimizer added to those.
         They are meaningless if `has_norms` is false for the step. The step of a `Loop` has the
         first only.
+      left_out: int32 (3,), why the update was left out (0: it was not), and how many were in a row
+        and in all; None if the step leaves none out.
     """
 
     metrics: dict[str, jax.Array]
@@ -383,6 +385,7 @@ class StepOutput:
     sums: jax.Array | None = None
     rate: jax.Array | None = None
     norms: jax.Array | None = None
+    left_out: jax.Array | None = None
     combined: dict[str, Combination] = field(default_factory=dict)
     copies: bool = field(default=False, metadata={"static": True})
 

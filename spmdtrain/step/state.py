@@ -140,8 +140,10 @@ class StepTransform:
         return ""
 
 
-TRANSFORMS: Mapping[str, str] = {}
-"""`module:class` of the transforms, each by the option that turns it on."""
+TRANSFORMS: Mapping[str, str] = {
+    "leaves_updates_out": "spmdtrain.step.divergence:LeavesUpdatesOut",
+}
+"""`module:class` of the transforms, each by the property of `RunConfig` that turns it on."""
 
 
 def transform_of(config: RunConfig, placement: Placement) -> StepTransform:
@@ -151,6 +153,25 @@ def transform_of(config: RunConfig, placement: Placement) -> StepTransform:
     )
     transform: StepTransform = next(made, StepTransform)(config, placement)
     return transform
+
+
+def renewed_leaves(saved: Mapping[str, str], now: Mapping[str, str]) -> frozenset[str]:
+    """Returns the paths with which a start does not continue, because they differ and may.
+
+    They are those of the fields of transforms (see `StateField.renewed`). The arguments have the
+    shape and dtype of each leaf by its path.
+    """
+    if not any(name.startswith("extra/") for name in (*saved, *now)):
+        return frozenset()
+    rows = {
+        n: row for x in TRANSFORMS.values() for n, row in pkgutil.resolve_name(x).fields.items()
+    }
+    ours = tuple(f"extra/{name}/" for name, row in rows.items() if row.renewed)
+    before, here = (
+        {name: text for name, text in leaves.items() if name.startswith(ours)}
+        for leaves in (saved, now)
+    )
+    return frozenset() if before == here else frozenset((*before, *here))
 
 
 # -- Checks of the arrays of a state, and the moving average of parameters -------------------------

@@ -170,6 +170,10 @@ class PlacedState:
     base: None = None
     kind: Callable[[int], str] = lambda step: ""
 
+    def begun(self, state: TrainState) -> TrainState:
+        """Returns the state: the step of a loop has no transform."""
+        return state
+
 
 class StartedLoop(Boundary):
     """The parts of a loop that exist once `start` has returned, and its boundary between steps.

@@ -28,19 +28,28 @@ from spmdtrain.errors import (
     option,
 )
 from spmdtrain.record.lines import StateHash
+from spmdtrain.step.divergence import MOST_IN_A_ROW, WATCHED, DivergenceWatch
 from spmdtrain.step.health import FLAGS, first_non_finite, has_norms
-from spmdtrain.step.metrics import LEARNING_RATE, NORMS, component_metric, loss_first
+from spmdtrain.step.metrics import LEARNING_RATE, LEFT_OUT, NORMS, component_metric, loss_first
 from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.train.callbacks import CallbackEvent
-from spmdtrain.train.divergence import DivergenceWatch
 from spmdtrain.train.session import RunSession
 from spmdtrain.tree import named_leaves
 
 
 def _of_step(value: Any, output: StepOutput, number: int) -> Any:
     return value if value is None or not _is_stacked(output) else np.asarray(value)[number]
+
+
+def _facts(metrics: Mapping[str, float]) -> list[str]:
+    """Returns the loss of a step, and the metrics that are not finite."""
+    return [f"{n} {x}" for n, x in metrics.items() if n == "loss" or not math.isfinite(x)]
+
+
+def _not_finite(flags: np.ndarray, facts: Sequence[str]) -> str:
+    return f"{' and '.join(np.array(FLAGS)[~flags])} not finite ({'; '.join(facts)})"
 
 
 def _is_stacked(output: StepOutput) -> bool:
@@ -131,6 +140,7 @@ class MetricsReader:
         if self._reads_arrays:
             return
         run, values = self._run, [output.number, output.finite, output.sums, output.rate]
+        values.append(output.left_out)
         if run.epochs.watch is not None or any(
             run.config.logs_at(step, run.schedule.total) for step in steps
         ):
@@ -195,6 +205,11 @@ class MetricsReader:
         if not _is_stacked(output):
             finite, sums = finite[None], None if sums is None else sums[None]
         finite = finite[: len(steps)]  # a counted loop may have room for more steps
+        kept = sums  # of the steps whose update counts
+        if output.left_out is not None:
+            gone = self._leave_out(steps, output, finite, sums)
+            finite = finite | gone[:, None]
+            kept = None if sums is None else np.where(gone[:, None, None], 0, sums[: len(steps)])
         if output.metrics.keys() != self._keys:  # which seldom change
             self._keys, self._names = output.metrics.keys(), sorted(output.metrics)
         names = self._names
@@ -213,10 +228,10 @@ class MetricsReader:
                 weighed = number + 1
             if is_logged:
                 self._log(steps, output, number, self._present(output, sums, number))
-            if sums is not None and (step == last or run.epochs.ends_with(step)):
+            if kept is not None and (step == last or run.epochs.ends_with(step)):
                 rate = _of_step(output.rate, output, number)
                 part = slice(counted, number + 1)
-                run.epochs.count(steps[part], names, sums[part], rate, output.combined)
+                run.epochs.count(steps[part], names, kept[part], rate, output.combined)
                 counted = number + 1
         if not is_logged:
             run.logger.terminal.advance(last)
@@ -236,6 +251,44 @@ class MetricsReader:
         weights = dict(zip(sorted(metrics), sums[number, :, 1], strict=True))
         of_components = {component_metric(n, c) for n in metrics for c in self._components}
         return {n: x for n, x in metrics.items() if weights[n] or n not in of_components}
+
+    def _leave_out(
+        self,
+        steps: Sequence[int],
+        output: StepOutput,
+        finite: np.ndarray,
+        sums: np.ndarray | None,
+    ) -> np.ndarray:
+        """Logs the steps whose update was left out, and returns which they are, bool (steps,).
+
+        Raises:
+          NonFiniteError: If too many updates in a row were left out.
+        """
+        found = np.asarray(output.left_out).reshape(-1, 3)[: len(steps)]
+        gone = found[:, 0] != 0
+        for number in map(int, np.flatnonzero(gone)):
+            why, in_a_row, total = found[number].tolist()
+            metrics, step = self._present(output, sums, number), steps[number]
+            reason = _not_finite(finite[number], _facts(metrics))
+            if why <= len(WATCHED):
+                norms = np.asarray(_of_step(output.norms, output, number)).tolist()
+                name, known = WATCHED[why - 1], {**metrics, **dict(zip(NORMS, norms, strict=False))}
+                sigma = self._run.config.divergence_sigma
+                reason = (
+                    f"{name} {known[name]:.6g} is more than {sigma:g} robust standard deviations "
+                    "(divergence_sigma) above the median of the steps before"
+                )
+            if in_a_row >= MOST_IN_A_ROW:
+                self._failed = NonFiniteError(
+                    f"step {step}: {reason}. on_divergence is skip, and {in_a_row} steps in a row "
+                    f"have left their updates out, {total} in all",
+                    step,
+                    loss=metrics.get("loss"),
+                )
+                raise self._failed
+            message = f"{reason}; its update is left out, {total} so far"
+            self._run.logger.log_skipped(step, f"step {step}: {message}")
+        return gone
 
     def _check_divergence(
         self,
@@ -262,21 +315,18 @@ class MetricsReader:
         self, steps: Sequence[int], number: int, finite: np.ndarray, values: Mapping[str, float]
     ) -> Never:
         """Raises `NonFiniteError` for a step of a dispatch, with its flags and metrics."""
-        names = np.array(FLAGS)[~finite]
-        wrong, step = " and ".join(names), f"step {steps[number]}"
-        first = None
+        first, step = None, f"step {steps[number]}"
         # Within a dispatch this flag alone may be that of the last step (see `finite_flags`).
-        if list(names) == ["opt_state"] and 0 < number == len(steps) - 1:
+        if list(np.array(FLAGS)[~finite]) == ["opt_state"] and 0 < number == len(steps) - 1:
             step, first = f"one of steps {steps[0]} to {steps[-1]}", steps[0]
-        facts = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
+        facts = _facts(values)
         state = self._state()
         where = None if state is None or state.step.is_deleted() else first_non_finite(state)
         has_nan = any(map(math.isnan, values.values()))
         if where is not None:
             facts.append(f"{where} is the first such array")
             has_nan = has_nan or bool(jnp.isnan(named_leaves(state)[where]).any())
-        message = f"{step}: {wrong} not finite ({'; '.join(facts)})"
-        loss = values.get("loss")
+        message, loss = f"{step}: {_not_finite(finite, facts)}", values.get("loss")
         self._failed = NonFiniteError(
             message, steps[number], loss=loss, is_infinite=not has_nan, first_step=first
         )
@@ -294,6 +344,8 @@ class MetricsReader:
         if norms is not None and has_norms(step, run.config.log_every):
             known = dict(zip(NORMS, np.asarray(norms).tolist(), strict=False))
             found |= {name: known[name] for name in sorted(known)}
+        if (left_out := _of_step(output.left_out, output, number)) is not None:
+            found[LEFT_OUT] = int(left_out[-1])
         # First the callbacks, which may add metrics to the line.
         logged = run.callbacks.with_added(CallbackEvent.LOG, step, found)
         run.logger.log_train_step(step, run.schedule.total, logged, done=steps[-1])

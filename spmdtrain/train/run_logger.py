@@ -246,7 +246,12 @@ class RunLogger:
     def log_fault(self, step: int, message: str) -> None:
         """Logs that in a step a device has computed other gradients than the other devices."""
         self.terminal.warning(message)
-        self.times.log_fault(step, message)
+        self.times.note("fault", step, message)
+
+    def log_skipped(self, step: int, message: str) -> None:
+        """Logs that a step has left its update out."""
+        self.terminal.warning(message)
+        self.times.note("skipped", step, message)
 
     def _log_slow(self, slowness: SlownessWatch, step: int) -> None:
         """Logs which processes have become slow or are no longer, up to a step."""
@@ -698,10 +703,10 @@ class TimeAccount:
                 self._write({"time": now, "event": "snapshot", "step": step})
                 self._write(self._now())
 
-    def log_fault(self, step: int, reason: str) -> None:
-        """Writes that in a step a device has computed other gradients than the other devices."""
+    def note(self, event: Literal["fault", "skipped"], step: int, reason: str) -> None:
+        """Writes what a step was found to do, and why."""
         if self._own:
-            self._write({"time": self._clock(), "event": "fault", "step": step, "reason": reason})
+            self._write({"time": self._clock(), "event": event, "step": step, "reason": reason})
 
     def log_slow(self, step: int, slow: Slow) -> None:
         """Writes that a process or a device has become slow, or is no longer."""

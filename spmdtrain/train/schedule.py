@@ -15,9 +15,9 @@ from spmdtrain.errors import UserError
 from spmdtrain.record.run_files import Split
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.dispatch import Dispatch
+from spmdtrain.step.divergence import DivergenceWatch
 from spmdtrain.step.hyperparameters import scales_updates
 from spmdtrain.step.metrics import Combination, Means
-from spmdtrain.train.divergence import DivergenceWatch
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 # -- The schedule of a run: the steps that are dispatched together, and what is due after a step
@@ -341,8 +341,8 @@ class Epochs:
         self._epoch = range(0)  # its steps
         self.sums = EpochSums()
         self.watch: DivergenceWatch | None = None
-        """Finds steps that diverge; None if only NaN and infinity count."""
-        if config.divergence_sigma is not None:
+        """Finds steps that diverge; None if only NaN and infinity count, or the step finds them."""
+        if config.divergence_sigma is not None and not config.leaves_updates_out:
             self.watch = DivergenceWatch(config.divergence_sigma, config.divergence_window)
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -60,6 +60,7 @@ from spmdtrain.record.storage import absolute, folder_of, is_url
 from spmdtrain.sharding.mesh import abstract_devices, resolve
 from spmdtrain.sharding.placement import current_batch_shards, make_placement
 from spmdtrain.sharding.rules import check_placed
+from spmdtrain.step.divergence import Rewound, rewind
 from spmdtrain.step.exact import check_exact_shards
 from spmdtrain.step.metrics import component_metric
 from spmdtrain.step.optimizer import BaseModel
@@ -69,7 +70,6 @@ from spmdtrain.strategies import strategy
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, FrozenMetrics
-from spmdtrain.train.divergence import Rewound, rewind
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Epochs, Schedule, known_rate
 
@@ -141,6 +141,10 @@ class Trainable(Protocol):
     @property
     def kind(self) -> Callable[[int], str]:
         """The number of a step -> its kind, which has a program of its own."""
+        ...
+
+    def begun(self, state: TrainState) -> TrainState:
+        """Returns a state with the fields of the step's transform, of one without."""
         ...
 
     @property

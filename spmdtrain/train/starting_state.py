@@ -59,7 +59,7 @@ from spmdtrain.record.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.optimizer import merge, with_base
-from spmdtrain.step.state import TREES, TrainState, averaged_steps, first_average
+from spmdtrain.step.state import TREES, TrainState, averaged_steps, first_average, renewed_leaves
 from spmdtrain.train.session import RunSession, Trainable
 from spmdtrain.tree import in_dtype_of, named_leaves, path_name
 
@@ -273,7 +273,10 @@ def _load(
             instead=instead,
             same_program=same_program,
         )
-        return whole_state(abstract, shardings)
+        wanted = whole_state(abstract, shardings)
+        if renewed_leaves(manifest.identity.leaves, run.identity.leaves):
+            return replace(wanted, fields={**wanted.fields, "extra": {}})
+        return wanted
 
     log = run.logger.terminal.warning
     return load(source, want, log, read_base=read_base, by_all=True)
@@ -294,6 +297,8 @@ def _continued(run: RunSession, trained: Trainable, loaded: Loaded, label: str) 
     if loaded.base is not None:
         state, lora = _with_base(state, loaded.base.values), loaded.base.lora
     run.identity = replace(run.identity, lora=lora)
+    if not state.extra:
+        state = trained.begun(state)
     before, now = saved.identity.hyperparameters, run.identity.hyperparameters
     return hyperparameters.updated(state, trained.shardings, before, now, log)
 

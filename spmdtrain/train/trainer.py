@@ -49,6 +49,7 @@ from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.sharding.rules import AxisRules, Rule, checked_rules
 from spmdtrain.step.compile import Programs, check_traced
+from spmdtrain.step.divergence import Rewound
 from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.gradients import Reduction
 from spmdtrain.step.objective import default_predict
@@ -64,7 +65,6 @@ from spmdtrain.train.callbacks import (
     Callbacks,
     FrozenMetrics,
 )
-from spmdtrain.train.divergence import Rewound
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import (
     Backend,

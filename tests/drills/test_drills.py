@@ -623,3 +623,19 @@ def test_two_processes_go_back_from_a_nan_of_one_and_leave_its_batch_out(tmp_pat
     assert "resumed from step 10 of" in ended[0].output
     assert "goes back" not in ended[1].output  # process 0 alone prints
     assert sums(tmp_path / "run") == sums(tmp_path / "known")
+
+
+def test_two_processes_leave_out_the_update_of_a_step_that_is_nan_in_one(tmp_path: Path) -> None:
+    config = drill(tmp_path, ("dropout=0.1", "dropout=0.0"))  # whose keys follow the step
+    known, run = tmp_path / "known", tmp_path / "run"
+    job(config, "--workdir", known, "--skip-steps", 12, "--steps", STEPS - 1)
+    options = ("--on-divergence", "skip", "--divergence-sigma", 50, "--fault", "nan")
+    ended = job(config, "--workdir", run, *options, "--mark", tmp_path / "mark")
+    (line,) = [text for text in ended[0].output.splitlines() if "left out" in text]
+    assert line.startswith("step 13: loss"), ended[0].output
+    assert line.endswith("its update is left out, 1 so far"), ended[0].output
+    assert "left out" not in ended[1].output  # process 0 alone prints
+    found = sums(run)
+    for name, value in sums(known, STEPS - 1).items():
+        if name.startswith(("params/", "opt_state/")):
+            assert found[name] == value, name

@@ -1,21 +1,25 @@
 """Steps that diverge: how they are found, and runs that go back and leave their batches out."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import linear_model
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain import NonFiniteError, Stream, Trainer, UserError, read_manifest
-from spmdtrain.train.divergence import DivergenceWatch
+from spmdtrain.config.options import CollectiveOptions
+from spmdtrain.step.divergence import DivergenceWatch
 
 STEPS = 24
 X = np.random.default_rng(1).normal(size=(320, 4)).astype(np.float32)
@@ -26,6 +30,23 @@ def poisoned(*examples: int, value: float = 1e30) -> tuple[np.ndarray, np.ndarra
     y = Y.copy()
     y[list(examples)] = value
     return X, y
+
+
+def with_batch_norm(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": (model(x * jnp.abs(y)).sum(1, keepdims=True) - 1) ** 2}
+
+
+@jax.custom_jvp
+def steep(loss: jax.Array, marked: jax.Array) -> jax.Array:
+    """The loss, with a gradient that is a thousand times too large in marked examples."""
+    return loss
+
+
+@steep.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    loss, marked = primals
+    return loss, tangents[0] * jnp.where(marked, 1e3, 1.0)
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
@@ -142,6 +163,10 @@ def test_a_state_that_was_never_saved_is_not_replaced_by_another(tmp_path: Path)
     [
         ({"on_divergence": "rewind"}, "on_divergence is rewind, and workdir is not given"),
         ({"max_rewinds": 2}, "max_rewinds is 2, and on_divergence is not given"),
+        (
+            {"max_rewinds": 2, "on_divergence": "skip"},
+            "max_rewinds is 2 and on_divergence is skip: a run that leaves updates out does not",
+        ),
         ({"divergence_window": 8}, "divergence_window is 8, and divergence_sigma is not given"),
         ({"divergence_sigma": 0.0}, "divergence_sigma is 0.0: it must be above 0"),
     ],
@@ -149,6 +174,121 @@ def test_a_state_that_was_never_saved_is_not_replaced_by_another(tmp_path: Path)
 def test_options_that_need_others_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         linear_model.trainer(steps=2, **options).fit((X, Y))
+
+
+# -- steps that leave their update out -------------------------------------------------------------
+
+LEFT_OUT = "its update is left out, 1 so far"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps_per_dispatch": 4, "checkpoint_every_steps": 8},
+        {"microbatches": 2, "global_batch_size": 16},
+        {"exact": 16, "global_batch_size": 16},
+        {"strategy": "fully_sharded"},
+        {"strategy": "central_storage"},
+        {"collectives": CollectiveOptions(reduction="all_reduce")},
+        {"jit": False, "strategy": "one_device"},
+        {"model": partial(nnx.BatchNorm, 4), "objective": with_batch_norm},
+    ],
+    ids=str,
+)
+def test_a_step_leaves_its_update_out_and_the_state_is_that_of_a_run_without_its_batch(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    step = step_of_example(tmp_path / "stopped", 77, **options)
+    known = trainer(tmp_path / "known", skip_steps=(step - 1,), **options)
+    known.fit(poisoned(77), steps=STEPS - 1)
+    run = trainer(tmp_path / "run", on_divergence="skip", log_every=1, **options)
+    assert run.fit(poisoned(77)).step == STEPS
+    for field in ("params", "opt_state", "model_state"):
+        jax.tree.map(
+            np.testing.assert_array_equal, getattr(run.state, field), getattr(known.state, field)
+        )
+    (event,) = [e for e in events(tmp_path / "run") if e["event"] == "skipped"]
+    assert event["step"] == step and event["reason"].startswith(f"step {step}: loss")
+    assert event["reason"].endswith(LEFT_OUT)
+    lines = metrics(tmp_path / "run", "train")
+    assert [x["updates_left_out"] for x in lines] == [0] * (step - 1) + [1] * (STEPS - step + 1)
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+def test_a_resumed_run_leaves_the_same_updates_out(tmp_path: Path, steps_per_dispatch: int) -> None:
+    data, found = poisoned(200, 250, value=1e4), []
+    options: dict[str, Any] = {"shuffle": False, "steps_per_dispatch": steps_per_dispatch}
+    options |= {"divergence_sigma": 12.0, "divergence_window": 16, "on_divergence": "skip"}
+    options |= {"checkpoint_every_steps": 4, "ema_decay": 0.9, "log_every": 1}
+    for name, stops in (("whole", (40,)), ("resumed", (20, 28, 40))):
+        for steps in stops:  # the window and the count are part of the checkpoint
+            trainer(tmp_path / name, **options, steps=steps).fit(data)
+        skipped = [e for e in events(tmp_path / name) if e["event"] == "skipped"]
+        found.append([(e["step"], e["reason"]) for e in skipped])
+    assert [step for step, _ in found[0]] == [26, 32] and found[0] == found[1]
+    assert "is more than 12 robust standard deviations (divergence_sigma) above" in found[0][0][1]
+    assert state_of(tmp_path / "whole", 40) == state_of(tmp_path / "resumed", 40)
+    # The mean of the epoch is that of the other steps.
+    (epoch, again) = (metrics(tmp_path / name, "epoch") for name in ("whole", "resumed"))
+    losses = [x["loss"] for x in metrics(tmp_path / "whole", "train")]
+    others = [loss for step, loss in enumerate(losses, 1) if step not in (26, 32)]
+    assert epoch[0]["loss"] == pytest.approx(np.mean(others)) and epoch == again
+
+
+def test_a_gradient_that_is_far_too_large_leaves_the_update_out_as_well(tmp_path: Path) -> None:
+    def objective(model: Any, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": steep((model(x) - y) ** 2, x[:, :1] > 5)}
+
+    x = X.copy()
+    x[200, 0] = 6.0
+    run = trainer(
+        tmp_path,
+        objective=objective,
+        shuffle=False,
+        log_every=1,
+        steps=40,
+        on_divergence="skip",
+        divergence_sigma=50.0,
+    )
+    run.fit((x, np.zeros_like(Y)))
+    (event,) = [e for e in events(tmp_path) if e["event"] == "skipped"]
+    assert event["step"] == 26 and "gradient_norm" in event["reason"]
+
+
+def test_a_run_that_only_leaves_updates_out_ends(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, on_divergence="skip").fit((X, np.full_like(Y, np.nan)))
+    message = "step 10: loss and params and opt_state not finite (loss nan). on_divergence is skip"
+    assert str(caught.value).startswith(message)
+    assert caught.value.step == 10
+
+
+SKIP = {"on_divergence": "skip"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, SKIP),
+        (SKIP, {}),
+        (SKIP, {**SKIP, "divergence_sigma": 9.0}),
+        (
+            {**SKIP, "divergence_sigma": 9.0},
+            {**SKIP, "divergence_sigma": 8.0, "divergence_window": 9},
+        ),
+    ],
+    ids=str,
+)
+def test_a_resume_may_change_what_a_step_that_diverges_does(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    trainer(tmp_path / "known", log_every=1).fit((X, Y))
+    trainer(tmp_path / "run", **before, steps=10, log_every=1).fit((X, Y))
+    trainer(tmp_path / "run", **after, log_every=1).fit((X, Y))
+    losses = [[x["loss"] for x in metrics(tmp_path / n, "train")] for n in ("known", "run")]
+    assert losses[0] == losses[1]
 
 
 # -- the verdict -----------------------------------------------------------------------------------
