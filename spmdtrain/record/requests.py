@@ -31,7 +31,7 @@ _KEPT = 86_400.0  # seconds that the answer to a command that has been killed st
 
 
 class Action(enum.StrEnum):
-    """What the owner of a run asks of it."""
+    """An action that the owner of a run asks for."""
 
     SAVE = "save"
     PROFILE = "profile"
@@ -41,7 +41,7 @@ class Action(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """How far a run is with a request."""
+    """The progress of a run with a request."""
 
     ACCEPTED = "accepted"
     DONE = "done"
@@ -215,8 +215,10 @@ def _read_own(folder: Path, name: str) -> tuple[int, bytes]:
         found = os.fstat(file.fileno())
         if found.st_uid not in (os.geteuid(), 0):
             raise PermissionError(f"it belongs to user {found.st_uid}, and the run to another one")
-        if found.st_mode & 0o022 or found.st_nlink != 1:
+        if found.st_mode & 0o022:
             raise PermissionError("others can write to it")
+        if found.st_nlink != 1:
+            raise PermissionError("it has a second name")
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
         raise OSError(f"it has more than {_LARGEST:,} bytes")

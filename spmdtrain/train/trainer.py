@@ -67,13 +67,13 @@ from spmdtrain.train.executor import (
     Backend,
     DeviceExamples,
     Executor,
+    Profiles,
     StateAccess,
     backend_of,
     is_evaluator,
     join_job,
 )
 from spmdtrain.train.metrics_reader import MetricsReader, add_advice
-from spmdtrain.train.profiles import Profiles
 from spmdtrain.train.run_logger import Metrics, Written, checked_media
 from spmdtrain.train.schedule import Epochs, FitResult
 from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of

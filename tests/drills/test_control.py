@@ -1,6 +1,6 @@
 """`spmdtrain control`: what a run in progress does for its owner, and that its bits stay."""
 
-import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import (
@@ -25,6 +24,7 @@ from helpers import (
     status,
     together,
 )
+from other_user import UID, as_stranger
 from processes import drill, start_job, sums
 
 from spmdtrain.record.requests import PREFIX, Request, find_run, send_request
@@ -169,7 +169,7 @@ def test_a_request_to_a_killed_run_has_no_effect_on_the_next(tmp_path: Path) -> 
         holder = find_run(workdir)
         assert holder is not None and f"process {process.pid} on " in holder.where
     left = Request("stop", holder.start)
-    send_request(workdir, left)  # now that nobody reads it
+    send_request(workdir, left)  # which no run reads now
     gone = control(workdir, "--save")
     assert gone.returncode == 2, gone.stderr
     assert f"no run is in progress in {workdir} (its process was killed" in gone.stderr
@@ -184,11 +184,15 @@ def test_a_request_to_a_killed_run_has_no_effect_on_the_next(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.drill
 def test_the_stacks_of_a_run_that_hangs_show_where(tmp_path: Path) -> None:
-    fault = ("--fault", "hang", "--fault-rank", 0, "--fault-at", 9)
-    with started(tmp_path, *fault) as (workdir, _):
+    fault = ("--fault", "hang", "--fault-rank", 0, "--fault-at", 40)
+    with started(tmp_path, *fault) as (workdir, process):
         assert "time.sleep(1000)" in asked(workdir, "--stacks")
         silent = control(workdir, "--save", "--timeout", 4)
-    assert silent.returncode == 1 and "has accepted the request and not acted" in silent.stderr
+        assert silent.returncode == 1 and "has accepted the request and not acted" in silent.stderr
+        threading.Timer(3.0, process.kill).start()
+        ended = control(workdir, "--save")
+    assert ended.returncode == 1, ended.stderr
+    assert "has ended (its process was killed after step 0" in ended.stderr
 
 
 @pytest.mark.slow
@@ -213,18 +217,23 @@ def test_a_loop_saves_and_stops_and_refuses_what_its_user_codes(tmp_path: Path) 
     assert last in saved_steps(workdir) and status(workdir)["status"] == "preempted"
 
 
-def test_requests_that_cannot_be_sent_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text(json.dumps({"status": "finished", "step": 9}))
-    cases: list[tuple[Any, ...]] = [
-        ("it is finished, step 9 is saved", tmp_path, "--save"),
-        ("is asked for --save and --stop: give one of", tmp_path, "--save", "--stop"),
-        ("is asked for nothing: give one of", tmp_path),
-        ("--profile is 0: give a number of steps", tmp_path, "--profile", 0),
-        ("gs://b/run is in a bucket, whose objects have no owner", "gs://b/run", "--stop"),
-        ("is not the workdir of a run", tmp_path / "nothing", "--stop"),
-    ]
-    for ended, (text, *_) in zip(
-        together(*(lambda given=given: control(*given[1:]) for given in cases)), cases, strict=True
-    ):
-        assert ended.returncode == 2 and text in ended.stderr, ended.stderr
-        assert ended.stderr.count("\n") == 1 and not ended.stdout
+@pytest.mark.slow
+@pytest.mark.drill
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of others")
+def test_another_user_controls_no_run(tmp_path: Path) -> None:
+    with started(tmp_path) as (workdir, process):
+        for folder in (tmp_path, workdir):
+            folder.chmod(0o777)
+        line = [sys.executable, "-m", "spmdtrain.control", workdir, "--stop"]
+        env = environment() | {"HOME": "/nonexistent"}
+        refused = subprocess.run(as_stranger(line), env=env, capture_output=True, text=True)
+        assert refused.returncode == 2, refused.stderr
+        assert "belongs to user 0: only that user, and root, can control" in refused.stderr
+        holder = find_run(workdir)  # which the stranger can read, too
+        assert holder is not None
+        forged = Request("stop", holder.start)
+        send_request(workdir, forged)
+        os.chown(workdir / f"{PREFIX}{forged.id}", UID, UID)
+        asked(workdir, "--save")
+        asked(workdir, "--save")
+        assert process.poll() is None and (workdir / f"{PREFIX}{forged.id}").exists()
