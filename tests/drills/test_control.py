@@ -65,10 +65,13 @@ def await_step(workdir: Path) -> None:
 
 
 @contextmanager
-def started(folder: Path, *options: object) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+def started(
+    folder: Path, *options: object, changes: Sequence[tuple[str, str]] = ()
+) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A run of one process that would never end, after its first step; yields its workdir."""
     workdir = folder / "run"
-    process = start(drill(folder), *ENDLESS, *RARE, *options, "--workdir", workdir, devices=1)
+    config = drill(folder, *changes)
+    process = start(config, *ENDLESS, *RARE, *options, "--workdir", workdir, devices=1)
     reader = threading.Thread(target=process.communicate, daemon=True)
     reader.start()
     try:
@@ -141,6 +144,44 @@ def test_one_process_does_what_it_is_asked_and_keeps_its_bits(
     for folder in (workdir, whole):
         run(drill(tmp_path), "--steps", end, *options, *RARE, "--workdir", folder, devices=1)
     assert sums(workdir, end) == sums(whole, end)
+
+
+@pytest.mark.slow
+@pytest.mark.drill
+def test_callbacks_that_stop_a_run_do_not_see_an_evaluation_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    stops = '"evaluation": lambda event: event.trainer.stop()'
+    given = ('callbacks={"step": stop} if config.stop_at else {}', f"callbacks={{{stops}}}")
+    with started(tmp_path, changes=[given]) as (workdir, process):
+        assert "loss" in asked(workdir, "--evaluate")
+        assert "; " not in asked(workdir, "--save")  # of the last step
+        assert process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.drill
+def test_a_trial_of_a_sweep_that_is_stopped_is_not_a_failure(tmp_path: Path) -> None:
+    config, sweep = drill(tmp_path), tmp_path / "sweep"
+    line = [sys.executable, "-m", "spmdtrain.sweep", "--config", config, "--workdir", sweep]
+    line += [*ENDLESS, *RARE, "--set", "seed=1"]
+    with subprocess.Popen(
+        list(map(str, line)),
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            end = time.monotonic() + BOUND
+            while not (found := list(sweep.rglob("status.json"))):
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.1)
+            asked(found[0].parent, "--stop")
+            shown, _ = process.communicate(timeout=BOUND)
+        finally:
+            process.kill()
+    assert process.returncode == 75 and ": preempted at step" in shown, shown
 
 
 @pytest.mark.slow
