@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "check if a run fits on other devices, and estimate its speed there",
     "sweep": "train with many configurations, and compare them",
     "report": "write a page with curves, failures, checkpoints and samples of runs",
+    "control": "ask a run in progress to save, profile, evaluate or stop",
     "cluster": "check TF_CONFIG and the network between its tasks",
     "checkpoints": "verify, show or export the checkpoints of a run",
     "replay": "make a step again, compare two runs, or print the examples of a step",
@@ -100,6 +101,7 @@ def write_completion(arguments: Sequence[str]) -> int:
 
     import spmdtrain.checkpoints.command as checkpoints
     import spmdtrain.cluster.command as cluster
+    import spmdtrain.control.command as control
     import spmdtrain.init as init
     import spmdtrain.launch.launcher as launch
     import spmdtrain.plan.command as plan
@@ -119,6 +121,7 @@ def write_completion(arguments: Sequence[str]) -> int:
         "plan": command_line.command_type(given.config, plan.Options),
         "sweep": command_line.command_type(given.config, sweep.Options),
         "report": report.Options,
+        "control": control.Options,
         "cluster": cluster.Options,
         "checkpoints": checkpoints.SUBCOMMANDS,
         "replay": replay.Options,

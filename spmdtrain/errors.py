@@ -146,18 +146,24 @@ class EarlyExit(OwnExit):
         self.status = code
 
 
+CONTROL = "spmdtrain control"
+"""In place of the name of a signal: the request of the run's owner to stop it."""
+
+
 class PreemptedExit(OwnExit):
     """Raised after a signal stopped the run. Its state is saved if it has a workdir. Exits 75.
+
+    After a stop by `spmdtrain control` it exits 0, so that nothing starts the run again.
 
     It is a `SystemExit`, so that a script that calls `fit` exits with this code and an
     `except Exception` does not swallow it.
 
     Args:
-      signal: The name of the signal, such as `SIGTERM`.
+      signal: The name of the signal, such as `SIGTERM`, or `CONTROL`.
     """
 
     def __init__(self, signal: str) -> None:
-        super().__init__(int(ExitCode.PREEMPTED))
+        super().__init__(int(ExitCode.DONE if signal == CONTROL else ExitCode.PREEMPTED))
         self.signal = signal
 
 

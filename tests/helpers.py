@@ -147,9 +147,12 @@ def _is_running(number: int) -> bool:
 
 
 def contents(workdir: Path) -> dict[str, bytes]:
-    """Every file of a run by its path, byte for byte."""
+    """Every file of a run by its path, byte for byte; of the lock, without the name of a start."""
     files = (path for path in workdir.rglob("*") if path.is_file())
-    return {str(path.relative_to(workdir)): path.read_bytes() for path in files}
+    found = {str(path.relative_to(workdir)): path.read_bytes() for path in files}
+    if ".lock" in found:  # also a start that is refused has held it
+        found[".lock"] = found[".lock"].partition(b"\n")[0]
+    return found
 
 
 def text_in(folder: Path) -> Path:

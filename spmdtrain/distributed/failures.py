@@ -29,7 +29,9 @@ from spmdtrain.distributed.progress import (
     ignore_failure,
     stop_request,
 )
+from spmdtrain.distributed.requests import Requests
 from spmdtrain.errors import (
+    CONTROL,
     EarlyExit,
     ExitCode,
     OwnExit,
@@ -512,6 +514,7 @@ def _exit(job: Job, failure: Mapping[str, Any]) -> NoReturn:
 # -- Preemption: signals that ask a run to stop, checked by the training loop between steps --------
 
 
+@dataclasses.dataclass
 class StopSignals:
     """Handlers of SIGTERM, SIGUSR1 and SIGINT while entered.
 
@@ -524,13 +527,14 @@ class StopSignals:
     forwarded as SIGTERM.
 
     Attributes:
-      received: The signal that any process has received; None before.
+      requests: Requests of the run's owner, of which one may ask to stop.
+      received: The name of the signal that any process has received, or `CONTROL`; None before.
     """
 
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._passed_on: signal.Signals | None = None  # the signal forwarded as SIGTERM
-        self._before: dict[signal.Signals, object] = {}
+    requests: Requests = dataclasses.field(default_factory=Requests)
+    received: str | None = None
+    _passed_on: signal.Signals | None = None  # the signal forwarded as SIGTERM
+    _before: dict[signal.Signals, object] = dataclasses.field(default_factory=dict)
 
     def __enter__(self) -> "StopSignals":
         stop_request()  # without one that a part has acted on
@@ -557,11 +561,13 @@ class StopSignals:
 
     def stop_requested(self) -> bool:
         """Returns whether to stop: the same in all processes, which call it at the same points."""
-        if self.received is None:
-            self.received = CONTEXT.stop_request.signal
+        if self.received is None and CONTEXT.stop_request.signal is not None:
+            self.received = CONTEXT.stop_request.signal.name
         if self.received is None and process_group.preempted():
             passed_on = process_group.gather(self._passed_on)
-            self.received = signal.Signals(next(filter(None, passed_on), signal.SIGTERM))
+            self.received = signal.Signals(next(filter(None, passed_on), signal.SIGTERM)).name
+        if self.requests.agreed and self.requests.take() and self.received is None:
+            self.received = CONTROL
         return self.received is not None
 
     def stop_if_received(self) -> None:
@@ -569,7 +575,7 @@ class StopSignals:
         if self.stop_requested():
             assert self.received is not None
             CONTEXT.stop_request.acted = True
-            raise PreemptedExit(self.received.name)
+            raise PreemptedExit(self.received)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

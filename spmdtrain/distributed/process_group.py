@@ -178,6 +178,8 @@ class Job:
     """Number of calls of `preempted` so far."""
     stopping: bool = False
     """Whether the sync point at which to stop is reached."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `points` increases. A thread that holds it keeps this process before a point."""
 
     @property
     def name(self) -> str:
@@ -431,7 +433,8 @@ def preempted() -> bool:
     job = current()
     if job is None:
         return False
-    job.points += 1
+    with job.lock:
+        job.points += 1
     manager: Any = jax_distributed.global_state.preemption_sync_manager
     job.stopping = job.stopping or bool(manager.reached_sync_point(job.points))
     return job.stopping

@@ -130,12 +130,11 @@ def start_job(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
         try:
             yield job
             how = "finished"
-        except PreemptedExit:
-            how = "preempted"
-            raise
         except SystemExit as stop:
             if not stop.code:
                 how = "finished"
+            elif isinstance(stop, PreemptedExit):
+                how = "preempted"
             raise
         finally:
             ray_nodes.publish_end(ray, how, job.coming)

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -248,6 +249,8 @@ class RunFiles:
     ) -> None:
         self.folder = folder_of(workdir)
         self._lock: WorkdirLock | None = None
+        self.start = ""
+        """Names this start of the run; "" if no requests to it can be checked."""
         self._parsed: list[dict[str, Any]] | None = None  # the lines that the file has
         self._status_lock, self._failed = threading.Lock(), False
         self.sentinel: SentinelStatus | None = None
@@ -263,6 +266,7 @@ class RunFiles:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     self._lock = WorkdirLock(self.folder, writer.file(".lock"), writer, report)
                     stack.callback(self._lock.close)
+                    self.start = self._lock.start
                 self.local = self._copied_folder(stack) if is_remote else Path(self.folder)
                 """The local folder whose files `sync` copies to a remote workdir; otherwise the
                 workdir itself."""
@@ -550,8 +554,9 @@ if fcntl is not None:
 class WorkdirLock:
     """A locked file, which the kernel unlocks in whatever way the process ends.
 
-    The file contains the process and the host that hold it, for messages. If the lock is held, the
-    start waits, because a process that was killed may need a while to end.
+    The file contains the process and the host that hold it, for messages, and in a second line a
+    name of this start of the run, which requests to it must have (`record/requests.py`). If
+    the lock is held, the start waits, because a process that was killed may need a while to end.
 
     Args:
       folder: The workdir.
@@ -571,12 +576,15 @@ class WorkdirLock:
         self._path = folder / name
         flags = os.O_RDWR | os.O_CREAT
         self._file: IO[bytes] = os.fdopen(no_follow.open_file(folder, name, flags), "r+b")
+        self.start = ""
+        """Names this start of the run."""
         if fcntl is None:
             return
         try:
             self._acquire(f"workdir {folder} is in use by another {writer}", report)
             self._file.truncate(0)
-            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            self.start = uuid.uuid4().hex
+            holder = f"process {os.getpid()} on {socket.gethostname()}\n{self.start}\n"
             self._file.write(holder.encode())
             self._file.flush()
         except BaseException:
@@ -591,7 +599,7 @@ class WorkdirLock:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._file.seek(0)
-                holder = self._file.read(300).decode(errors="replace")
+                holder = self._file.read(300).decode(errors="replace").partition("\n")[0]
                 self._file.seek(0)
             if any(os.path.sameopenfile(x.fileno(), self._file.fileno()) for x in _files_held()):
                 raise UserError(f"{problem} of this process")

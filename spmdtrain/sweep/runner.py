@@ -30,6 +30,7 @@ from spmdtrain.sweep.trials import (
     TrialSource,
     TrialState,
     has_finished,
+    was_stopped,
 )
 
 # -- Devices of the trials that run at the same time -----------------------------------------------
@@ -278,12 +279,12 @@ class SweepRunner:
         )
         if ended.code == ExitCode.DONE and running.metrics.fault:
             trial.state, trial.reason = TrialState.FAILED, running.metrics.fault
-        elif ended.code == ExitCode.DONE and not has_finished(trial):
-            trial.state, trial.reason = TrialState.FAILED, "ended (code 0) before its run"
-        elif ended.code == ExitCode.DONE:
+        elif ended.code == ExitCode.DONE and has_finished(trial):
             trial.state = TrialState.FINISHED
-        elif stopped:
+        elif stopped or (ended.code == ExitCode.DONE and was_stopped(trial)):
             trial.state = TrialState.PRUNED if running.pruned else TrialState.PREEMPTED
+        elif ended.code == ExitCode.DONE:
+            trial.state, trial.reason = TrialState.FAILED, "ended (code 0) before its run"
         else:
             trial.state = TrialState.FAILED
             trial.reason = describe_exit(ended).removeprefix(f"{trial.name} ")

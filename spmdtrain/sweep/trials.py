@@ -17,7 +17,7 @@ from etils import epath
 
 from spmdtrain.config.command_line import parse_command_line
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.errors import StorageError, UserError, did_you_mean, import_extra
+from spmdtrain.errors import CONTROL, StorageError, UserError, did_you_mean, import_extra
 from spmdtrain.record import no_follow, validation
 from spmdtrain.record.readers import MetricColumns
 from spmdtrain.record.run import Run
@@ -190,6 +190,12 @@ def has_finished(trial: Trial) -> bool:
     """Returns whether `status.json` of a trial says that the run has finished."""
     status = Run(str(trial.folder)).status
     return status is not None and Status(status["status"]) is Status.FINISHED
+
+
+def was_stopped(trial: Trial) -> bool:
+    """Returns whether `spmdtrain control` has stopped the run of a trial, with exit code 0."""
+    status = Run(str(trial.folder)).status
+    return status is not None and status.get("reason") == CONTROL
 
 
 class TrialMetrics:

@@ -12,7 +12,7 @@ from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.command_line import JOB_OPTIONS, Command
 from spmdtrain.config.experiment import Experiment, ExperimentFile
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.sources.files import hide_progress
+from spmdtrain.data.sources import files
 from spmdtrain.distributed import failures, initialize, process_group
 from spmdtrain.distributed.code_digest import file_digest, source_digests
 from spmdtrain.distributed.progress import Phase, phase
@@ -47,7 +47,7 @@ def execute(command: Command) -> int:
     # Resolved before `build`, which sees the batch size and the learning rate of the run.
     config = resolve_config(config)
     terminal = terminal_of(config)
-    hide_progress(hidden=config.quiet)
+    files.hides_progress = config.quiet
     if spec.has_ps and backend.runs_steps:
         terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
     if file.has_own_loop and options.mode == "train" and not options.show_sharding:

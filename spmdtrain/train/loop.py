@@ -700,7 +700,9 @@ class Loop:
             return
         self._done = self.step
         run = parts.run
-        due = run.schedule.due(self.step, preempted=run.signals.stop_requested())
+        preempted = run.signals.stop_requested()
+        asked = bool(run.signals.requests.pending)
+        due = run.schedule.due(self.step, preempted=preempted, asked=asked)
         if due is not None or parts.evaluate(self.step):
             parts.pass_step(self.step, due or Due())
 

@@ -141,7 +141,7 @@ class Schedule:
 
     # -- what is due ---------------------------------------------------------------------------
 
-    def due(self, step: int, *, preempted: bool) -> Due | None:
+    def due(self, step: int, *, preempted: bool, asked: bool = False) -> Due | None:
         """Returns what is due after a step; None if the next step follows at once.
 
         All processes call it after the same steps.
@@ -149,6 +149,7 @@ class Schedule:
         Args:
           step: The step that was dispatched last.
           preempted: Whether a signal asks the run to stop; the same in all processes.
+          asked: Whether there are requests of the run's owner; the same in all processes.
         """
         save = self.should_save(step)
         evaluate, epoch_end = self.should_evaluate(step, saved=save), self.ends_epoch(step)
@@ -156,7 +157,8 @@ class Schedule:
         if every is not None:
             waits = step - self.kept_at < every if self.measures_snapshots else step % every
             snapshot = not waits
-        if not (save or evaluate or epoch_end or snapshot or preempted or step == self.total):
+        asked = asked or preempted or step == self.total
+        if not (save or evaluate or epoch_end or snapshot or asked):
             return None
         return Due(save=save, evaluate=evaluate, epoch_end=epoch_end, snapshot=snapshot)
 

@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax
@@ -40,8 +41,10 @@ from spmdtrain.data.training_data import (
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
 from spmdtrain.distributed.code_digest import CodeRecord, code_record, source_digests
 from spmdtrain.distributed.failures import StopSignals
+from spmdtrain.distributed.requests import Requests
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
+    CONTROL,
     Interrupted,
     NonFiniteError,
     PreemptedExit,
@@ -54,6 +57,7 @@ from spmdtrain.errors import (
     is_interactive,
     option,
 )
+from spmdtrain.record.requests import Action, Request, State
 from spmdtrain.record.run import Run
 from spmdtrain.record.run_files import RunFiles, Split, Status
 from spmdtrain.record.storage import absolute, folder_of, is_url
@@ -464,6 +468,18 @@ class RunSession:
                 files = RunFiles(workdir, report=terminal.line)
                 stack.enter_context(contextlib.closing(files))
             process_group.barrier()  # the folder exists, and this run has locked it
+            if not is_url(workdir):  # objects of a bucket have no owner who could be checked
+                requests = signals.requests = Requests(
+                    folder=files.local if files else None,
+                    start=files.start if files else "",
+                    warn=terminal.warning,
+                    job=(job := process_group.current()),
+                    name=process_group.new_sequence().name if job else "",
+                )
+                listening = Thread(target=requests.listen, name="requests", daemon=True)
+                listening.start()
+                stack.callback(listening.join)
+                stack.callback(requests.ended.set)
             check_lock = files.check_lock if files else lambda: None
             checkpoints = open_checkpoints(config, workdir, check_lock)
             stack.callback(checkpoints.close)
@@ -833,12 +849,16 @@ class Boundary:
         if callbacks.stop_requested:
             schedule.total = step
         preempted = run.signals.stop_requested()
-        if preempted or due.save or schedule.should_save(step):
+        asked = [*run.signals.requests.pending]  # one that comes later waits for the next step
+        is_asked = any(request.action == Action.SAVE for request in asked)
+        if preempted or due.save or is_asked or schedule.should_save(step):
             self.save(step, metrics)
         elif due.snapshot and step != schedule.total:
             self.take_snapshot(step, metrics)
         if preempted:
             run.wait_for_save()  # a checkpoint is reported only once it is complete
+        if asked:
+            self.answer(step, asked, "the run stops" if preempted else "")
         last = step == schedule.total
         if last:
             self.reader.hash_last(step)
@@ -848,6 +868,39 @@ class Boundary:
             run.signals.stop_if_received()
         if not last:
             run.logger.timer.restart(step)
+
+    def answer(self, step: int, asked: Sequence[Request], stops: str) -> None:
+        """Does what the owner of the run asks for after a step, which is saved if that is asked.
+
+        Nothing of it changes what the run computes. All processes call it. `stops` says that the
+        run stops, if it does.
+        """
+        run, requests = self.run, self.run.signals.requests
+        if not stops and step == run.schedule.total:
+            stops = "it was the last step"
+        for request in asked:
+            requests.pending.remove(request)
+            run.logger.terminal.line(f"step {step}: {CONTROL} asks for: {request.action}")
+            state, text = State.DONE, f"step {step:,}: {stops}"
+            if request.action in (Action.SAVE, Action.STOP):
+                run.wait_for_save()  # all processes have to, before a checkpoint is complete
+                saved = f"step {step:,}: saved {run.config.workdir}/checkpoints/{step}"
+                text = f"{saved}; {stops}" if stops else saved
+            elif stops:
+                state = State.REFUSED
+            elif request.action == Action.EVALUATE:
+                state, text = self.evaluate_asked(step)
+            else:
+                state, text = self.profile_asked(step, request)
+            requests.answer(request, state, text)
+
+    def evaluate_asked(self, step: int) -> tuple[State, str]:
+        """Evaluates the state after a step, because the owner of the run asks for it."""
+        return State.REFUSED, "the evaluation of a Loop is code of its user"
+
+    def profile_asked(self, step: int, request: Request) -> tuple[State, str]:
+        """Starts to profile the steps after a step, because the owner of the run asks for it."""
+        return State.REFUSED, "a Loop has no profiler: use jax.profiler in its code"
 
     def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
         """Returns the metrics of the evaluation of a step; None if there is none."""

@@ -6,7 +6,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Never, Self, Unpack
 
 import jax
@@ -31,19 +30,17 @@ from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.code_digest import code_record
 from spmdtrain.distributed.failures import StopSignals
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.document.terminal import Terminal
+from spmdtrain.document.terminal import Terminal, metric_texts
 from spmdtrain.errors import (
     NonFiniteError,
     OwnExit,
     PreemptedExit,
     StateError,
-    StorageError,
     UserError,
     in_command,
 )
-from spmdtrain.record import no_follow
+from spmdtrain.record.requests import Request, State
 from spmdtrain.record.run_files import Split
-from spmdtrain.record.storage import folder_of, one_line
 from spmdtrain.sharding.layout import ShardingTable
 from spmdtrain.sharding.mesh import resolve
 from spmdtrain.sharding.placement import Placement, use_placement
@@ -70,6 +67,7 @@ from spmdtrain.train.executor import (
     Backend,
     DeviceExamples,
     Executor,
+    Profiles,
     StateAccess,
     backend_of,
     is_evaluator,
@@ -830,19 +828,17 @@ class Trainer:
             examples=self._examples,
         )
         executors.callback(executor.close)
-        profile = None
-        if run.config.profile_steps is not None:
-            profile = executors.enter_context(
-                contextlib.closing(ProfiledSteps(run.config, first, self.terminal.line))
-            )
         reader = MetricsReader(run, executor.max_in_flight, lambda: executor.sync(self._current))
-        boundary = TrainerBoundary(run, reader, self, executor)
+        profiles, requests = Profiles(executors, self.terminal.line), run.signals.requests
+        boundary = TrainerBoundary(run, reader, self, executor, profiles)
+        if run.config.profile_steps is not None:
+            profiles.begin(run.config, first)
         with self.terminal.progress("train", done=first, total=schedule.total):
             for steps in schedule.dispatches(first):  # the range of steps of one dispatch
                 step = steps[-1]
                 program, batch = executor.load(steps, self._current)
                 executor.check_devices(step, self._current, batch)
-                if profile is not None:
+                if (profile := profiles.current) is not None:
                     profile.before(steps[0])
                 with phase(Phase.STEP):
                     self._state, output = program(self._current, batch)
@@ -855,7 +851,8 @@ class Trainer:
                 self._callbacks(CallbackEvent.STEP, step)
                 if self._callbacks.stop_requested:
                     schedule.total = executor.stop_dispatch(step)
-                due = schedule.due(step, preempted=run.signals.stop_requested())
+                preempted = run.signals.stop_requested()
+                due = schedule.due(step, preempted=preempted, asked=bool(requests.pending))
                 # With parameter servers, later steps may be pending: first the loop reads them too.
                 if due is not None and executor.stop_dispatch(step) == step:
                     self._state = executor.sync(self._current)
@@ -911,6 +908,26 @@ class TrainerBoundary(Boundary):
 
     trainer: Trainer
     executor: Executor
+    profiles: Profiles
+
+    def profile_asked(self, step: int, request: Request) -> tuple[State, str]:
+        return self.profiles.ask(self.run, step, request)
+
+    def evaluate_asked(self, step: int) -> tuple[State, str]:
+        """Evaluates without callbacks: one that stops early or lowers the rate changes the run."""
+        run, trainer = self.run, self.trainer
+        if run.validation is None:
+            where = "an evaluator task evaluates its checkpoints"
+            is_elsewhere = run.config.evaluated_by == "evaluator"
+            return State.REFUSED, where if is_elsewhere else "the run has no validation split"
+        if (found := run.logger.written[Split.EVAL].get(step)) is None:
+            inputs = trainer._variables(), run.validation, run.eval_batch_size
+            try:
+                found = trainer._evaluate(*inputs, run.signals.stop_if_received)
+            except PreemptedExit:  # the next step saves and stops
+                return State.REFUSED, f"step {step:,}: the run stops"
+            run.logger.log_evaluation(Split.EVAL, step, found)
+        return State.DONE, f"step {step:,}: {'  '.join(metric_texts(found))}"
 
     def evaluate(self, step: int, *, is_due: bool) -> Metrics | None:
         """Returns the metrics of the evaluation; None also if a signal interrupts it."""
@@ -929,59 +946,3 @@ class TrainerBoundary(Boundary):
 
     def report(self) -> None:
         self.executor.report()
-
-
-# -- A profiler trace of some steps, for TensorBoard or Perfetto -----------------------------------
-
-
-class ProfiledSteps:
-    """Traces the steps of `profile_steps` (both ends included) into the workdir, if it is set.
-
-    The run resumes from step `first`. `log` receives a line that says where the trace is, or that
-    there is nothing left to trace.
-    """
-
-    def __init__(self, config: RunConfig, first: int, log: Callable[[str], None]) -> None:
-        # Process 0 alone: the others' traces would be written to the same files.
-        steps = config.profile_range() if process_group.is_chief() else None
-        if steps and first >= steps[1]:
-            log(f"nothing to profile: step {first} is past {config.profile_steps}")
-        self._first, self._last = steps or (0, 0)
-        self._folder, self._log = config.workdir, log
-        self._running = False
-        self._marker: jax.profiler.StepTraceAnnotation | None = None
-
-    def before(self, step: int) -> None:
-        """Starts the trace or marks the step; call it before `step` is dispatched."""
-        if self._folder and self._first <= step <= self._last and not self._running:
-            folder = Path(folder_of(self._folder))
-            try:
-                for name in ("plugins", "plugins/profile"):  # where the profiler writes
-                    no_follow.make_subfolder(folder, name)
-            except OSError as error:
-                raise StorageError(f"no trace can be written: {one_line(error)}") from error
-            jax.profiler.start_trace(str(folder))
-            self._running = True
-        if self._running:  # tools group operations by the markers of steps
-            self._marker = jax.profiler.StepTraceAnnotation("train", step_num=step)
-            self._marker.__enter__()
-
-    def after(self, step: int, output: Any) -> None:
-        """Ends the mark of `step` after its dispatch; waits for the last traced `output`."""
-        if self._marker is not None:
-            self._marker.__exit__(None, None, None)
-            self._marker = None
-        if step == self._last and self._running:
-            jax.block_until_ready(output)
-            self.close()
-
-    def close(self) -> None:
-        """Ends the trace if it has not ended."""
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
-            self._log(
-                f"profile from step {self._first}: {self._folder}/plugins/profile; to open it: "
-                f"pip install xprof, xprof {self._folder}, or give its trace.json.gz to "
-                "https://ui.perfetto.dev"
-            )

@@ -15,7 +15,18 @@ from helpers import BOUND, DIGITS, REPOSITORY, environment, metrics, together
 
 from spmdtrain import __version__
 
-NAMES = ("run", "launch", "plan", "sweep", "report", "cluster", "checkpoints", "replay", "init")
+NAMES = (
+    "run",
+    "launch",
+    "plan",
+    "sweep",
+    "report",
+    "control",
+    "cluster",
+    "checkpoints",
+    "replay",
+    "init",
+)
 
 # In place of JAX, in the working directory.
 NO_JAX = "raise ImportError('this command must not import jax')"

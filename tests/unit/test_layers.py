@@ -28,6 +28,7 @@ FOLDERS = (
         "document",
         "config",
         "record",
+        "control",
         "cluster",
         "xla",
         "distributed",

@@ -599,14 +599,8 @@ def _scan_digest(path: Path, array: np.ndarray) -> bytes:
 # -- A progress bar for work before the first step that may take long ------------------------------
 
 PROGRESS_DELAY = 3.0  # seconds before a bar appears
-_hidden = False
+hides_progress = False
 """Whether bars are hidden in this process. It is global because datasets have no configuration."""
-
-
-def hide_progress(*, hidden: bool) -> None:
-    """Hides or shows the bars of datasets, as the option `quiet` of a command says."""
-    global _hidden
-    _hidden = hidden
 
 
 @contextmanager
@@ -615,7 +609,7 @@ def delayed_progress(description: str, total: int) -> Iterator[Callable[[int], N
 
     Yields a function of the amount of `total` that is done, to be called in one thread.
     """
-    terminal = Terminal(quiet=_hidden or not process_group.is_chief())
+    terminal = Terminal(quiet=hides_progress or not process_group.is_chief())
     started, has_bar = time.perf_counter(), False
     with ExitStack() as stack:
 

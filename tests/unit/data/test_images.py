@@ -646,11 +646,11 @@ def test_a_long_look_for_broken_files_shows_a_bar(
     monkeypatch.setattr(files, "PROGRESS_DELAY", -1)
     ImageFolder(tmp_path, 2, broken="skip", threads=1)
     assert bars == ["checking 0/30"]
-    files.hide_progress(hidden=True)  # by `--quiet`
+    files.hides_progress = True  # by `--quiet`
     try:
         ImageFolder(folder_of(tmp_path, {"a/x.png": plain(1)}), 2, broken="skip", threads=1)
     finally:
-        files.hide_progress(hidden=False)
+        files.hides_progress = False
     assert bars == ["checking 0/30"]
 
 

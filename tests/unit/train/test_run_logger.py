@@ -41,8 +41,8 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import StorageError
 from spmdtrain.record.lines import RunTimes, run_times
 from spmdtrain.record.run import Run
+from spmdtrain.train.executor import ProfiledSteps
 from spmdtrain.train.run_logger import StepTimer, TimeAccount, goodput_line, peak_memory
-from spmdtrain.train.trainer import ProfiledSteps
 from spmdtrain.xla import chips
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
@@ -590,8 +590,7 @@ def test_a_trace_is_in_the_workdir_of_the_home_folder(
     (tmp_path / "home" / "run").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    config = RunConfig(steps=1, workdir="~/run", profile_steps="1:1")
-    with contextlib.closing(ProfiledSteps(config, 0, print)) as profile:
+    with contextlib.closing(ProfiledSteps("~/run", (1, 1), print)) as profile:
         profile.before(1)
         profile.after(1, jnp.ones(1))
     assert list((tmp_path / "home" / "run").rglob("*.xplane.pb"))
