@@ -537,8 +537,8 @@ class RunConfig:
         in_loops=STEP_IS_YOURS,
         in_measurements=False,
     )
-    """Regular expressions of the layers and parameters to watch, by path: norms, extremes, shares of
-    zeros and of non-finite values, and histograms of outputs and gradients go to watch.jsonl and
+    """Regular expressions of the layers and parameters to watch, by path: norms, extremes, shares
+    of zeros and of non-finite values, and histograms of outputs and gradients go to watch.jsonl and
     the trackers."""
     watch_every: int = option_field(
         100, Group.LOGGING, range=ABOVE_ZERO, on_resume=OnResume.FREE, in_measurements=False

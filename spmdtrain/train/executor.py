@@ -57,6 +57,7 @@ class Inspection(Protocol):
 
 INSPECTIONS: Mapping[str, str] = {
     "sentinel_every": "spmdtrain.train.sentinel:Sentinel",
+    "watch": "spmdtrain.train.layer_watch:LayerWatch",
 }
 """`module:class` of the inspections, each by the option that turns it on."""
 
