@@ -443,3 +443,76 @@ def _parsed_hash(content: Mapping[str, Any]) -> StateHash | ResumedAt:
         return ResumedAt(content["resumed"])
     check(without_other_fields(content, _Line), _Line, HASHES_FILE)
     return StateHash(content["step"], content["arrays"], content.get("loss"))
+
+
+# -- The file `watch.jsonl`: statistics of layers and gradients before some steps of a run ---------
+
+WATCH_FILE = "watch.jsonl"
+_MOST_WATCHED = 256  # steps of a bounded log
+
+
+class Statistics(TypedDict):
+    """The statistics of an array; those but `size`, `zeros` and `nonfinite` of its finite values.
+
+    Attributes:
+      size: The number of its elements.
+      norm: The L2 norm. As `mean`, `std`, `min` and `max`, None without a finite value.
+      zeros: The share of zeros, from 0 to 1.
+      nonfinite: The share of NaN and infinite values.
+      edges: The edges of the bins of a histogram, powers of two of both signs.
+      counts: The number of values in each bin.
+    """
+
+    size: int
+    norm: float | None
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    zeros: float | None
+    nonfinite: float | None
+    edges: list[float]
+    counts: list[int]
+
+
+class WatchedStep(TypedDict):
+    """A line of the file.
+
+    Attributes:
+      outputs: The statistics of outputs by layer, in the order in which they are computed; those of
+        a layer in a loop by `LAYER[3]`.
+      gradients: The statistics of gradients by parameter.
+    """
+
+    step: int
+    time: float
+    outputs: dict[str, Statistics]
+    gradients: dict[str, Statistics]
+
+
+class WatchLog(Collector):
+    """The watched steps of a run. Of several lines of a step, the newest counts.
+
+    Args:
+      bounded: Whether to leave out every second step if there are many.
+    """
+
+    def __init__(self, *, bounded: bool = False) -> None:
+        super().__init__()
+        self._bounded, self._every, self._seen = bounded, 1, 0
+        self.by_step: dict[int, WatchedStep] = {}
+
+    def add(self, content: Mapping[str, Any]) -> None:
+        try:
+            known = without_other_fields(content, WatchedStep)
+            check(known, WatchedStep, WATCH_FILE)
+        except Malformed:
+            self.invalid += 1
+            return
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self.by_step[known["step"]] = cast(WatchedStep, known)
+        if self._bounded and len(self.by_step) > _MOST_WATCHED:
+            self._every *= 2
+            for step in sorted(self.by_step)[1::2]:
+                del self.by_step[step]

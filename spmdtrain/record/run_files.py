@@ -76,8 +76,6 @@ MEDIA_LINES = "media.jsonl"
 """File with a line for each logged image, text, histogram, table and figure."""
 PERFORMANCE_FILE = "performance.jsonl"
 """File with speed, utilization and memory, a line for each logged step of training."""
-WATCH_FILE = "watch.jsonl"
-"""File with statistics of layers and gradients, a line for each watched step."""
 _LARGEST_STATUS = 2**20  # bytes; it has 100, and a message
 _VERSIONS = ("spmdtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

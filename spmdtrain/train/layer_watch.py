@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from spmdtrain.data.sampling import IndexedBatch, examples_of
 from spmdtrain.distributed.first_call import Together
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
-from spmdtrain.record.lines import LinesFile, finite_or_null
-from spmdtrain.record.run_files import WATCH_FILE
+from spmdtrain.record.lines import WATCH_FILE, LinesFile, Statistics, finite_or_null
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.batch_checks import check_partitioned
 from spmdtrain.step.dispatch import Repeat, batch_shardings
@@ -98,8 +97,8 @@ def _count(mask: jax.Array, keeps: int = 0) -> jax.Array:
     return rows.astype(jnp.float32).sum(range(keeps, rows.ndim))
 
 
-def summarize(parts: np.ndarray) -> dict[str, Any]:
-    """Returns the statistics of an array as JSON values.
+def summarize(parts: np.ndarray) -> Statistics:
+    """Returns the statistics of an array.
 
     Args:
       parts: (parts, n), the results of `measure` for its parts.
@@ -122,12 +121,14 @@ def summarize(parts: np.ndarray) -> dict[str, Any]:
     counts = rows[:, len(_FIELDS) :].sum(0)
     (full,) = np.nonzero(counts)
     first, end = (full[0], full[-1] + 1) if len(full) else (0, 0)
-    return {
+    known = finite_or_null({name: float(value) for name, value in values.items()})
+    found = {
         "size": int(size.sum()),
-        **finite_or_null({name: float(value) for name, value in values.items()}),
+        **known,
         "edges": EDGES[first : end + 1].tolist() if end else [],
         "counts": counts[first:end].astype(int).tolist(),
     }
+    return cast(Statistics, found)
 
 
 # -- The named values of a program -----------------------------------------------------------------
