@@ -65,15 +65,16 @@ def measure(x: jax.Array) -> jax.Array:
 
     Returns:
       f32 (n,): `_FIELDS`, and the number of finite values in each bin. `mean`, and the sum of
-      squared differences from it, are those of values divided by `scale`, the largest magnitude,
-      so that no square overflows.
+      squared differences from it, are those of values divided by `scale`, which is near the
+      largest magnitude, so that no square overflows.
     """
     x = jnp.abs(x) if jnp.iscomplexobj(x) else x
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     finite = jnp.isfinite(x)
     safe = jnp.where(finite, x, 0)
     largest = jnp.abs(safe).max(initial=0)
-    scale = jnp.where(largest > 0, largest, 1)
+    exponent = jnp.frexp(largest)[1] - 1  # of a power of two, which rounds nothing
+    scale = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent), 1)
     count = _count(finite)
     mean = (safe / scale).sum() / jnp.maximum(count, 1)
     squares = jnp.square(jnp.where(finite, safe / scale - mean, 0)).sum()
