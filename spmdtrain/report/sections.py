@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from spmdtrain.checkpoints.listing import Listing, list_checkpoints
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.blocks import (
@@ -378,7 +380,7 @@ def last_values(run: RunData, split: str) -> Mapping[str, float]:
 
 # -- The watched layers: the norms of their outputs and gradients over the steps -------------------
 
-_MOST_LAYERS = 150  # of a chart
+_MOST_LAYERS, _MOST_CELLS, _FEWEST_STEPS = 150, 6_000, 20  # of a chart
 _ROW_HEIGHT = 16  # pixels
 _FINITE, _NONFINITE = 0, 3  # colors
 
@@ -405,7 +407,9 @@ def _heat_map(title: str, found: Mapping[int, Mapping[str, Statistics]]) -> Char
     """Returns a chart with a cell for each step and layer, darker for a larger norm."""
     alt = altair()
     names = list(dict.fromkeys(name for layers in found.values() for name in layers))
-    shown = names[:_MOST_LAYERS]
+    shown, steps = names[:_MOST_LAYERS], list(found)
+    most = max(_FEWEST_STEPS, _MOST_CELLS // len(shown))
+    places = np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int)
     rows: list[dict[str, Any]] = [
         {
             **{"step": f"{step:,}", "layer": foreign(name, 100)},
@@ -414,9 +418,9 @@ def _heat_map(title: str, found: Mapping[int, Mapping[str, Statistics]]) -> Char
             "size": math.log10(norm) if (norm := layers[name]["norm"]) else None,
             "color": _NONFINITE if layers[name]["nonfinite"] else _FINITE,
         }
-        for step, layers in found.items()
+        for step in map(steps.__getitem__, places)
         for name in shown
-        if name in layers
+        if name in (layers := found[step])
     ]
     sizes = [row["size"] for row in rows if row["size"] is not None] or [0.0]
     low, high = min(sizes), max(sizes)
@@ -446,13 +450,14 @@ def _heat_map(title: str, found: Mapping[int, Mapping[str, Statistics]]) -> Char
     legend = [LegendEntry("norm", _FINITE, f"{number(10**low)} (light) to {number(10**high)}")]
     if any(row["color"] == _NONFINITE for row in rows):
         legend.append(LegendEntry("with values that are not finite", _NONFINITE))
-    left_out = len(names) - len(shown)
+    left_out = {"layers": len(names) - len(shown), "steps": len(steps) - len(places)}
+    texts = [f"{count:,} more {what}" for what, count in left_out.items() if count]
     return chart_block(
         title,
         chart,
         {"cells": rows},
         height=_ROW_HEIGHT * len(shown) + 30,
-        note=f"{left_out:,} more are in watch.jsonl." if left_out else "",
+        note=f"{' and '.join(texts)} are in watch.jsonl." if texts else "",
         legend=legend,
     )
 

@@ -116,8 +116,8 @@ def summarize(parts: np.ndarray) -> Statistics:
         "std": math.sqrt(spread / count) if count else math.nan,
         "min": low.min(),
         "max": high.max(),
-        "zeros": zeros.sum() / size.sum(),
-        "nonfinite": 1 - count / size.sum(),
+        "zeros": zeros.sum() / max(size.sum(), 1),
+        "nonfinite": 1 - count / max(size.sum(), 1),
     }
     counts = rows[:, len(_FIELDS) :].sum(0)
     (full,) = np.nonzero(counts)
@@ -391,7 +391,7 @@ class LayerWatch:
         is_split = placement.mesh is not None and placement.mesh.size > 1
         check = partial(check_partitioned, placement=placement) if is_split else None
         whole = placement.replicated
-        if placement.devices[0].platform != "cpu":
+        if not is_split or placement.devices[0].platform != "cpu":
             both = jax.jit(
                 lambda *given: _measured(function(*given)),
                 in_shardings=places,
