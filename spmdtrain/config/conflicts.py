@@ -198,9 +198,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         instead="look at their values in a debugger",
     ),
     Conflict(
-        option="watch",
-        other="batch_statistics",
-        refused=("replica",),
+        option="batch_statistics",
+        other="watch",
         because="each replica normalizes by its own examples, and the layers are watched with all "
         "examples of the batch",
     ),

@@ -57,7 +57,7 @@ EDGES = np.concatenate([[-_END], _INNER, [_END]])
 _FIELDS = ("size", "finite", "zeros", "scale", "mean", "squares", "low", "high")
 
 
-def measure(x: jax.Array) -> jax.Array:
+def measure_array(x: jax.Array) -> jax.Array:
     """Returns what the statistics of an array are made of; `summarize` reads it.
 
     Args:
@@ -102,7 +102,7 @@ def summarize(parts: np.ndarray) -> Statistics:
     """Returns the statistics of an array.
 
     Args:
-      parts: (parts, n), the results of `measure` for its parts.
+      parts: (parts, n), the results of `measure_array` for its parts.
     """
     rows = parts.astype(np.float64)
     size, finite, zeros, scale, mean, squares, low, high = rows[:, : len(_FIELDS)].T
@@ -141,7 +141,7 @@ def summarize(parts: np.ndarray) -> Statistics:
 _NAME = "name"  # the primitive of `checkpoint_name`
 
 
-class Value(NamedTuple):
+class NamedValue(NamedTuple):
     """A named value; each of its arrays has a leading dim for each loop around it.
 
     Attributes:
@@ -154,10 +154,10 @@ class Value(NamedTuple):
 
     @property
     def measures(self) -> jax.Array:
-        """The results of `measure` for each iteration of the loops; zeros if it does not exist."""
+        """The results of `measure_array` for each iteration of the loops; zeros if it does not exist."""
 
         def of_one(x: jax.Array, exists: jax.Array) -> jax.Array:
-            return jnp.where(exists, measure(x), 0)
+            return jnp.where(exists, measure_array(x), 0)
 
         function: Callable[..., jax.Array] = of_one
         for _ in range(self.exists.ndim):
@@ -165,7 +165,7 @@ class Value(NamedTuple):
         return function(self.array, self.exists)
 
 
-Values = dict[str, list[Value]]
+Values = dict[str, list[NamedValue]]
 """The values of each name in the order of their computation."""
 
 
@@ -231,7 +231,7 @@ class NamedValues:
         is_loop = is_layer_loop(equation) and LAYERS not in inner and self.is_wanted(LAYERS)
         operands = [read(x) for x in equation.invars]
         if kind == _NAME and self.is_wanted(name := equation.params["name"]):
-            return operands, {name: [Value(operands[0], jnp.array(True))]}
+            return operands, {name: [NamedValue(operands[0], jnp.array(True))]}
         if kind in CALLS and wanted:
             ((called, constants),) = inner_programs(equation)
             return self.run(called, constants, operands)
@@ -255,7 +255,7 @@ class NamedValues:
             after = results[:carried]
             if is_loop:  # its carry is the output of a layer
                 output = next(x for x in after if is_inexact(x))
-                values[LAYERS] = [Value(output, jnp.array(True))]
+                values[LAYERS] = [NamedValue(output, jnp.array(True))]
             return after, (results[carried:], values)
 
         carry, (stacked, values) = jax.lax.scan(
@@ -439,7 +439,7 @@ class LayerWatch:
         computed = ByXla(self._placement)(self._functions.loss, inputs)
         gradients = named_leaves(self._functions.layout.gradients(computed.gradients))
         return {
-            name: [Value(x, jnp.array(True))]
+            name: [NamedValue(x, jnp.array(True))]
             for name, x in gradients.items()
             if self._is_watched(name) and is_inexact(x)
         }

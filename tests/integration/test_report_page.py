@@ -178,6 +178,7 @@ def test_a_watched_layer_has_a_row_of_cells(browser: Browser, tmp_path: Path) ->
     lines = watch_lines(12, (1, 100, 200, 300), broken_from=300)
     write_lines(workdir / "watch.jsonl", lines)
     report(workdir)
+    browser.messages.clear()
     browser.open(workdir / "report.html")
     browser.drawn()
     chart = (

@@ -34,7 +34,7 @@ from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.step.layer_loop import scan_layers
 from spmdtrain.trackers.base import Histogram, RunInfo, Tracker
-from spmdtrain.train.layer_watch import EDGES, measure, summarize
+from spmdtrain.train.layer_watch import EDGES, measure_array, summarize
 from spmdtrain.train.schedule import Schedule
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -439,7 +439,7 @@ def test_a_resumed_run_watches_as_if_it_had_not_ended(tmp_path: Path) -> None:
 
 
 def summary_of(*parts: Any) -> Any:
-    return summarize(np.stack([np.asarray(measure(jnp.asarray(x))) for x in parts]))
+    return summarize(np.stack([np.asarray(measure_array(jnp.asarray(x))) for x in parts]))
 
 
 def test_parts_are_joined_as_one_array() -> None:
