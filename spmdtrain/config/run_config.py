@@ -7,8 +7,9 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -72,19 +73,14 @@ def _check_names(trackers: Sequence[str]) -> None:
             raise UserError(f"trackers has {name!r}: it must be the name of a tracker")
 
 
-def _check_patterns(name: str) -> Callable[[Sequence[str]], None]:
-    """Returns the check of an option of regular expressions."""
-
-    def check(patterns: Sequence[str]) -> None:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise UserError(
-                    f"{name}: {pattern!r} is not a valid regular expression: {error}"
-                ) from error
-
-    return check
+def _check_patterns(name: str, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(
+                f"{name}: {pattern!r} is not a valid regular expression: {error}"
+            ) from error
 
 
 def _check_workdir(workdir: str | None) -> None:
@@ -283,7 +279,7 @@ class RunConfig:
     """Learning rates by global batch size, instead of learning_rate: 32 1e-3 256 4e-3 is 1e-3 from
     batch size 32 and 4e-3 from 256."""
     freeze: tuple[str, ...] = option_field(
-        (), Group.OPTIMIZATION, check=_check_patterns("freeze"), in_loops=STEP_IS_YOURS
+        (), Group.OPTIMIZATION, check=partial(_check_patterns, "freeze"), in_loops=STEP_IS_YOURS
     )
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""
@@ -532,7 +528,7 @@ class RunConfig:
     watch: tuple[str, ...] = option_field(
         (),
         Group.LOGGING,
-        check=_check_patterns("watch"),
+        check=partial(_check_patterns, "watch"),
         on_resume=OnResume.FREE,
         in_loops=STEP_IS_YOURS,
         in_measurements=False,

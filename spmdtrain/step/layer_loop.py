@@ -61,12 +61,8 @@ def scan_layers(
 
 
 def is_layer_loop(equation: Any) -> bool:
-    """Returns whether an equation is the loop of `scan_layers`, which carries the layers' outputs.
-
-    The results of the loop begin with what it carries.
-    """
-    scopes = str(equation.source_info.name_stack)
-    return equation.primitive.name == "scan" and bool(re.search(rf"\b{LAYERS}\b", scopes))
+    """Returns whether a `scan` is the loop of `scan_layers`, which carries the layers' outputs."""
+    return bool(re.search(rf"\b{LAYERS}\b", str(equation.source_info.name_stack)))
 
 
 def describe_layers(jaxpr: Any) -> str:
@@ -77,7 +73,7 @@ def describe_layers(jaxpr: Any) -> str:
     found = {
         (x.params["length"], x.params["unroll"] >= x.params["length"])
         for x in equations(jaxpr)
-        if is_layer_loop(x)
+        if x.primitive.name == "scan" and is_layer_loop(x)
     }
     texts = {True: "unrolled", False: "in a loop"}
     return ", ".join(

@@ -154,7 +154,7 @@ class NamedValue(NamedTuple):
 
     @property
     def measures(self) -> jax.Array:
-        """The results of `measure_array` for each iteration of the loops; zeros if it does not exist."""
+        """The results of `measure_array` for each iteration of the loops; zeros without a value."""
 
         def of_one(x: jax.Array, exists: jax.Array) -> jax.Array:
             return jnp.where(exists, measure_array(x), 0)
@@ -188,12 +188,12 @@ def value_names(jaxpr: Any) -> Iterator[str]:
     for equation in equations(jaxpr):
         if equation.primitive.name == _NAME:
             yield equation.params["name"]
-        elif is_layer_loop(equation):
+        elif equation.primitive.name == "scan" and is_layer_loop(equation):
             yield LAYERS
 
 
 @dataclasses.dataclass
-class NamedValues:
+class ValueCollector:
     """Evaluates a program, and returns its named values, too.
 
     Attributes:
@@ -228,7 +228,8 @@ class NamedValues:
         kind = equation.primitive.name
         inner = {name for each in inner_jaxprs(equation) for name in value_names(each)}
         wanted = set(filter(self.is_wanted, inner))
-        is_loop = is_layer_loop(equation) and LAYERS not in inner and self.is_wanted(LAYERS)
+        is_loop = kind == "scan" and is_layer_loop(equation)
+        is_loop = is_loop and LAYERS not in inner and self.is_wanted(LAYERS)
         operands = [read(x) for x in equation.invars]
         if kind == _NAME and self.is_wanted(name := equation.params["name"]):
             return operands, {name: [NamedValue(operands[0], jnp.array(True))]}
@@ -335,7 +336,7 @@ class LayerWatch:
         self._functions, self._placement, self._run = functions, placement, run
         self._config = run.config
         self._named = functions.forward.with_named_layers(name_values)
-        self._values = NamedValues(self._is_watched)
+        self._values = ValueCollector(self._is_watched)
         self._order: list[str] = []  # of the layers: in which their outputs are computed
         self._programs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._has_run = False
