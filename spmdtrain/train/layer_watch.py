@@ -80,22 +80,32 @@ def measure_array(x: jax.Array) -> jax.Array:
     squares = jnp.square(jnp.where(finite, safe / scale - mean, 0)).sum()
     low = jnp.where(finite, x, jnp.inf).min(initial=jnp.inf)
     high = jnp.where(finite, x, -jnp.inf).max(initial=-jnp.inf)
-    # Comparisons with all edges in one reduction: adding to bins by index is slow on accelerators,
-    # and gathers arrays that are split over devices.
-    edges = jnp.asarray(_INNER, x.dtype).reshape(-1, *[1] * x.ndim)
-    below = _count(finite & (x < edges), keeps=1)
-    bins = jnp.diff(below, prepend=0, append=count)
     values = (x.size, count, _count(x == 0), scale, mean, squares, low, high)
-    return jnp.concatenate([jnp.stack([jnp.asarray(v, jnp.float32) for v in values]), bins])
+    found = jnp.stack([jnp.asarray(v, jnp.float32) for v in values])
+    return jnp.concatenate([found, _bins(x, finite)])
 
 
-def _count(mask: jax.Array, keeps: int = 0) -> jax.Array:
-    """Returns the number of true elements, for each index of the first `keeps` dims, as f32.
+def _bins(x: jax.Array, finite: jax.Array) -> jax.Array:
+    """Returns the number of finite values in each bin, f32 (bins,)."""
+    # The bins of [2**-40, 2**-39) and [-2**-39, -2**-40) are next to the middle one.
+    mantissa, exponent = jnp.frexp(jnp.where(finite, x, 0))
+    places = exponent - _EXPONENTS.start - (mantissa == -0.5)
+    places = jnp.where(x == 0, 0, jnp.clip(places, 0, len(_EXPONENTS)))
+    places = len(_EXPONENTS) + jnp.where(x < 0, -places, places)
+    places = jnp.where(finite, places, len(EDGES))  # beyond the last one, which drops it
 
-    It is exact up to 2**24, and does not overflow.
-    """
-    rows = mask.sum(-1, dtype=jnp.int32) if mask.ndim > keeps else mask
-    return rows.astype(jnp.float32).sum(range(keeps, rows.ndim))
+    def count(places: jax.Array) -> jax.Array:
+        return jnp.zeros(len(EDGES) - 1, jnp.int32).at[places].add(1, mode="drop")
+
+    # Row by row, so that rows which are split over devices stay there, and no sum overflows.
+    rows = jax.vmap(count)(places) if x.ndim else count(places)[None]
+    return rows.astype(jnp.float32).sum(0)
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    """Returns the number of true elements as f32: exact up to 2**24, and without an overflow."""
+    rows = mask.sum(-1, dtype=jnp.int32) if mask.ndim else mask
+    return rows.astype(jnp.float32).sum()
 
 
 def summarize(parts: np.ndarray) -> Statistics:

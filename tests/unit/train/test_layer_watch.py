@@ -447,6 +447,14 @@ def test_parts_are_joined_as_one_array() -> None:
     check_statistics(summary_of(*values), np.concatenate([x.ravel() for x in values]))
 
 
+def test_the_bins_are_those_of_numpy() -> None:
+    powers = 2.0 ** np.arange(-44, 24)
+    x = np.concatenate([powers, -powers, 1.3 * powers, -1.3 * powers, [0.0] * 7]).astype(np.float32)
+    found = summary_of(x)
+    counts, _ = np.histogram(x, EDGES)
+    assert found["counts"] == counts.tolist() and found["edges"] == EDGES.tolist()
+
+
 def test_values_that_are_not_finite_are_counted_and_left_out() -> None:
     x = np.array([1.0, -3.0, np.nan, np.inf, -np.inf, 0.0, 0.0, 2.0], np.float32)
     found = summary_of(x)
