@@ -5,7 +5,7 @@ import difflib
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from spmdtrain.data.sampling import IndexedBatch, examples_of
 from spmdtrain.distributed.first_call import Together
@@ -163,16 +164,16 @@ class NamedValue(NamedTuple):
     exists: jax.Array
 
     @property
-    def measures(self) -> jax.Array:
-        """The results of `measure_array` for each iteration of the loops; zeros without a value."""
-
-        def of_one(x: jax.Array, exists: jax.Array) -> jax.Array:
-            return jnp.where(exists, measure_array(x), 0)
-
-        function: Callable[..., jax.Array] = of_one
+    def measured(self) -> "NamedValue":
+        """The results of `measure_array` in place of the array, for each iteration of the loops."""
+        mesh = jax.typeof(self.array).sharding.mesh
+        function = measure_array
+        if mesh.explicit_axes:  # only the model's operations say how their results are split
+            function = jax.sharding.auto_axes(function, out_sharding=PartitionSpec())
         for _ in range(self.exists.ndim):
             function = jax.vmap(function)
-        return function(self.array, self.exists)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return NamedValue(function(self.array), self.exists)
 
 
 Values = dict[str, list[NamedValue]]
@@ -307,20 +308,32 @@ def _joined(found: Iterable[Values]) -> Values:
     return joined
 
 
-def rows_by_index(name: str, measures: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the measures of a name, (..., n), for each iteration of the loops: `NAME[3]`."""
-    for index in np.ndindex(measures.shape[:-1]):
-        yield name + "".join(f"[{i}]" for i in index), measures[index]
-
-
-def _measured(values: Values) -> dict[str, list[jax.Array]]:
-    return {name: [value.measures for value in each] for name, each in values.items()}
+def _measured(values: Values) -> Values:
+    return {name: [value.measured for value in each] for name, each in values.items()}
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Returns the key that sorts `blocks/2` before `blocks/10`."""
     parts = re.findall(r"\d+|\D+", name)
     return [(int(x), "") if x.isdecimal() else (-1, x) for x in parts]
+
+
+def summaries(measured: Values, names: Iterable[str], over_parts: int = 0) -> dict[str, Statistics]:
+    """Returns the statistics of values by name, and by `NAME[3]` for an iteration of a loop.
+
+    Args:
+      measured: The measures of the values.
+      names: All names, in order.
+      over_parts: The number of outermost loops whose iterations have parts of one value.
+    """
+    rows: dict[str, list[np.ndarray]] = {}
+    for name in names:
+        for value in measured.get(name, ()):
+            for index in zip(*np.nonzero(np.atleast_1d(value.exists)), strict=True):
+                place = index[: value.exists.ndim]
+                indexed = name + "".join(f"[{n}]" for n in place[over_parts:])
+                rows.setdefault(indexed, []).append(np.asarray(value.array[place]))
+    return {name: summarize(np.stack(parts)) for name, parts in rows.items()}
 
 
 # -- The inspection of a step: its layers' outputs, and its gradients ------------------------------
@@ -492,24 +505,13 @@ class LayerWatch:
 
     # -- the record ----------------------------------------------------------------------------
 
-    def _write(self, step: int, outputs: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+    def _write(self, step: int, outputs: Values, gradients: Values) -> None:
         """Writes a line of statistics, and passes them to the trackers."""
-        parts: dict[str, list[np.ndarray]] = {}
-        for name in filter(outputs.__contains__, self._order):
-            for each in outputs[name]:
-                # With microbatches, the outermost loop is the one over them: parts of one batch.
-                split = each if self._config.microbatches > 1 else each[None]
-                for part in split:
-                    for indexed, row in rows_by_index(name, part):
-                        parts.setdefault(indexed, []).append(row)
-        kept = {name: np.stack(rows) for name, rows in parts.items()}
+        # With microbatches, the outermost loop is the one over them: parts of one batch.
+        over_parts = int(self._config.microbatches > 1)
         found = {
-            # Not those of branches that were not taken.
-            "outputs": {n: summarize(x) for n, x in kept.items() if x[:, 0].any()},
-            "gradients": {
-                name: summarize(np.stack(gradients[name]))
-                for name in sorted(gradients, key=natural_order)
-            },
+            "outputs": summaries(outputs, self._order, over_parts),
+            "gradients": summaries(gradients, sorted(gradients, key=natural_order)),
         }
         values: dict[str, float] = {}
         histograms: dict[str, Histogram] = {}
