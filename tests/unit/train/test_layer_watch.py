@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers import BOUND, TESTS
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -33,6 +35,7 @@ from spmdtrain.document.terminal import Terminal
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.step.layer_loop import scan_layers
+from spmdtrain.testing import run_processes
 from spmdtrain.trackers.base import Histogram, RunInfo, Tracker
 from spmdtrain.train.layer_watch import EDGES, measure_array, summarize
 from spmdtrain.train.schedule import Schedule
@@ -538,3 +541,36 @@ def test_tensors_that_are_split_have_the_same_statistics(mesh: MeshSpec, tmp_pat
         for name, expected in whole[kind].items():
             assert split[kind][name]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
             assert split[kind][name]["max"] == pytest.approx(expected["max"], rel=1e-4)
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+JOB = """
+import sys
+from pathlib import Path
+sys.path[:0] = [TESTS, TESTS + "/unit/train"]
+from spmdtrain import initialize
+initialize()
+from test_layer_watch import X, Y, trainer
+for strategy in ("mirrored", "fully_sharded"):
+    options = {"strategy": strategy, "watch": ["."], "watch_every": 2}
+    trainer(Path(WORKDIR) / strategy, **options).fit((X, Y), steps=3)
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_statistics_once(tmp_path: Path) -> None:
+    job = JOB.replace("TESTS", repr(str(TESTS))).replace("WORKDIR", repr(str(tmp_path)))
+    run_processes([sys.executable, "-c", job], processes=2, devices_per_process=2, timeout=BOUND)
+    watched(tmp_path / "alone", steps=3, strategy="one_device", watch_every=2)
+    expected = lines(tmp_path / "alone")
+    assert [line["step"] for line in expected] == [1, 2]
+    for strategy in ("mirrored", "fully_sharded"):
+        found = lines(tmp_path / strategy)
+        assert [line["step"] for line in found] == [1, 2]
+        for line, other in zip(found, expected, strict=True):
+            for kind in ("outputs", "gradients"):
+                assert line[kind].keys() == other[kind].keys()
+                for name, each in line[kind].items():
+                    assert each["norm"] == pytest.approx(other[kind][name]["norm"], rel=1e-4)
+                    assert sum(each["counts"]) == sum(other[kind][name]["counts"])
