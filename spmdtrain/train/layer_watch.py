@@ -484,10 +484,13 @@ class LayerWatch:
                     f"watch: {pattern!r} matches no layer and no trained parameter of the model. "
                     f"The nearest are {', '.join(near)}"
                 )
-        programs = {"outputs": self._outputs, "gradients": self._gradients}
+        watched = {
+            "outputs": list(jax.eval_shape(self._outputs, state, batch)),
+            "gradients": [*filter(self._is_watched, named_leaves(inputs.params))],
+        }
         texts = []
-        for what, function in programs.items():
-            found = sorted(jax.eval_shape(function, state, batch), key=natural_order)
+        for what, given in watched.items():
+            found = sorted(given, key=natural_order)
             more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             texts += [f"{what} of {', '.join(found[:_SHOWN])}{more}"] if found else []
         line = self._run.logger.terminal.line
