@@ -145,7 +145,7 @@ def watch_lines(layers: int, steps: Iterable[int], broken_from: int = 10**9) -> 
             found[f"blocks/{n}"] = {
                 **{"size": 8, "norm": 2.0**n * step, "mean": 0.0, "std": 1.0, "min": -1.0},
                 **{"max": 1.0, "zeros": 0.25, "nonfinite": 0.5 if broken else 0.0},
-                **{"edges": [-1.0, 0.5, 1.0], "counts": [4, 4]},
+                **{"first": 20, "counts": [4, 4]},
             }
         yield {"step": step, "time": BEGAN + step, "outputs": found, "gradients": {}}
 

@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -19,7 +18,16 @@ from spmdtrain.data.sampling import IndexedBatch, examples_of
 from spmdtrain.distributed.first_call import Together
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
-from spmdtrain.record.lines import WATCH_FILE, LinesFile, Statistics, finite_or_null
+from spmdtrain.record.lines import (
+    WATCH_EDGES,
+    WATCH_EXPONENTS,
+    WATCH_FILE,
+    LinesFile,
+    Statistics,
+    WatchedStep,
+    finite_or_null,
+    watch_line,
+)
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.batch_checks import check_partitioned
 from spmdtrain.step.dispatch import Repeat, batch_shardings
@@ -49,12 +57,6 @@ PyTree = Any
 # but for rounding. Those of parts of an array can be joined: also the histogram, because its edges
 # do not depend on the values.
 
-_EXPONENTS = range(-40, 21)
-_POWERS = 2.0 ** np.array(_EXPONENTS)
-_INNER = np.concatenate([-_POWERS[::-1], _POWERS])
-_END = float(np.finfo(np.float32).max)
-EDGES = np.concatenate([[-_END], _INNER, [_END]])
-"""The edges of the histograms: powers of two, of both signs."""
 _FIELDS = ("size", "finite", "zeros", "scale", "mean", "squares", "low", "high")
 
 
@@ -90,13 +92,13 @@ def _bins(x: jax.Array, finite: jax.Array) -> jax.Array:
     """Returns the number of finite values in each bin, f32 (bins,)."""
     # The bins of [2**-40, 2**-39) and [-2**-39, -2**-40) are next to the middle one.
     mantissa, exponent = jnp.frexp(jnp.where(finite, x, 0))
-    places = exponent - _EXPONENTS.start - (mantissa == -0.5)
-    places = jnp.where(x == 0, 0, jnp.clip(places, 0, len(_EXPONENTS)))
-    places = len(_EXPONENTS) + jnp.where(x < 0, -places, places)
-    places = jnp.where(finite, places, len(EDGES))  # beyond the last one, which drops it
+    places = exponent - WATCH_EXPONENTS.start - (mantissa == -0.5)
+    places = jnp.where(x == 0, 0, jnp.clip(places, 0, len(WATCH_EXPONENTS)))
+    places = len(WATCH_EXPONENTS) + jnp.where(x < 0, -places, places)
+    places = jnp.where(finite, places, len(WATCH_EDGES))  # beyond the last one, which drops it
 
     def count(places: jax.Array) -> jax.Array:
-        return jnp.zeros(len(EDGES) - 1, jnp.int32).at[places].add(1, mode="drop")
+        return jnp.zeros(len(WATCH_EDGES) - 1, jnp.int32).at[places].add(1, mode="drop")
 
     # Row by row, so that rows which are split over devices stay there, and no sum overflows.
     rows = jax.vmap(count)(places) if x.ndim else count(places)[None]
@@ -137,7 +139,7 @@ def summarize(parts: np.ndarray) -> Statistics:
     found = {
         "size": int(size.sum()),
         **known,
-        "edges": EDGES[first : end + 1].tolist() if end else [],
+        "edges": list(WATCH_EDGES[first : end + 1]) if end else [],
         "counts": counts[first:end].astype(int).tolist(),
     }
     return cast(Statistics, found)
@@ -512,13 +514,14 @@ class LayerWatch:
         """Writes a line of statistics, and passes them to the trackers."""
         # With microbatches, the outermost loop is the one over them: parts of one batch.
         over_parts = int(self._config.microbatches > 1)
-        found = {
+        found: WatchedStep = {
+            "step": step,
             "outputs": summaries(outputs, self._order, over_parts),
             "gradients": summaries(gradients, sorted(gradients, key=natural_order)),
         }
         values: dict[str, float] = {}
         histograms: dict[str, Histogram] = {}
-        for kind, by_name in found.items():
+        for kind, by_name in (("outputs", found["outputs"]), ("gradients", found["gradients"])):
             for name, summary in by_name.items():
                 tag = f"watch/{kind}/{name}"
                 values |= {f"{tag}/{n}": x for n, x in summary.items() if isinstance(x, float)}
@@ -529,4 +532,4 @@ class LayerWatch:
         if logger.files is not None:
             if self._lines is None:
                 self._lines = logger.files.lines_file(WATCH_FILE)
-            self._lines.append({"step": step, "time": time.time()} | found)
+            self._lines.append(watch_line(found))

@@ -32,15 +32,17 @@ from spmdtrain import (
     open_run,
 )
 from spmdtrain.document.terminal import Terminal
+from spmdtrain.record.lines import WATCH_EDGES, WatchLog
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.dispatch import Dispatch, Repeat
 from spmdtrain.step.layer_loop import scan_layers
 from spmdtrain.testing import run_processes
 from spmdtrain.trackers.base import Histogram, RunInfo, Tracker
-from spmdtrain.train.layer_watch import EDGES, measure_array, summarize
+from spmdtrain.train.layer_watch import measure_array, summarize
 from spmdtrain.train.schedule import Schedule
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+EDGES = np.array(WATCH_EDGES)
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(64, 4)).astype(np.float32)
 Y = X.sum(1)
@@ -493,6 +495,38 @@ def test_squares_of_large_and_small_values_neither_overflow_nor_vanish() -> None
 
 
 # -- trackers --------------------------------------------------------------------------------------
+
+
+VALID = {
+    **{"size": 2, "norm": 1.0, "mean": 0.5, "std": None, "min": 0, "max": 1.0, "zeros": 0.5},
+    **{"nonfinite": 0.0, "first": 61, "counts": [1, 1]},
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"size": "2"},
+        {"size": True},
+        {"norm": "\x1b[2J"},
+        {"norm": [1.0]},
+        {"counts": 3},
+        {"counts": [1, 0.5]},
+        {"counts": [1] * 200},
+        {"first": -1},
+        {"first": 122},
+    ],
+    ids=str,
+)
+def test_a_line_that_no_run_has_written_is_left_out(changed: dict[str, Any]) -> None:
+    log = WatchLog()
+    log.add({"step": 3, "time": 0.0, "outputs": {"a": VALID}, "gradients": {}, "later": 1})
+    (found,) = log.by_step[3]["outputs"].values()
+    assert found["edges"] == [-(2.0**-40), 2.0**-40, 2.0**-39] and found["counts"] == [1, 1]
+    log.add({"step": 4, "outputs": {"a": VALID | changed}, "gradients": {}})
+    log.add({"step": -1, "outputs": {}, "gradients": {}})
+    log.add({"step": 5, "outputs": {}, "gradients": [VALID]})
+    assert log.invalid == 3 and list(log.by_step) == [3]
 
 
 @dataclasses.dataclass
