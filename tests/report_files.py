@@ -133,6 +133,23 @@ def write_media(workdir: Path) -> None:
     write_lines(workdir / "media.jsonl", lines)
 
 
+def watch_lines(layers: int, steps: Iterable[int], broken_from: int = 10**9) -> Iterable[Any]:
+    """Lines of watched layers, whose norms grow from layer to layer and from step to step.
+
+    From a step on, the last layer has values that are not finite.
+    """
+    for step in steps:
+        found = {}
+        for n in range(layers):
+            broken = n == layers - 1 and step >= broken_from
+            found[f"blocks/{n}"] = {
+                **{"size": 8, "norm": 2.0**n * step, "mean": 0.0, "std": 1.0, "min": -1.0},
+                **{"max": 1.0, "zeros": 0.25, "nonfinite": 0.5 if broken else 0.0},
+                **{"first": 20, "counts": [4, 4]},
+            }
+        yield {"step": step, "time": BEGAN + step, "outputs": found, "gradients": {}}
+
+
 def write_run(workdir: Path, steps: int = 600, every: int = 10, **config: Any) -> Path:
     """Writes all files of a run but its checkpoints."""
     workdir.mkdir(parents=True)

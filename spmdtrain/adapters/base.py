@@ -3,7 +3,9 @@
 import contextlib
 import enum
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -179,6 +181,56 @@ def layer_paths(adapter: "Adapter", model_state: PyTree) -> dict[str, str]:
     """Returns the path in the model's layers for each path in the model state; shapes suffice."""
     names = named_leaves(model_state)
     return {n: adapter.layer_path(n) if isinstance(adapter, FreezesState) else n for n in names}
+
+
+NameOutputs = Callable[[str, PyTree], PyTree]
+"""Names the outputs of a layer: (path of the layer, outputs) -> outputs."""
+
+
+@runtime_checkable
+class NamesLayers(Protocol):
+    """An adapter that knows the paths of the layers of its model."""
+
+    def named_layers(self, model: Any, name: NameOutputs) -> AbstractContextManager[None]:
+        """Returns a context in which each call of a layer returns `name(path, outputs)`.
+
+        The path is the one with which those of the layer's parameters begin. The model itself, with
+        the path "", is left out.
+
+        Args:
+          model: The model that an objective gets.
+          name: Names the outputs.
+        """
+        ...
+
+
+@contextlib.contextmanager
+def with_named_outputs(layers: Iterable[tuple[str, Any]], name: NameOutputs) -> Iterator[None]:
+    """Makes each call of some layers, given with their paths, return `name(path, outputs)`.
+
+    Each layer has a class of its own meanwhile: Python looks for `__call__` in the class, and
+    transformations of a library (`nnx.scan`) make copies of a layer from its class.
+    """
+    changed = []
+
+    def named(path: str, kind: Any) -> Any:
+        @wraps(kind.__call__)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return name(path, kind.__call__(self, *args, **kwargs))
+
+        own = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind)(kind.__name__, (kind,), own)
+
+    try:
+        for path, layer in layers:
+            kind = type(layer)
+            if path and callable(layer):
+                object.__setattr__(layer, "__class__", named(path, kind))  # also if it is frozen
+                changed.append((layer, kind))
+        yield
+    finally:
+        for layer, kind in changed:
+            object.__setattr__(layer, "__class__", kind)
 
 
 @runtime_checkable

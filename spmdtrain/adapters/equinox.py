@@ -1,13 +1,21 @@
 """The adapter of Equinox modules."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from spmdtrain.adapters.base import Function, Mode, Variables, check_call
+from spmdtrain.adapters.base import (
+    Function,
+    Mode,
+    NameOutputs,
+    Variables,
+    check_call,
+    with_named_outputs,
+)
 from spmdtrain.errors import UserError, import_extra
 from spmdtrain.sharding.placement import current_batch_axis
 from spmdtrain.tree import is_key
@@ -110,6 +118,17 @@ class EquinoxModel:
           name: The path of the leaf in the model state.
         """
         return name
+
+    def named_layers(self, model: Any, name: NameOutputs) -> AbstractContextManager[None]:
+        """Returns a context in which each call of a layer returns `name(path, outputs)`.
+
+        Args:
+          model: The module, or a `BoundEquinox`.
+          name: Names the outputs, of one example if the objective maps the module over a batch.
+        """
+        module = model.module if isinstance(model, BoundEquinox) else model
+        layers = [("/".join(path), layer) for path, layer in _layers(module)]
+        return with_named_outputs(layers, name)
 
     def with_frozen_state(self, names: Collection[str]) -> "EquinoxModel":
         """Returns a copy whose layers use their stored state in training.
@@ -342,6 +361,20 @@ def _nested(values: Mapping[Path, Any]) -> dict[str, Any]:
 
 def _flat(tree: PyTree) -> dict[Path, Any]:
     return {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _layers(module: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields the modules in a module, with their paths."""
+    import equinox as eqx
+
+    def is_inner(node: Any) -> bool:
+        return isinstance(node, eqx.Module) and node is not module
+
+    for keys, node in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_inner):
+        if is_inner(node):
+            inner = (*path, *_names(keys))
+            yield inner, node
+            yield from _layers(node, inner)
 
 
 # -- Batch normalizations --------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from spmdtrain.adapters.base import Function, Mode, Variables, check_call
+from spmdtrain.adapters.base import Function, Mode, NameOutputs, Variables, check_call
 from spmdtrain.errors import UserError
 from spmdtrain.record.storage import one_line
 from spmdtrain.sharding.placement import current_batch_axis
@@ -107,6 +107,24 @@ class LinenModel:
           name: The path of the leaf in the model state.
         """
         return name.partition("/")[2]  # without the collection, such as `batch_stats`
+
+    def named_layers(
+        self, model: Any, name: NameOutputs
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which each call of a layer returns `name(path, outputs)`.
+
+        Args:
+          model: The `BoundLinen`.
+          name: Names the outputs.
+        """
+        from flax import linen  # slow to import
+
+        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            outputs, path = call(*args, **kwargs), "/".join(context.module.path)
+            is_layer = path and context.method_name == "__call__"
+            return name(path, outputs) if is_layer else outputs
+
+        return linen.intercept_methods(intercept)
 
     def with_frozen_state(self, names: Collection[str]) -> "LinenModel":
         """Returns a copy whose batch normalizations use their stored statistics in training.

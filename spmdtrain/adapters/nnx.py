@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -9,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from spmdtrain.adapters.base import Function, Mode, Variables, check_call
+from spmdtrain.adapters.base import (
+    Function,
+    Mode,
+    NameOutputs,
+    Variables,
+    check_call,
+    with_named_outputs,
+)
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import current_batch_axis
 from spmdtrain.sharding.rules import Annotation
@@ -99,6 +107,10 @@ class NnxModel:
 
     def layer_path(self, name: str) -> str:
         return name
+
+    def named_layers(self, model: Any, name: NameOutputs) -> AbstractContextManager[None]:
+        layers = [("/".join(map(str, path)), layer) for path, layer in nnx.iter_modules(model)]
+        return with_named_outputs(layers, name)
 
     def with_frozen_state(self, names: Collection[str]) -> "NnxModel":
         frozen = copy.copy(self)

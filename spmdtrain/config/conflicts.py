@@ -189,6 +189,20 @@ CONFLICTS: tuple[Conflict, ...] = (
         because="the sentinel needs devices that each compute whole examples of their own",
         instead="use mirrored, zero, fully_sharded, central_storage or hybrid",
     ),
+    # -- watched layers
+    Conflict(option="watch_every", other="watch", kind=Kind.NEEDS, instead="give both"),
+    Conflict(
+        option="watch",
+        other="jit",
+        because="a compiled program of its own watches the layers",
+        instead="look at their values in a debugger",
+    ),
+    Conflict(
+        option="batch_statistics",
+        other="watch",
+        because="each replica normalizes by its own examples, and the layers are watched with all "
+        "examples of the batch",
+    ),
     # -- steps that diverge
     Conflict(
         option="divergence_window", other="divergence_sigma", kind=Kind.NEEDS, instead="give both"
@@ -306,6 +320,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("data_on_device", "each worker reads the examples of the batches assigned to it"),
             ("data_workers", "each worker is a process that reads its own batches"),
             ("profile_steps", "the steps run in other processes"),
+            ("watch", "the steps run in other processes"),
             ("log_hash_every", "the servers update the state in an order of their own"),
             ("skip_steps", "a worker reads the batch with the number of the step"),
             ("uneven_batch", "each worker computes whole batches on its own devices"),

@@ -59,6 +59,7 @@ class _SharedOptions(TypedDict, total=False):
     log_every: int
     quiet: bool
     log_hash_every: int | None
+    watch_every: int
 
 
 class TrainerOptions(_SharedOptions, total=False):
@@ -83,6 +84,7 @@ class TrainerOptions(_SharedOptions, total=False):
     checkpoint: str
     init_from_strict: Literal["all", "matching"]
     sentinel_every: int | None
+    watch: tuple[str, ...] | list[str]
     profile_steps: str | None
 
 

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -72,13 +73,13 @@ def _check_names(trackers: Sequence[str]) -> None:
             raise UserError(f"trackers has {name!r}: it must be the name of a tracker")
 
 
-def _check_patterns(freeze: Sequence[str]) -> None:
-    for pattern in freeze:
+def _check_patterns(name: str, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise UserError(
-                f"freeze: {pattern!r} is not a valid regular expression: {error}"
+                f"{name}: {pattern!r} is not a valid regular expression: {error}"
             ) from error
 
 
@@ -278,7 +279,7 @@ class RunConfig:
     """Learning rates by global batch size, instead of learning_rate: 32 1e-3 256 4e-3 is 1e-3 from
     batch size 32 and 4e-3 from 256."""
     freeze: tuple[str, ...] = option_field(
-        (), Group.OPTIMIZATION, check=_check_patterns, in_loops=STEP_IS_YOURS
+        (), Group.OPTIMIZATION, check=partial(_check_patterns, "freeze"), in_loops=STEP_IS_YOURS
     )
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics with such a path keep their values. A pattern without a match is an error."""
@@ -525,6 +526,21 @@ class RunConfig:
     )
     """Steps between two hashes of the whole state in hashes.jsonl; the last step has one, too. None
     means no hashes."""
+    watch: tuple[str, ...] = option_field(
+        (),
+        Group.LOGGING,
+        check=partial(_check_patterns, "watch"),
+        on_resume=OnResume.FREE,
+        in_loops=STEP_IS_YOURS,
+        in_measurements=False,
+    )
+    """Regular expressions of the layers and parameters to watch, by path: norms, extremes, shares
+    of zeros and of non-finite values, and histograms of outputs and gradients go to watch.jsonl and
+    the trackers."""
+    watch_every: int = option_field(
+        100, Group.LOGGING, range=ABOVE_ZERO, on_resume=OnResume.FREE, in_measurements=False
+    )
+    """Steps between two that are watched, besides the first one."""
     profile_steps: str | None = option_field(
         None, Group.LOGGING, in_loops=STEP_IS_YOURS, in_measurements=False
     )
@@ -675,6 +691,14 @@ class RunConfig:
           step: Number of the step, from 1.
         """
         return self.sentinel_every is not None and step % self.sentinel_every == 0
+
+    def watches_at(self, step: int) -> bool:
+        """Returns whether layers are watched in `step`: in the first, and each `watch_every`-th.
+
+        Args:
+          step: Number of the step, from 1.
+        """
+        return bool(self.watch) and (step == 1 or step % self.watch_every == 0)
 
     @property
     def skipped_batches(self) -> SkippedBatches:

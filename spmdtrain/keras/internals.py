@@ -63,6 +63,31 @@ def with_moments(layers: Sequence[Any], moments: Callable[..., Any]) -> Iterator
             del vars(layer)["_moments"]
 
 
+@contextlib.contextmanager
+def with_named_calls(model: Any, name: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Makes each call of a layer of a model return `name(path, outputs)`.
+
+    The path of a layer is the one with which those of its variables begin. A layer without
+    variables may have none, and has its name as the path.
+    """
+
+    def named(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return name(path, call(*args, **kwargs))
+
+        return run
+
+    layers = [x for x in all_layers(model) if x is not model and "call" not in vars(x)]
+    try:
+        for layer in layers:
+            vars(layer)["call"] = named(getattr(layer, "path", None) or layer.name, layer.call)
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["call"]
+
+
 def saved_variables(model: Any) -> Mapping[str, Any]:
     """Returns what a `.keras` file of a model holds, by the name in its HDF5 file.
 

@@ -17,11 +17,11 @@ import optax
 from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdtrain.adapters.base import Function, Mode, Variables
+from spmdtrain.adapters.base import Function, Mode, NameOutputs, Variables
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
-from spmdtrain.keras.internals import all_layers, saved_variables, with_moments
+from spmdtrain.keras.internals import all_layers, saved_variables, with_moments, with_named_calls
 from spmdtrain.kernels.reference import moments
 from spmdtrain.record.storage import one_line
 from spmdtrain.sharding.placement import current_batch_axis, current_batch_shards
@@ -135,6 +135,17 @@ class KerasModel:
             for name, value in saved_variables(self.model).items()
             if not name.startswith("optimizer/")
         }
+
+    def named_layers(
+        self, model: Any, name: NameOutputs
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which each call of a layer returns `name(path, outputs)`.
+
+        Args:
+          model: The `BoundKeras`.
+          name: Names the outputs.
+        """
+        return with_named_calls(model.keras_model, name)
 
     def with_frozen_state(self, names: Collection[str]) -> "KerasModel":
         """Returns a copy whose batch normalizations use their stored statistics in training.

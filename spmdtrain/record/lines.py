@@ -445,3 +445,128 @@ def _parsed_hash(content: Mapping[str, Any]) -> StateHash | ResumedAt:
         return ResumedAt(content["resumed"])
     check(without_other_fields(content, _Line), _Line, HASHES_FILE)
     return StateHash(content["step"], content["arrays"], content.get("loss"))
+
+
+# -- The file `watch.jsonl`: statistics of layers and gradients before some steps of a run ---------
+
+WATCH_FILE = "watch.jsonl"
+WATCH_EXPONENTS = range(-40, 21)
+_POWERS = [2.0**exponent for exponent in WATCH_EXPONENTS]
+_LARGEST = 3.4028234663852886e38  # of float32
+WATCH_EDGES = (-_LARGEST, *(-power for power in reversed(_POWERS)), *_POWERS, _LARGEST)
+"""The edges of all histograms: powers of two, of both signs."""
+_MOST_WATCHED = 256  # steps of a bounded log
+_NUMBERS = ("norm", "mean", "std", "min", "max", "zeros", "nonfinite")
+
+
+class Statistics(TypedDict):
+    """The statistics of an array; those but `size`, `zeros` and `nonfinite` of its finite values.
+
+    Attributes:
+      size: The number of its elements.
+      norm: The L2 norm. As `mean`, `std`, `min` and `max`, None without a finite value.
+      zeros: The share of zeros, from 0 to 1.
+      nonfinite: The share of NaN and infinite values.
+      edges: The edges of the bins of a histogram: those of `WATCH_EDGES` around the values.
+      counts: The number of values in each bin.
+    """
+
+    size: int
+    norm: float | None
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    zeros: float | None
+    nonfinite: float | None
+    edges: list[float]
+    counts: list[int]
+
+
+class WatchedStep(TypedDict):
+    """A line of the file.
+
+    Attributes:
+      outputs: The statistics of outputs by layer, in the order in which they are computed; those of
+        a layer in a loop by `LAYER[3]`.
+      gradients: The statistics of gradients by parameter.
+    """
+
+    step: int
+    outputs: dict[str, Statistics]
+    gradients: dict[str, Statistics]
+
+
+def watch_line(watched: WatchedStep) -> dict[str, Any]:
+    """Returns the line of a step. In place of edges it has the number of the first bin."""
+
+    def short(statistics: Statistics) -> dict[str, Any]:
+        edges = statistics["edges"]
+        first = WATCH_EDGES.index(edges[0]) if edges else 0
+        return {n: x for n, x in statistics.items() if n != "edges"} | {"first": first}
+
+    outputs, gradients = (
+        {name: short(statistics) for name, statistics in of.items()}
+        for of in (watched["outputs"], watched["gradients"])
+    )
+    times = {"step": watched["step"], "time": time.time()}
+    return {**times, "outputs": outputs, "gradients": gradients}
+
+
+class WatchLog(Collector):
+    """The watched steps of a run. Of several lines of a step, the newest counts.
+
+    Args:
+      bounded: Whether to leave out histograms, and every second step if there are many.
+    """
+
+    def __init__(self, *, bounded: bool = False) -> None:
+        super().__init__()
+        self._bounded, self._every, self._seen = bounded, 1, 0
+        self.by_step: dict[int, WatchedStep] = {}
+
+    def add(self, content: Mapping[str, Any]) -> None:
+        try:
+            step, outputs, gradients = (content.get(x) for x in ("step", "outputs", "gradients"))
+            if type(step) is not int or step < 0:
+                raise Malformed("no step")
+            watched: WatchedStep = {
+                "step": step,
+                "outputs": self._parsed(outputs),
+                "gradients": self._parsed(gradients),
+            }
+        except Malformed:
+            self.invalid += 1
+            return
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self.by_step[step] = watched
+        if self._bounded and len(self.by_step) > _MOST_WATCHED:
+            self._every *= 2
+            for step in sorted(self.by_step)[1::2]:
+                del self.by_step[step]
+
+    def _parsed(self, found: Any) -> dict[str, Statistics]:
+        """Returns the statistics by name; not by `check`, which takes a minute for a long file."""
+        if not isinstance(found, dict):
+            raise Malformed("no statistics")
+        parsed: dict[str, Statistics] = {}
+        for name, each in found.items():
+            if not isinstance(each, dict):
+                raise Malformed("no statistics")
+            numbers = {key: each.get(key) for key in _NUMBERS}
+            size: Any = each.get("size")
+            first: Any = each.get("first")
+            counts: Any = each.get("counts")
+            is_valid = type(size) is int and type(first) is int and isinstance(counts, list)
+            if not is_valid or not all(x is None or is_number(x) for x in numbers.values()):
+                raise Malformed("no statistics")
+            end = first + len(counts) + 1
+            if first < 0 or end > len(WATCH_EDGES) or any(type(x) is not int for x in counts):
+                raise Malformed("no histogram")
+            edges = list(WATCH_EDGES[first:end]) if counts else []
+            if self._bounded:
+                edges, counts = [], []
+            known = {"size": size, **numbers, "edges": edges, "counts": counts}
+            parsed[name] = cast(Statistics, known)
+        return parsed

@@ -10,7 +10,16 @@ import numpy as np
 
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.record.changing_files import Log, ObjectFile, state_to_read
-from spmdtrain.record.lines import EVENTS_FILE, HASHES_FILE, HashLog, RunEvent, StateHash
+from spmdtrain.record.lines import (
+    EVENTS_FILE,
+    HASHES_FILE,
+    WATCH_FILE,
+    HashLog,
+    RunEvent,
+    StateHash,
+    WatchedStep,
+    WatchLog,
+)
 from spmdtrain.record.readers import (
     Column,
     EvaluatorColumns,
@@ -92,6 +101,7 @@ class Run:
         self.event_log = Log(self.folder / EVENTS_FILE, EventLog)
         self.hash_log = Log(self.folder / HASHES_FILE, HashLog)
         self.media_log = Log(self.folder / MEDIA_LINES, MediaLog)
+        self.watch_log = Log(self.folder / WATCH_FILE, partial(WatchLog, bounded=bounded))
 
     @classmethod
     def open(cls, workdir: str, *, bounded: bool = False) -> "Run":
@@ -248,6 +258,11 @@ class Run:
     def hashes(self) -> Mapping[int, StateHash]:
         """The hashes of the state by step, ascending, without lines that are not valid."""
         return {**self.hash_log.read_valid().by_step}
+
+    @property
+    def watched(self) -> Mapping[int, WatchedStep]:
+        """The statistics of `--watch` by step, ascending, without lines that are not valid."""
+        return dict(sorted(self.watch_log.read_valid().by_step.items()))
 
     @property
     def evaluations(self) -> Mapping[tuple[int, str], Mapping[str, float]]:

@@ -17,7 +17,6 @@ from spmdtrain.document.blocks import Fact, FactsBlock, NoteBlock, TableBlock
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import foreign, is_library
 from spmdtrain.replay.interpreter import (
-    CALLS,
     Frames,
     Interpreter,
     Mark,
@@ -30,7 +29,14 @@ from spmdtrain.replay.rerun import PreparedStep, examples_table
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.hlo import Module
-from spmdtrain.xla.jaxpr import backward_rule, equations, evaluate, inner_programs, is_inexact
+from spmdtrain.xla.jaxpr import (
+    CALLS,
+    backward_rule,
+    equations,
+    evaluate,
+    inner_programs,
+    is_inexact,
+)
 
 PyTree = Any
 Shown = TableBlock | FactsBlock | NoteBlock

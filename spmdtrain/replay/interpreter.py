@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from spmdtrain.step import optimizer
 from spmdtrain.xla.jaxpr import (
+    CALLS,
     evaluate,
     inner_programs,
     is_inexact,
@@ -164,13 +165,6 @@ class Shards:
 # and `shard_map`. An infinite value may be intended (a mask), so it is followed until it becomes
 # NaN or arrives in a result of the step: only then the operation that made it is of interest.
 
-CALLS = frozenset(
-    {
-        *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-    }
-)
-"""Operations that call a program once."""
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 # Operations whose result is their operand in another form.
 _FORMS = frozenset(

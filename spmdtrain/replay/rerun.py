@@ -172,6 +172,8 @@ def _forked(
         trackers=(),
         log_hash_every=config.log_hash_every or step,
         profile_steps=None,
+        watch=(),
+        watch_every=100,
         sentinel_every=None,
         snapshot_every_steps=None,
         sentinel_action="stop",

@@ -34,6 +34,7 @@ from spmdtrain.report.sections import (
     checkpoint_section,
     curve_sections,
     last_values,
+    layer_section,
     media_section,
     program_section,
 )
@@ -56,6 +57,7 @@ def run_page(runs: Sequence[RunData]) -> Page:
         sections=[
             overview(runs),
             *curve_sections(runs),
+            layer_section(runs),
             history_section(runs),
             checkpoint_section(runs),
             media_section(runs),

@@ -2,13 +2,17 @@
 
 import datetime
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from spmdtrain.checkpoints.listing import Listing, list_checkpoints
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.document.blocks import (
+    COLORS,
     TICK_LABEL,
     Block,
     ChartBlock,
@@ -16,6 +20,7 @@ from spmdtrain.document.blocks import (
     FactsBlock,
     GalleryBlock,
     ImageBlock,
+    LegendEntry,
     NoteBlock,
     Section,
     Series,
@@ -30,6 +35,7 @@ from spmdtrain.document.blocks import (
 from spmdtrain.document.terminal import byte_size, number
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.record.changing_files import FileState, Log, file_state
+from spmdtrain.record.lines import Statistics, WatchLog
 from spmdtrain.record.readers import (
     Column,
     EventLog,
@@ -75,6 +81,7 @@ class RunData:
     performance: PerformanceColumns = field(default_factory=PerformanceColumns)
     events: EventLog = field(default_factory=EventLog)
     media: MediaLog = field(default_factory=MediaLog)
+    watch: WatchLog = field(default_factory=WatchLog)
     checkpoints: Listing | None = None
     faults: list[str] = field(default_factory=list)
 
@@ -119,6 +126,7 @@ class RunReader:
             "performance": run.performance_log,
             "events": run.event_log,
             "media": run.media_log,
+            "watch": run.watch_log,
         }
         self._state: tuple[object, ...] | None = None
 
@@ -368,6 +376,90 @@ def last_values(run: RunData, split: str) -> Mapping[str, float]:
         for name, column in found.items()
         if column is not None and column.last is not None
     }
+
+
+# -- The watched layers: the norms of their outputs and gradients over the steps -------------------
+
+_MOST_LAYERS, _MOST_CELLS, _FEWEST_STEPS = 150, 6_000, 20  # of a chart
+_ROW_HEIGHT = 16  # pixels
+_FINITE, _NONFINITE = 0, 3  # colors
+
+
+def layer_section(runs: Sequence[RunData]) -> Section:
+    """Returns the section of the layers that a run has watched."""
+    blocks: list[Block] = []
+    for run in runs:
+        steps = [run.watch.by_step[step] for step in sorted(run.watch.by_step)]
+        name = f", {run.name}" if len(runs) > 1 else ""
+        kinds = {
+            "Norms of outputs": {step["step"]: step["outputs"] for step in steps},
+            "Norms of gradients": {step["step"]: step["gradients"] for step in steps},
+        }
+        blocks += [
+            _heat_map(f"{title}{name}", found)
+            for title, found in kinds.items()
+            if any(found.values())
+        ]
+    return Section("Layers", blocks)
+
+
+def _heat_map(title: str, found: Mapping[int, Mapping[str, Statistics]]) -> ChartBlock:
+    """Returns a chart with a cell for each step and layer, darker for a larger norm."""
+    alt = altair()
+    names = list(dict.fromkeys(name for layers in found.values() for name in layers))
+    shown, steps = names[:_MOST_LAYERS], list(found)
+    most = max(_FEWEST_STEPS, _MOST_CELLS // len(shown))
+    places = np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int)
+    rows: list[dict[str, Any]] = [
+        {
+            **{"step": f"{step:,}", "layer": foreign(name, 100)},
+            **{key: layers[name][key] for key in ("norm", "mean", "std", "min", "max")},
+            **{key: layers[name][key] for key in ("zeros", "nonfinite")},
+            "size": math.log10(norm) if (norm := layers[name]["norm"]) else None,
+            "color": _NONFINITE if layers[name]["nonfinite"] else _FINITE,
+        }
+        for step in map(steps.__getitem__, places)
+        for name in shown
+        if name in (layers := found[step])
+    ]
+    sizes = [row["size"] for row in rows if row["size"] is not None] or [0.0]
+    low, high = min(sizes), max(sizes)
+    opacity = alt.Scale(domain=[low, high if high > low else low + 1], range=[0.15, 1.0])
+    numbers = [
+        alt.Tooltip(f"{key}:Q", format=".4g") for key in ("norm", "mean", "std", "min", "max")
+    ]
+    shares = [alt.Tooltip(f"{key}:Q", format=".2%") for key in ("zeros", "nonfinite")]
+    order = {"sort": None, "axis": alt.Axis(title=None, labelLimit=220)}
+    chart = (
+        alt.Chart(alt.NamedData("cells"))
+        .mark_rect()
+        .encode(
+            x=alt.X(
+                "step:O", sort=None, title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)
+            ),
+            y=alt.Y("layer:N", **order),
+            opacity=alt.condition(
+                "isValid(datum.size)",
+                alt.Opacity("size:Q", scale=opacity, legend=None),
+                alt.value(0.05),
+            ),
+            color=alt.Color("color:N", legend=None, scale=alt.Scale(domain=list(range(COLORS)))),
+            tooltip=["layer:N", "step:O", *numbers, *shares],
+        )
+    )
+    legend = [LegendEntry("norm", _FINITE, f"{number(10**low)} (light) to {number(10**high)}")]
+    if any(row["color"] == _NONFINITE for row in rows):
+        legend.append(LegendEntry("with values that are not finite", _NONFINITE))
+    left_out = {"layers": len(names) - len(shown), "steps": len(steps) - len(places)}
+    texts = [f"{count:,} more {what}" for what, count in left_out.items() if count]
+    return chart_block(
+        title,
+        chart,
+        {"cells": rows},
+        height=_ROW_HEIGHT * len(shown) + 30,
+        note=f"{' and '.join(texts)} are in watch.jsonl." if texts else "",
+        legend=legend,
+    )
 
 
 # -- The samples, images, histograms and tables of the runs, the newest first ----------------------

@@ -24,7 +24,8 @@ PyTree = Any
 # XLA schedules across unrolled layers, which makes them faster by the cycles of the TPU's compiler.
 # But the compile time grows with the layers: for the 12 of GPT-2 small, 85 s instead of 30-50 s.
 MAX_UNROLLED = 12
-_SCOPE = "layers"
+LAYERS = "layers"
+"""The scope of the names of the operations of `scan_layers`."""
 
 
 def unrolls(layers: int, unroll: bool | None) -> bool:
@@ -55,8 +56,13 @@ def scan_layers(
         return layer(x, gather_shards(weights))
 
     run = remat_gathers(gathered) if has_shards(weights) else remat(layer)
-    with jax.named_scope(_SCOPE):
+    with jax.named_scope(LAYERS):
         return jax.lax.scan(run, x, weights, unroll=unrolls(count, unroll))
+
+
+def is_layer_loop(equation: Any) -> bool:
+    """Returns whether a `scan` is the loop of `scan_layers`, which carries the layers' outputs."""
+    return bool(re.search(rf"\b{LAYERS}\b", str(equation.source_info.name_stack)))
 
 
 def describe_layers(jaxpr: Any) -> str:
@@ -67,7 +73,7 @@ def describe_layers(jaxpr: Any) -> str:
     found = {
         (x.params["length"], x.params["unroll"] >= x.params["length"])
         for x in equations(jaxpr)
-        if x.primitive.name == "scan" and re.search(rf"\b{_SCOPE}\b", str(x.source_info.name_stack))
+        if x.primitive.name == "scan" and is_layer_loop(x)
     }
     texts = {True: "unrolled", False: "in a loop"}
     return ", ".join(

@@ -1,5 +1,7 @@
 """Evaluation of the objective and of the predict function on a batch."""
 
+import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from spmdtrain.adapters.base import (
     Function,
     Mode,
     ModelContext,
+    NameOutputs,
+    NamesLayers,
     TakesExamples,
     Variables,
 )
@@ -179,6 +183,23 @@ class Forward:
         self._abstract_params = abstract_params
         self.loss_is_of_tokens = False
         """Whether the loss has a value for each token; known once `training_sums` was traced."""
+
+    def with_named_layers(self, name: NameOutputs) -> "Forward | None":
+        """Returns a copy in which calls of layers in the objective return `name(path, outputs)`.
+
+        None if the adapter does not know the model's layers.
+        """
+        adapter, function = self._adapter, self.objective.function
+        if not isinstance(adapter, NamesLayers):
+            return None
+
+        def run(model: Any, batch: PyTree, **declared: Any) -> PyTree:
+            with adapter.named_layers(model, name):
+                return function(model, batch, **declared)
+
+        named = copy.copy(self)
+        named.objective = dataclasses.replace(self.objective, function=run)
+        return named
 
     # -- training ------------------------------------------------------------------------------
 

@@ -369,18 +369,15 @@ class RunTrackers:
         self,
         step: int,
         values: Mapping[str, float],
-        counts: Mapping[str, Mapping[int, int]] | None = None,
+        histograms: Mapping[str, Histogram] | None = None,
     ) -> None:
-        """Records the metrics of a step by tag.
-
-        `counts` has the count of each integer by tag, recorded as histograms.
-        """
+        """Records the metrics and histograms of a step by tag."""
         given = dict(values)
 
         def record(tracker: Tracker) -> None:
             tracker.scalars(step, given)
-            for tag, count in (counts or {}).items():
-                tracker.histogram(step, tag, Histogram.of_integers(count))
+            for tag, histogram in (histograms or {}).items():
+                tracker.histogram(step, tag, histogram.on_host())
 
         for worker in self._trackers:
             worker.add(TrackerCall(f"metrics of step {step}", record))

@@ -3,12 +3,12 @@
 import contextlib
 import pkgutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 
@@ -34,7 +34,6 @@ from spmdtrain.step.program import StepOutput
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import Strategy, strategy
 from spmdtrain.train.run_logger import next_batch
-from spmdtrain.train.sentinel import Sentinel
 from spmdtrain.train.session import RunSession, terminal_of
 
 if TYPE_CHECKING:
@@ -47,6 +46,29 @@ PyTree = Any
 StepCall: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
 """Runs one dispatch: (state, batch) -> (new state, output). Both results are asynchronous JAX
 arrays."""
+
+
+class Inspection(Protocol):
+    """Programs beside the train step, which read what a step is given and do not change it.
+
+    It is made from (functions, placement, run, first), where the run continues from step `first`.
+    All processes make the same calls.
+    """
+
+    def is_due(self, steps: Sequence[int]) -> bool:
+        """Returns whether to inspect a dispatch of these steps."""
+        ...
+
+    def inspect(self, steps: Sequence[int], state: TrainState, batch: PyTree) -> None:
+        """Inspects the state before a dispatch, and the batch of its first step."""
+        ...
+
+
+INSPECTIONS: Mapping[str, str] = {
+    "sentinel_every": "spmdtrain.train.sentinel:Sentinel",
+    "watch": "spmdtrain.train.layer_watch:LayerWatch",
+}
+"""`module:class` of the inspections, each by the option that turns it on."""
 
 
 class Executor:
@@ -62,16 +84,17 @@ class Executor:
         """Returns the program of the next dispatch and its batch; `state` is the one before it."""
         raise NotImplementedError
 
-    def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
-        """Checks the devices before a step at which a check is due (see `Sentinel`).
+    def inspect(self, steps: Sequence[int], state: TrainState, batch: PyTree) -> None:
+        """Calls the inspections that are due before a dispatch.
 
         Args:
-          step: The last step of the dispatch.
+          steps: The steps of the dispatch.
           state: The state before the dispatch.
           batch: The batch of the dispatch, from `load`.
 
         Raises:
-          DeviceFaultError: If devices differ and `sentinel_action` is stop or rollback.
+          DeviceFaultError: If the sentinel finds that devices differ.
+          UserError: If an inspection cannot be made of this model.
         """
 
     def stop_dispatch(self, step: int) -> int:
@@ -137,9 +160,11 @@ class MeshExecutor(Executor):
         if dispatch.is_counted:  # the devices compute one while the host prepares the next
             self.max_in_flight = 1
         self._compiled: dict[tuple[str, int], StepCall] = {}  # by kind and number of steps
-        self._sentinel: Sentinel | None = None
-        if config.sentinel_every is not None:
-            self._sentinel = Sentinel(functions, placement, run, first)
+        self._inspections: list[Inspection] = [
+            pkgutil.resolve_name(name)(functions, placement, run, first)
+            for option, name in INSPECTIONS.items()
+            if getattr(config, option)
+        ]
         self._batches = train_batches(
             run.train_data,
             config.resolved_batch_size,
@@ -171,11 +196,12 @@ class MeshExecutor(Executor):
             self._run.logger.timer.restart(steps[0] - 1)
         return self._compiled[key], batch
 
-    def check_devices(self, step: int, state: TrainState, batch: PyTree) -> None:
-        """Checks the devices by the sentinel, if that is due before this step."""
-        if self._sentinel is not None and self._run.config.checks_devices_at(step):
-            is_counted = isinstance(batch, CountedBatches)
-            self._sentinel.check(step, state, batch_at(batch, 0) if is_counted else batch)
+    def inspect(self, steps: Sequence[int], state: TrainState, batch: PyTree) -> None:
+        """Calls the inspections that are due."""
+        for each in self._inspections:
+            if each.is_due(steps):
+                is_stacked = self._dispatch.program_steps(len(steps)) > 1
+                each.inspect(steps, state, batch_at(batch, 0) if is_stacked else batch)
 
     def close(self) -> None:
         """Ends the reading of batches."""

@@ -47,7 +47,7 @@ from spmdtrain.step.compile import Program
 from spmdtrain.step.flops import CONVENTION, model_flops
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS
 from spmdtrain.step.state import TrainState
-from spmdtrain.trackers.base import Figure, Media
+from spmdtrain.trackers.base import Figure, Histogram, Media
 from spmdtrain.trackers.run_trackers import RunTrackers, check_items
 from spmdtrain.train.slowness import Slow, SlownessWatch
 from spmdtrain.tree import named_leaves
@@ -328,7 +328,10 @@ class RunLogger:
           trajectory: As for `log_evaluation`.
         """
         values = {f"{split}/{name}": value for name, value in metrics.items()}
-        tagged = {f"{split}/{name}{COUNTS_SUFFIX}": count for name, count in counts.items()}
+        tagged = {
+            f"{split}/{name}{COUNTS_SUFFIX}": Histogram.of_integers(count)
+            for name, count in counts.items()
+        }
         self.trackers.scalars(step, values | dict(curves), tagged)
         if trajectory is not None:
             self.trackers.flush()()

@@ -128,6 +128,9 @@ class Schedule:
         saved = self._saves and self.saves_by_count(step)
         hashed = self._config.hashes_at(step, self.total)
         checked = any(map(self._config.checks_devices_at, (step, step + 1)))
+        # Where other ends of dispatches would be another program, the first step of a dispatch is
+        # watched, whichever of its steps is due.
+        watched = self.dispatch.is_counted and self._config.watches_at(step + 1)
         # An epoch is timed when its last dispatch is read: by default that ends with it.
         is_default = self._config.steps_per_dispatch is None
         timed = is_default and self._config.ends_epoch(step, self._num_examples)
@@ -136,8 +139,8 @@ class Schedule:
         # a snapshot is taken at the end of one.
         every = None if self.measures_snapshots else self.snapshot_every
         kept = every is not None and step % every == 0
-        due = saved or around or hashed or checked or timed or changes or self.ends_epoch(step)
-        return due or kept or self.should_evaluate(step, saved=saved)
+        due = saved or around or hashed or checked or watched or timed or changes
+        return due or kept or self.ends_epoch(step) or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
 

@@ -182,12 +182,17 @@ class Sentinel:
         self._speeds = SlowDevices([self._name(number) for number in range(self._sums.count)])
         self._warn_of_restarts()
 
-    def check(self, step: int, state: TrainState, batch: PyTree) -> None:
+    def is_due(self, steps: Sequence[int]) -> bool:
+        """Returns whether to check the devices before these steps; a step that is due is alone."""
+        return self._run.config.checks_devices_at(steps[-1])
+
+    def inspect(self, steps: Sequence[int], state: TrainState, batch: PyTree) -> None:
         """Checks the devices with the batch of a step and the state before it.
 
         Raises:
           DeviceFaultError: If devices differ and `sentinel_action` is stop or rollback.
         """
+        step = steps[-1]
         with phase(Phase.STEP):
             verdict = self._sums.compare(state, batch)
         if not self._has_run:  # it was compiled

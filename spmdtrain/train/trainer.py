@@ -837,7 +837,7 @@ class Trainer:
             for steps in schedule.dispatches(first):  # the range of steps of one dispatch
                 step = steps[-1]
                 program, batch = executor.load(steps, self._current)
-                executor.check_devices(step, self._current, batch)
+                executor.inspect(steps, self._current, batch)
                 if (profile := profiles.current) is not None:
                     profile.before(steps[0])
                 with phase(Phase.STEP):

@@ -11,6 +11,14 @@ from jax.sharding import AxisType
 
 # -- Iteration over the equations of a jaxpr, and their evaluation one by one ----------------------
 
+CALLS = frozenset(
+    {
+        *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    }
+)
+"""Operations that call a program once."""
+
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Yields every equation of an open jaxpr, including those of loops, branches and functions."""

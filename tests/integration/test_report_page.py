@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from browser import Browser, chromium
 from helpers import BOUND, DIGITS, environment, metrics, run
-from report_files import write_run
+from report_files import watch_lines, write_lines, write_run
 
 from spmdtrain.document.terminal import number
 
@@ -61,6 +61,42 @@ def test_the_values_of_a_real_run_are_on_its_page(browser: Browser, tmp_path: Pa
     assert browser.texts("tr.marked td:last-child") == ["best loss"]
     (address,) = browser.requests
     assert address.startswith("file://") and browser.messages == []
+
+
+def test_a_watched_layer_has_a_row_of_cells(browser: Browser, tmp_path: Path) -> None:
+    workdir = write_run(tmp_path / "run")
+    lines = watch_lines(12, (1, 100, 200, 300), broken_from=300)
+    write_lines(workdir / "watch.jsonl", lines)
+    report(workdir)
+    browser.open(workdir / "report.html")
+    browser.drawn()
+    chart = (
+        "[...document.querySelectorAll('.chart')]"
+        ".find(x => x.textContent.includes('Norms of outputs'))"
+    )
+    cells = browser.evaluate(
+        f"[...{chart}.querySelectorAll('.mark-rect path')]"
+        ".map(x => [x.getAttribute('aria-label'), x.getAttribute('fill'), "
+        "Number(x.getAttribute('opacity'))])"
+    )
+    assert len(cells) == 48
+    found = {
+        (re.search(r"layer: ([^;]*)", x)[1], re.search(r"step: ([^;]*)", x)[1]): (fill, shade)  # type: ignore[index]
+        for x, fill, shade in cells
+    }
+    # Darker from layer to layer and from step to step; another color where it is not finite.
+    shades = [found[f"blocks/{n}", "200"][1] for n in range(12)]
+    assert shades == sorted(shades) and shades[0] < shades[-1] <= 1
+    assert found["blocks/3", "1"][1] < found["blocks/3", "300"][1]
+    fills = {fill for fill, _ in found.values()}
+    assert [key for key, (fill, _) in found.items() if fill != found["blocks/0", "1"][0]] == [
+        ("blocks/11", "300")
+    ] and len(fills) == 2
+    names = browser.evaluate(
+        f"[...{chart}.querySelectorAll('.mark-text.role-axis-label text')].map(x => x.textContent)"
+    )
+    assert [x for x in names if x.startswith("blocks/")] == [f"blocks/{n}" for n in range(12)]
+    assert browser.messages == []
 
 
 def test_the_pointer_shows_the_values_of_all_series(browser: Browser, tmp_path: Path) -> None:

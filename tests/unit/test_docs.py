@@ -23,6 +23,7 @@ from report_files import write_run
 import spmdtrain
 from spmdtrain import RunConfig, load_params
 from spmdtrain.config.experiment import EXPERIMENTS
+from spmdtrain.replay import command as replay
 from spmdtrain.trackers.base import SHIPPED
 from spmdtrain.tree import named_leaves
 
@@ -168,7 +169,7 @@ def test_the_page_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert calls[-1] == ("savefig", ("losses.png",), {})
     table = (DOCS / "logging.md").read_text().partition("| of the record |")[2]
     names = re.findall(r"`(\w+)", " ".join(re.findall(r"^\|([^|]*)", table, re.M)))
-    assert len(names) == 9 and all(hasattr(spmdtrain.Run, name) for name in names)
+    assert len(names) == 10 and all(hasattr(spmdtrain.Run, name) for name in names)
 
 
 @pytest.mark.slow
@@ -208,6 +209,14 @@ def test_the_page_of_debugging(
     assert all(0 < line["dead"] < 1 for line in logged)
     (media,) = map(json.loads, Path("runs/activations/media.jsonl").read_text().splitlines())
     assert (media["name"], media["step"]) == ("units", 2)
+    statistics = [line for line in shown.splitlines() if re.match(r"\d (outputs|gradients) ", line)]
+    assert len(statistics) == 6 and "```text\n" + "\n".join(statistics) + "\n```" in text
+    assert found["step"] == 1 and found["names"][0] == "params/hidden/bias"
+    assert replay.main(["runs/a", "--against", "runs/b"]) == 5
+    against = capfd.readouterr().out
+    example = text.partition("    python -m spmdtrain.replay runs/a --against runs/b")[2]
+    expected = example.partition("```text\n")[2].partition("\n```")[0].splitlines()
+    assert [x for x in expected if x != "..." and x not in against] == [] and len(expected) > 8
     assert re.search(r"```text\n(the objective's 'loss' .*)\n```", text)[1] in shown  # type: ignore[index]
     assert "hidden/kernel (4, 8) replicated" in shown
     first = found["found"].first

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,16 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 from jax.sharding import PartitionSpec
 
-from spmdtrain import AxisRules, LinenModel, MeshSpec, Rule, ShardingOptions, Trainer, UserError
+from spmdtrain import (
+    AxisRules,
+    LinenModel,
+    MeshSpec,
+    Rule,
+    ShardingOptions,
+    Trainer,
+    UserError,
+    open_run,
+)
 from spmdtrain.tree import named_leaves
 
 P = PartitionSpec
@@ -133,6 +143,19 @@ MODELS = {
     "linen with logical names": (logical(), AxisRules(TABLE)),
     "linen with partitioning": (logical(nn.with_partitioning), AxisRules(TABLE)),
 }
+
+
+@pytest.mark.parametrize("place", [SPLIT, {"strategy": "one_device"}], ids=str)
+def test_layers_of_explicit_axes_can_be_watched(place: dict[str, Any], tmp_path: Path) -> None:
+    model, axis_rules = MODELS["nnx with explicit axes"]
+    options = {"watch": ["^up"], "workdir": str(tmp_path), "shuffle": False, **place}
+    fitted, _ = trained(model, axis_rules=axis_rules, **options)
+    found = open_run(tmp_path).watched[1]
+    kernel = trainer(model, axis_rules=axis_rules, **place).init().params["up"]["kernel"]
+    rows = DATA["x"][: fitted.config.resolved_batch_size]
+    norm = np.linalg.norm(rows @ np.asarray(kernel))
+    assert found["outputs"]["up"]["norm"] == pytest.approx(norm, rel=1e-4)
+    assert list(found["gradients"]) == ["up/kernel"]
 
 
 @pytest.mark.slow

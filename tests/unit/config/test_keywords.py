@@ -46,6 +46,7 @@ REFUSED: dict[type, dict[str, Any]] = {
         "checkpoint": "best",
         "init_from_strict": "matching",
         "sentinel_every": 2,
+        "watch": ("x",),
         "profile_steps": "1:2",
     },
 }

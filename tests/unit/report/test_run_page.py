@@ -3,6 +3,7 @@
 import base64
 import errno
 import json
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from report_files import (
     metric_lines,
     png,
     restarted_events,
+    watch_lines,
     write_lines,
     write_run,
 )
@@ -398,3 +400,35 @@ def test_of_a_long_log_of_media_the_items_of_the_last_steps_are_kept() -> None:
     for wrong in (table | {"rows": [], "columns": ["a"] * 101}, histogram):
         log.add(wrong)
     assert log.invalid == 2 and log.newest()[0] is newest
+
+
+def test_watched_layers_are_cells_by_step_and_layer(tmp_path: Path) -> None:
+    workdir = write_run(tmp_path / "run")
+    assert "Layers" not in titles(page_of(workdir))
+    # The steps after 20 are repeated after a resume; a line is cut off, and one is forged.
+    lines = [*watch_lines(3, (1, 10, 20, 30)), *watch_lines(3, (30, 40), broken_from=40)]
+    write_lines(workdir / "watch.jsonl", [*lines, {"step": 50, "outputs": {"<b>": {"norm": "x"}}}])
+    (chart,) = blocks(page_of(workdir), ChartBlock, "Layers")
+    rows = chart.data["cells"]["rows"]
+    assert chart.title == "Norms of outputs"
+    cells = {(row["step"], row["layer"]): row for row in rows}
+    steps = ["1", "10", "20", "30", "40"]
+    assert list(dict.fromkeys(row["step"] for row in rows)) == steps
+    assert len(cells) == len(rows) == 15 and cells["20", "blocks/2"]["norm"] == 80
+    assert cells["20", "blocks/2"]["size"] == pytest.approx(math.log10(80))
+    broken = [key for key, row in cells.items() if row["color"] != 0]
+    assert broken == [("40", "blocks/2")]
+    texts = [(entry.name, entry.value) for entry in chart.legend]
+    assert texts[0] == ("norm", "1 (light) to 160") and "not finite" in texts[1][0]
+    assert "1 line is not valid and left out" in text_of(page_of(workdir))
+
+
+def test_of_many_watched_steps_and_layers_some_are_shown(tmp_path: Path) -> None:
+    workdir = write_run(tmp_path / "run")
+    write_lines(workdir / "watch.jsonl", watch_lines(160, range(1, 1001)))
+    (chart,) = blocks(page_of(workdir), ChartBlock, "Layers")
+    rows = chart.data["cells"]["rows"]
+    steps = {int(row["step"].replace(",", "")) for row in rows}
+    assert len(steps) == 40 and max(steps) > 990 and min(steps) < 10
+    assert len({row["layer"] for row in rows}) == 150
+    assert re.fullmatch(r"10 more layers and \d+ more steps are in watch.jsonl\.", chart.note)
