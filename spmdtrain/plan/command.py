@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -249,8 +249,8 @@ class _RunRequest:
             json=known.json,
         )
 
-    def restored(self, terminal: Terminal) -> tuple[ExperimentFile, RunConfig, Topology]:
-        """Returns the experiment of the run, its configuration and its devices.
+    def restored(self, terminal: Terminal) -> "_RunToPlan":
+        """Returns what a plan of the run needs.
 
         Raises:
           UserError: If they are not recorded, or the run's step is not that of a plan.
@@ -275,21 +275,31 @@ class _RunRequest:
                 f"{self.run} makes {together} steps in a dispatch, and a plan compiles one step: "
                 "profile a run with --steps-per-dispatch 1"
             )
-        return experiment, config, topology
+        return _RunToPlan(experiment, config, topology, processes or 1)
+
+
+class _RunToPlan(NamedTuple):
+    """The experiment of a run, its configuration, its devices and the number of its processes."""
+
+    experiment: ExperimentFile
+    config: RunConfig
+    topology: Topology
+    processes: int
 
 
 def _compare(request: _RunRequest, arguments: Sequence[str]) -> int:
     """Compares the trace of a run with its plan, in a process that plans, and prints the result."""
     terminal = Terminal(quiet=request.json)
-    _, _, topology = request.restored(terminal)
+    topology = request.restored(terminal).topology
     with terminal.waiting(f"planning for {topology}") as status:
         listener = _Listener(terminal, topology, status)
         found = _plan_in_child(arguments, topology, measures=False, listener=listener)
+    if request.json:
+        print(json.dumps(found, indent=1))
     if "error" in found:
         print(f"error: {found['error']}", file=sys.stderr)
         return ExitCode.FAILED if "failed" in found else ExitCode.BAD_INPUT
     if request.json:
-        print(json.dumps(found, indent=1))
         return ExitCode.DONE
     plan = found["plan"]
     terminal.show(
@@ -303,40 +313,40 @@ def _compare(request: _RunRequest, arguments: Sequence[str]) -> int:
 
 def _compared(request: _RunRequest) -> dict[str, Any]:
     """Returns the comparison of a run with its plan as JSON; called in the process that plans."""
-    experiment, config, topology = request.restored(Terminal(quiet=True))
-    files = newest_trace(request.run)
-    published = topology
+    run = request.restored(Terminal(quiet=True))
+    files, topology = newest_trace(request.run), run.topology
+    calibrates = request.option == "calibrate"
 
     def plan_for(topology: Topology) -> planner.Plan:
         return planner.plan(
-            experiment, config, topology, on_progress=lambda stage: send(_PROGRESS, stage)
+            run.experiment, run.config, topology, on_progress=lambda stage: send(_PROGRESS, stage)
         )
 
-    if request.option == "against":
+    file = rates_file(topology, request.rates)
+    if calibrates and file is None:
+        raise UserError("--calibrate writes rates: give --rates a file, or leave it out")
+    if not calibrates:
         topology = with_rates(topology, request.rates)
     if topology.chip is None:
         send(_PROGRESS, "measuring the rates of virtual devices")
-        topology = published = dataclasses.replace(topology, chip=measurement.virtual_device())
+        topology = dataclasses.replace(topology, chip=measurement.virtual_device())
     plan = plan_for(topology)
-    comparison = compare(plan, files)
+    comparison = compare(plan, files, run.processes)
     result: dict[str, Any] = {
         "run": request.run,
         "plan": plan_as_json(plan),
         "comparison": tables.comparison_as_json(comparison, str(files[0].parent)),
         "calibration": None,
     }
-    if request.option == "calibrate":
+    if calibrates and file is not None:
         found = calibrate(plan, comparison, request.run)
-        file = rates_file(topologies.parse(str(topology)), request.rates)
-        if file is None:
-            raise UserError("--calibrate writes rates: give --rates a file, or leave it out")
-        write_rates(file, topologies.parse(str(topology)), found)
-        after = plan_for(dataclasses.replace(published, chip=found.chip))
+        after = plan_for(dataclasses.replace(topology, chip=found.chip))
+        write_rates(file, topology, found)
         result["calibration"] = {
             "chip": found.chip.name,
             "file": str(file),
             "evidence": dict(found.evidence),
-            "before": dataclasses.asdict(topology.chip) if topology.chip else {},
+            "before": result["plan"]["chip"],
             "after": dataclasses.asdict(found.chip),
             "predicted": {
                 "before": comparison.predicted,

@@ -447,13 +447,23 @@ class Comparison:
     notes: Sequence[str] = ()
 
 
-def compare(plan: Plan, files: Sequence[Path]) -> Comparison:
+def compare(plan: Plan, files: Sequence[Path], processes: int) -> Comparison:
     """Compares the steps in a trace with their plan, which has times.
 
+    Args:
+      files: The trace, a file for each process that has written one.
+      processes: Number of processes of the run.
+
     Raises:
-      UserError: If the trace cannot be read, is of another program, or has less than two steps.
+      UserError: If the trace cannot be read, is of another program or of other devices, or has less
+        than two steps.
     """
     trace, where = read_trace(files), files[0].parent
+    if len(trace) * processes != plan.used_devices * len(files):
+        raise UserError(
+            f"{where} has {len(trace)} devices of {len(files)} of {processes} processes, and the "
+            f"last start of the run had {plan.used_devices} devices in all: profile it again"
+        )
     found = _Matched(trace, plan, where)
     measured = _measure(found, where)
     works = {work.name: work for work in plan.work}
@@ -487,7 +497,7 @@ def compare(plan: Plan, files: Sequence[Path]) -> Comparison:
         instructions=instructions,
         others=dict(sorted(others.items(), key=lambda item: -item[1])),
         transfers=measured.transfers,
-        notes=_notes(plan, measured),
+        notes=[*_notes(plan, measured), *_absent(trace, plan)],
     )
 
 
@@ -542,6 +552,15 @@ def _classes(
         ClassTime(name, predicted.get(name), seconds[name])
         for name in TimeClass
         if seconds[name] or name in ALWAYS_SHOWN
+    ]
+
+
+def _absent(trace: _Trace, plan: Plan) -> Sequence[str]:
+    if len(trace) == plan.used_devices:
+        return []
+    return [
+        f"the trace has {len(trace)} of {plan.used_devices} devices, those of process 0: how long "
+        "they wait for the others is among the exposed collectives"
     ]
 
 
@@ -619,11 +638,10 @@ class _Evidence:
         samples = [each for each in samples if each.predicted > 0 and each.measured > 0]
         events = sum(each.events for each in samples)
         share = sum(each.measured for each in samples) / self._comparison.measured
-        text = f"{len(samples)} instructions, {events:,.0f} executions, {share:.1%} of the step"
+        text = f"{events:,.0f} executions, {share:.1%} of the step"
         if events < _LEAST_EVENTS or share < _LEAST_SHARE:
             self.words[name] = (
-                f"not measured: {text}; at least {_LEAST_EVENTS} executions and "
-                f"{_LEAST_SHARE:.0%} are needed"
+                f"not measured: {text}, of at least {_LEAST_EVENTS} and {_LEAST_SHARE:.0%}"
             )
             return None
         self.words[name] = text
@@ -787,7 +805,9 @@ def rates_file(topology: Topology, given: str | None) -> Path | None:
 
 
 def _chip_name(topology: Topology) -> str:
-    return str(topology).replace(":", "-") if topology.chip is None else topology.chip.name
+    if topology.platform == "cpu" or topology.chip is None:
+        return str(topology).replace(":", "-")
+    return topology.chip.name
 
 
 def write_rates(file: Path, topology: Topology, calibration: Calibration) -> None:
