@@ -56,8 +56,8 @@ class Work:
       cycles: Cycles that the compiler estimates; 0 if it gives none.
       bytes: Bytes that it reads and writes in the main memory.
       name: Name of the instruction.
-      aliases: Other names under which a profiler may report it: of the instruction that waits for
-        its end, or of the one that runs it in the background.
+      runner: Name of the instruction that runs it in the background, or "".
+      end: Name of the instruction that waits for its end, or "".
       in_order: Whether it runs after other instructions, not at the same time. Collectives, kernels
         and copies in the background do not.
       times: Number of executions in a step.
@@ -74,7 +74,8 @@ class Work:
     bytes: float
     kind: WorkKind
     name: str = ""
-    aliases: tuple[str, ...] = ()
+    runner: str = ""
+    end: str = ""
     in_order: bool = True
     times: float = 1
     flops: float = 0.0
@@ -117,7 +118,6 @@ def work_of(module: Module, origins: Origins | None = None) -> list[Work]:
             if counted := _KIND_OF.get(inner.opcode):
                 elements[counted] += times * _count(inner, counted, body)
         cycles = _CYCLES.search(instruction.attributes)
-        names = (runner, ends.get(runner)) if runner else (ends.get(instruction.name),)
         named = kind in (WorkKind.PRODUCTS, WorkKind.COLLECTIVES)
         found.append(
             Work(
@@ -125,7 +125,8 @@ def work_of(module: Module, origins: Origins | None = None) -> list[Work]:
                 bytes=times * bytes_of(instruction, within, module),
                 kind=kind,
                 name=instruction.name,
-                aliases=tuple(name for name in names if name),
+                runner=runner,
+                end=ends.get(runner or instruction.name, ""),
                 in_order=kind in (WorkKind.PRODUCTS, WorkKind.VECTOR, WorkKind.HOST)
                 and not opcode.endswith("-start"),
                 times=times,

@@ -202,7 +202,9 @@ class _Matched:
 
     def __init__(self, trace: _Trace, plan: Plan, where: Path) -> None:
         self.trace, self._program = trace, plan.program
-        self._works = {name: work for work in plan.work for name in (work.name, *work.aliases)}
+        self._works = {
+            name: work for work in plan.work for name in (work.name, work.runner, work.end) if name
+        }
         # A GPU's kernel without `hlo_op` has its instruction's name, with other punctuation.
         self._kernels = {re.sub(r"[.\-]", "_", name): work for name, work in self._works.items()}
         self._check(where)
@@ -215,6 +217,11 @@ class _Matched:
         if event.program not in ("", self._program):
             return None
         return self._works.get(event.name) or self._kernels.get(event.name)
+
+    def executed(self, event: _Event) -> Work | None:
+        """Returns the instruction that an event executes; None if it only waits for one's end."""
+        work = self.work(event)
+        return None if work is None or event.name == work.end else work
 
     def _check(self, where: Path) -> None:
         seconds: dict[str, float] = defaultdict(float)
@@ -248,8 +255,8 @@ class _Matched:
         places: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for device, events in self.trace.items():
             for number, event in enumerate(events):
-                work = self.work(event)
-                if work is not None and event.name == work.name and work.name in self._shared:
+                work = self.executed(event)
+                if work is not None and work.name in self._shared:
                     places[work.name][device].append(number)
         for by_device in places.values():
             # Counted from the end: an execution may have begun before the trace did.
@@ -286,8 +293,8 @@ class _Matched:
         """
         starts: dict[str, list[float]] = defaultdict(list)
         for event in self.trace[device]:
-            work = self.work(event)
-            if work is not None and work.times == 1 and event.name == work.name:
+            work = self.executed(event)
+            if work is not None and work.times == 1:
                 starts[work.name].append(event.start)
         if not starts:
             return ()
@@ -336,8 +343,8 @@ def _measure(found: _Matched, where: Path) -> _Measured:
         for key, share in _shares(found.spans(device), begin, end).items():
             seconds[key] += share / counts[-1] / 1e9
         for number, event in enumerate(events):
-            work = found.work(event)
-            if work is None or event.name != work.name or not begin <= event.start < end:
+            work = found.executed(event)
+            if work is None or not begin <= event.start < end:
                 continue
             executions[work.name] += 1 / counts[-1]
             if work.kind is WorkKind.COLLECTIVES:
@@ -636,7 +643,7 @@ class _Evidence:
         decide it: the median of the ratios, weighted with the predicted times.
         """
         samples = [each for each in samples if each.predicted > 0 and each.measured > 0]
-        events = sum(each.events for each in samples)
+        events = round(sum(each.events for each in samples))
         share = sum(each.measured for each in samples) / self._comparison.measured
         text = f"{events:,.0f} executions, {share:.1%} of the step"
         if events < _LEAST_EVENTS or share < _LEAST_SHARE:
@@ -753,7 +760,7 @@ def _links(plan: Plan, chip: Chip, comparison: Comparison, found: _Evidence) -> 
 
     tiny = [name for name, (transfer, taken) in times.items() if transfer < _TINY * taken]
     latency = chip.latency
-    if sum(found.events(rows[name].times) for name in tiny) >= _LEAST_EVENTS:
+    if round(sum(found.events(rows[name].times) for name in tiny)) >= _LEAST_EVENTS:
         latency = statistics.median(times[name][1] for name in tiny)
         found.words["latency"] = f"{len(tiny)} tiny collectives"
     else:

@@ -489,10 +489,7 @@ def _from_json(fields: dict[str, Any]) -> CompiledSummary:
     for each in fields.pop("kernels"):
         shapes = {name: tuple(map(tuple, each.pop(name))) for name in ("operands", "results")}
         kernels.append(KernelCall(**each | shapes | {"bytes": tuple(each["bytes"])}))
-    work = [
-        Work(**{**x, "kind": WorkKind(x["kind"]), "aliases": tuple(x["aliases"])})
-        for x in fields.pop("work")
-    ]
+    work = [Work(**{**each, "kind": WorkKind(each["kind"])}) for each in fields.pop("work")]
     return CompiledSummary(
         **fields,
         collectives=collectives,
