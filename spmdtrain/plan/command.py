@@ -267,7 +267,7 @@ class _RunRequest:
         kind = record.device_kind
         if not (devices and kind):
             raise UserError(f"{self.run} has not recorded its devices: start it again")
-        topology = topologies.of_run(kind, devices, processes or 1, self.topology)
+        topology = topologies.topology_of_run(kind, devices, processes or 1, self.topology)
         experiment, config = restore_config(record, self.config, terminal)
         _refuse_own_loop(experiment)
         if (together := config.steps_per_dispatch or 1) > 1:
@@ -304,7 +304,7 @@ def _compare(request: _RunRequest, arguments: Sequence[str]) -> int:
     plan = found["plan"]
     terminal.show(
         NoteBlock(f"{plan['topology']}: {plan['placement']}; {tables.compiled_by(plan)}"),
-        *tables.comparison_blocks(found["comparison"]),
+        *tables.trace_blocks(found["comparison"]),
         *(NoteBlock(f"note: {note}") for note in tables.all_notes(plan)),
         *(tables.calibration_blocks(found["calibration"]) if found["calibration"] else ()),
     )

@@ -105,7 +105,7 @@ def advice_blocks(plan: dict[str, Any]) -> list[NoteBlock]:
 _WORST = 10  # instructions
 
 
-def comparison_blocks(found: dict[str, Any]) -> list[TableBlock | NoteBlock]:
+def trace_blocks(found: dict[str, Any]) -> list[TableBlock | NoteBlock]:
     """Returns the tables of a comparison for a terminal, from `comparison_as_json`."""
     rows = []
     for each in found["classes"]:

@@ -140,7 +140,7 @@ def parse(text: str) -> Topology:
     return Topology(text, "tpu", chip, shape, int(slices or 1))
 
 
-def of_run(kind: str, devices: int, processes: int, given: str | None) -> Topology:
+def topology_of_run(kind: str, devices: int, processes: int, given: str | None) -> Topology:
     """Returns the topology on which a run was made.
 
     Args:

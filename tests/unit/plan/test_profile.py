@@ -386,7 +386,7 @@ def test_measured_rates_are_those_of_their_chip_until_they_are_removed(
 
 def test_the_topology_of_a_run_follows_from_its_devices() -> None:
     def name(*given: Any) -> str:
-        return str(topologies.of_run(*given))
+        return str(topologies.topology_of_run(*given))
 
     assert name("cpu", 8, 2, None) == "cpu:8"
     assert name("NVIDIA H100 80GB HBM3", 16, 2, None) == "gpu:h100:2x8"
@@ -400,4 +400,4 @@ def test_the_topology_of_a_run_follows_from_its_devices() -> None:
         (("NVIDIA GB200", 8, 1, None), "NVIDIA GB200, whose rates are not known"),
     ):
         with pytest.raises(UserError, match=said):
-            topologies.of_run(*given)
+            topologies.topology_of_run(*given)
