@@ -34,7 +34,7 @@ _CALLBACK = re.compile("callback", re.IGNORECASE)
 
 
 class WorkKind(enum.StrEnum):
-    """What an instruction does, as the time model distinguishes it."""
+    """The kind of work of an instruction, as the time model distinguishes it."""
 
     PRODUCTS = "products"
     """Matrix products or convolutions, and what is fused into them."""

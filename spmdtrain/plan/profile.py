@@ -147,7 +147,7 @@ def _of_host(plane: Any) -> Iterator[tuple[str, _Event]]:
 
 
 class _Rank(enum.IntEnum):
-    """What a moment counts for, if several spans last at it: the highest rank."""
+    """The precedence of spans: a moment counts for those of the highest rank."""
 
     AROUND = 0  # loops, around the instructions in them
     ASIDE = 1  # collectives and copies in the background, exposed if nothing else runs
@@ -309,7 +309,7 @@ _LEAST_KNOWN = 0.5  # share of the time in the step's program
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a trace shows of a step, on the average device.
+    """The seconds of a step in a trace, on the average device.
 
     Attributes:
       steps: Number of whole steps.
