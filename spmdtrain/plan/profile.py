@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import enum
 import functools
+import itertools
 import json
 import math
 import re
@@ -596,8 +597,9 @@ def _notes(plan: Plan, measured: _Measured) -> Sequence[str]:
 
 _LEAST_EVENTS = 20  # executions, on all devices
 _LEAST_SHARE = 0.01  # of the step
-_LEAST_OWN = 0.1  # of a measured time: what is left of it after another part is taken off
-_TINY = 0.1  # of a measured time: a transfer that takes less shows the latency
+_LEAST_STEPS = 3
+_LEAST_OWN = 0.1  # of a measured time: what remains of it without another part
+_TINY = 2**16  # bytes of a collective: its time is the latency
 
 
 @dataclass(frozen=True)
@@ -607,7 +609,7 @@ class Calibration:
     Attributes:
       chip: The chip with them.
       rates: The measured rates, by the names of `Chip`.
-      evidence: What each is measured from, in words, and why others are not measured.
+      evidence: The source of each rate in words, or why it was not measured.
     """
 
     chip: Chip
@@ -615,176 +617,154 @@ class Calibration:
     evidence: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Seconds of an instruction in a step: by the plan's rates, and measured."""
-
-    predicted: float
-    measured: float
-    events: float
-
-
-class _Evidence:
-    """Collects the rates that have enough evidence."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        self._comparison = comparison
-        self.rates: dict[str, Any] = {}
-        self.words: dict[str, str] = {}
-
-    def events(self, times: float | None) -> float:
-        """Returns the executions in the trace of an instruction."""
-        return (times or 0.0) * self._comparison.steps * self._comparison.devices
-
-    def factor(self, name: str, samples: Sequence[_Sample]) -> float | None:
-        """Returns by what the predicted times must be multiplied; None without evidence.
-
-        The factor has the smallest sum of absolute errors, so that a few slow instructions do not
-        decide it: the median of the ratios, weighted with the predicted times.
-        """
-        samples = [each for each in samples if each.predicted > 0 and each.measured > 0]
-        events = round(sum(each.events for each in samples))
-        share = sum(each.measured for each in samples) / self._comparison.measured
-        text = f"{events:,.0f} executions, {share:.1%} of the step"
-        if events < _LEAST_EVENTS or share < _LEAST_SHARE:
-            self.words[name] = (
-                f"not measured: {text}, of at least {_LEAST_EVENTS} and {_LEAST_SHARE:.0%}"
-            )
-            return None
-        self.words[name] = text
-        half = sum(each.predicted for each in samples) / 2
-        for each in sorted(samples, key=lambda each: each.measured / each.predicted):
-            half -= each.predicted
-            if half <= 0:
-                return each.measured / each.predicted
-        raise AssertionError("the weights are positive")
-
-
 def calibrate(plan: Plan, comparison: Comparison, run: str) -> Calibration:
     """Returns the rates of the plan's chip that the trace of a run has measured.
 
     The plan has the published rates or, of virtual devices, those of loops.
     """
-    assert plan.chip is not None
-    base = chip = plan.chip
+    base, overlap = plan.chip, _times(plan).overlap
+    assert base is not None
     found = _Evidence(comparison)
-    overlap = _times(plan).overlap
-    by_cycles = chip.clock is not None and overlap is Overlap.ALL
-    rows = [x for x in comparison.instructions if x.work is not None and x.times]
-    works = [(row.work, row) for row in rows if row.work is not None]
-
-    def sample(predicted: float, row: InstructionTime, taken: float = 0.0) -> _Sample:
-        own = max(row.measured - taken, _LEAST_OWN * row.measured)
-        return _Sample(predicted, own, found.events(row.times))
-
-    def waiting(work: Work) -> float:
-        return work.bytes * chip.devices / chip.bandwidth
-
-    if by_cycles:
-        assert chip.clock is not None
-        clock = chip.clock
-        in_order = [(work, row) for work, row in works if work.in_order]
-        slow = [(w, r) for w, r in in_order if waiting(w) > w.cycles / clock]
-        busy = [(w, r) for w, r in in_order if waiting(w) <= w.cycles / clock]
-        factor = found.factor("clock", [sample(w.cycles / clock, r) for w, r in busy])
-        chip = chip if factor is None else dataclasses.replace(chip, clock=clock / factor)
-        factor = found.factor("bandwidth", [sample(waiting(w), r) for w, r in slow])
-        chip = _faster(chip, 1 / factor, "bandwidth") if factor else chip
+    if base.clock is not None and overlap is Overlap.ALL:
+        chip = _by_cycles(base, base.clock, found)
     else:
-        vector = [(w, r) for w, r in works if w.kind is WorkKind.VECTOR]
-        factor = found.factor("bandwidth", [sample(r.predicted, r) for _, r in vector])
-        if factor:
-            chip = _faster(chip, 1 / factor, "bandwidth")
-            rates = {kind: rate / factor for kind, rate in chip.element_rates.items()}
-            chip = dataclasses.replace(chip, element_rates=rates)
-        products = [(w, r) for w, r in works if w.kind is WorkKind.PRODUCTS and w.flops > 0]
-        in_float32 = base.float32_flops is not None
-        for name, flops in (("flops", base.flops), ("float32_flops", base.float32_flops)):
-            own = [
-                (w, r)
-                for w, r in products
-                if (in_float32 and w.dtype == "f32") == (name != "flops")
-            ]
-            if flops is None:
-                continue
-            samples = []
-            for work, row in own:
-                rest = instruction_seconds(dataclasses.replace(work, flops=0.0), chip, overlap)
-                rest = 0.0 if overlap is Overlap.ALL else rest
-                samples.append(sample(work.flops * chip.devices / flops, row, rest))
-            factor = found.factor(name, samples)
-            chip = _faster(chip, 1 / factor, name) if factor else chip
-    chip = _links(plan, chip, comparison, found)
-    chip = _gap(chip, comparison, found)
+        chip = _by_operations(base, overlap, found)
+    chip = _links(plan, chip, found)
+    if comparison.steps < _LEAST_STEPS:
+        found.words["gap"] = f"not measured: {comparison.steps} steps, of at least {_LEAST_STEPS}"
+    else:
+        found.words["gap"] = f"{comparison.steps} steps"
+        gaps = sum(x.measured for x in comparison.classes if x.name is TimeClass.GAPS)
+        chip = dataclasses.replace(chip, gap=gaps)
     measured = {
         name: getattr(chip, name)
         for name in _RATES
         # Of virtual devices all rates are measured, if not by the trace then by loops.
         if base.is_measured or getattr(chip, name) != getattr(base, name)
     }
-    today = datetime.datetime.now(datetime.UTC).date()
-    source = f"{MEASURED} on {today} by {run}"
+    source = f"{MEASURED} on {datetime.datetime.now(datetime.UTC).date()} by {run}"
     return Calibration(dataclasses.replace(chip, source=source), measured, found.words)
 
 
-def _faster(chip: Chip, factor: float, *names: str) -> Chip:
-    return dataclasses.replace(chip, **{name: getattr(chip, name) * factor for name in names})
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Seconds of an instruction in a step, by the plan's rates and measured, and its executions."""
+
+    predicted: float
+    measured: float
+    executions: float
 
 
-def _links(plan: Plan, chip: Chip, comparison: Comparison, found: _Evidence) -> Chip:
-    """Returns a chip with the measured latency and bandwidths of its links."""
-    alone = [
-        each
-        for each in plan.collectives
-        if not each.overlapped and each.times and each.name in comparison.transfers
-    ]
-    # Per execution: the transfer by the plan's rates, and the measured time.
-    times = {
-        each.name: (each.seconds / each.times - chip.latency, comparison.transfers[each.name])
-        for each in alone
-        if not math.isnan(each.seconds) and each.link != WITHIN
-    }
-    rows = {row.name: row for row in comparison.instructions}
+class _Evidence:
+    """The instructions of a comparison that show rates, and what they show, in words."""
 
-    def samples(of: Iterable[str], latency: float) -> list[_Sample]:
-        return [
-            _Sample(
-                times[name][0] * (rows[name].times or 0.0),
-                max(times[name][1] - latency, _LEAST_OWN * times[name][1])
-                * (rows[name].times or 0.0),
-                found.events(rows[name].times),
-            )
-            for name in of
-            if name in times
-        ]
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self.rows = [(x.work, x) for x in comparison.instructions if x.work is not None and x.times]
+        self.words: dict[str, str] = {}
 
-    tiny = [name for name, (transfer, taken) in times.items() if transfer < _TINY * taken]
-    latency = chip.latency
-    if round(sum(found.events(rows[name].times) for name in tiny)) >= _LEAST_EVENTS:
-        latency = statistics.median(times[name][1] for name in tiny)
-        found.words["latency"] = f"{len(tiny)} tiny collectives"
-    else:
-        found.words["latency"] = "not measured: the trace has no tiny collectives"
-    for field_name, is_network in (("link", False), ("network", True)):
-        own = [x.name for x in alone if (x.link in NETWORKS) == is_network and x.name not in tiny]
-        if not own and is_network:
+    def sample(
+        self, row: InstructionTime, predicted: float, measured: float, taken: float = 0.0
+    ) -> _Sample:
+        """Returns the times of an instruction, without a part of the measured one."""
+        executions = (row.times or 0.0) * self.comparison.steps * self.comparison.devices
+        return _Sample(predicted, max(measured - taken, _LEAST_OWN * measured), executions)
+
+    def factor(self, name: str, samples: Iterable[_Sample]) -> float:
+        """Returns by what the times must be multiplied that follow from a rate; 1 if unknown.
+
+        The factor has the smallest sum of absolute errors, so that a few slow instructions do not
+        decide it: it is the median of the ratios, weighted with the predicted times.
+        """
+        known = [each for each in samples if each.predicted > 0 and each.measured > 0]
+        executions = round(sum(each.executions for each in known))
+        share = sum(each.measured for each in known) / self.comparison.measured
+        text = self.words[name] = f"{executions:,} executions, {share:.1%} of the step"
+        if executions < _LEAST_EVENTS or share < _LEAST_SHARE:
+            least = f"of at least {_LEAST_EVENTS} and {_LEAST_SHARE:.0%}"
+            self.words[name] = f"not measured: {text}, {least}"
+            return 1.0
+        ratios = sorted((each.measured / each.predicted, each.predicted) for each in known)
+        weights = itertools.accumulate(weight for _, weight in ratios)
+        half = sum(weight for _, weight in ratios) / 2
+        return next(ratio for (ratio, _), sum_ in zip(ratios, weights, strict=True) if sum_ >= half)
+
+
+def _slower(chip: Chip, factor: float, name: str) -> Chip:
+    """Returns a chip with another rate; exactly the same chip for a factor of 1."""
+    return (
+        chip if factor == 1 else dataclasses.replace(chip, **{name: getattr(chip, name) / factor})
+    )
+
+
+def _by_cycles(chip: Chip, clock: float, found: _Evidence) -> Chip:
+    """Returns a chip with the measured rates of instructions that take the compiler's cycles."""
+    busy, slow = [], []
+    for work, row in found.rows:
+        cycles, waiting = work.cycles / clock, work.bytes * chip.devices / chip.bandwidth
+        if work.in_order and waiting > cycles:
+            slow.append(found.sample(row, waiting, row.measured))
+        elif work.in_order:
+            busy.append(found.sample(row, cycles, row.measured))
+    chip = _slower(chip, found.factor("clock", busy), "clock")
+    return _slower(chip, found.factor("bandwidth", slow), "bandwidth")
+
+
+def _by_operations(chip: Chip, overlap: Overlap, found: _Evidence) -> Chip:
+    """Returns a chip with the measured rates of products and of all other instructions."""
+    others = [(w, row) for w, row in found.rows if w.kind is WorkKind.VECTOR]
+    samples = [found.sample(row, row.predicted, row.measured) for _, row in others]
+    factor = found.factor("bandwidth", samples)
+    elements = {kind: rate / factor for kind, rate in chip.element_rates.items()}
+    chip = dataclasses.replace(_slower(chip, factor, "bandwidth"), element_rates=elements)
+    products: dict[str, list[_Sample]] = {"flops": []}
+    if chip.float32_flops is not None:
+        products["float32_flops"] = []
+    for work, row in found.rows:
+        if work.kind is not WorkKind.PRODUCTS or not work.flops > 0:
             continue
-        factor = found.factor(field_name, samples(own, latency))
-        chip = _faster(chip, 1 / factor, field_name) if factor else chip
+        name = "float32_flops" if work.dtype == "f32" and len(products) > 1 else "flops"
+        rest = 0.0  # the time of its arrays, if that is added
+        if overlap is not Overlap.ALL:
+            rest = instruction_seconds(dataclasses.replace(work, flops=0.0), chip, overlap)
+        seconds = work.flops * chip.devices / getattr(chip, name)
+        products[name].append(found.sample(row, seconds, row.measured, rest))
+    for name, each in products.items():
+        chip = _slower(chip, found.factor(name, each), name)
+    return chip
+
+
+def _links(plan: Plan, chip: Chip, found: _Evidence) -> Chip:
+    """Returns a chip with the measured latency and bandwidths of its links."""
+    rows = {row.name: row for row in found.comparison.instructions if row.times}
+    alone = [
+        (each, rows[each.name], found.comparison.transfers[each.name])
+        for each in plan.collectives
+        if each.name in found.comparison.transfers and each.name in rows
+        if not each.overlapped and not math.isnan(each.seconds) and each.link != WITHIN
+    ]
+    tiny = [(row, seconds) for each, row, seconds in alone if each.bytes <= _TINY]
+    executions = sum(found.sample(row, 0.0, seconds).executions for row, seconds in tiny)
+    before, latency = chip.latency, chip.latency
+    found.words["latency"] = f"{round(executions):,} executions of tiny collectives"
+    if round(executions) < _LEAST_EVENTS:
+        found.words["latency"] = (
+            f"not measured: {found.words['latency']}, of at least {_LEAST_EVENTS}"
+        )
+    else:
+        latency = statistics.median(seconds for _, seconds in tiny)
+    samples: dict[str, list[_Sample]] = {"link": [], "network": []}
+    for each, row, seconds in alone:
+        if each.bytes > _TINY:
+            name, times = "network" if each.link in NETWORKS else "link", row.times or 0.0
+            transfer = each.seconds - each.times * before
+            taken = times * latency
+            samples[name].append(found.sample(row, transfer, times * seconds, taken))
+    for name, known in samples.items():
+        if known:
+            chip = _slower(chip, found.factor(name, known), name)
     return dataclasses.replace(chip, latency=latency)
 
-
-def _gap(chip: Chip, comparison: Comparison, found: _Evidence) -> Chip:
-    """Returns a chip with the measured time in which a device waits for the host."""
-    if comparison.steps < _LEAST_STEPS:
-        found.words["gap"] = f"not measured: {comparison.steps} steps, {_LEAST_STEPS} are needed"
-        return chip
-    gaps = sum(each.measured for each in comparison.classes if each.name is TimeClass.GAPS)
-    found.words["gap"] = f"{comparison.steps} steps"
-    return dataclasses.replace(chip, gap=gaps)
-
-
-_LEAST_STEPS = 3
 
 # -- The file with measured rates of a chip --------------------------------------------------------
 

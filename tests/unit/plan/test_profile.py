@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from spmdtrain.plan.time_model import (
     PlannedCollective,
     Times,
     instruction_seconds,
+    link_between,
     wire_bytes,
 )
 from spmdtrain.xla.chips import CHIPS, Chip
@@ -229,6 +231,34 @@ def test_a_rate_needs_evidence(tmp_path: Path) -> None:
     comparison = compare(plan, written(tmp_path / "idle", gpu_trace(steps=12, gap=1e6)), 1)
     found = calibrate(plan, comparison, "runs/x")
     assert set(found.rates) == {"gap"} and found.chip.flops == CHIPS["h100"].flops
+
+
+def test_tiny_collectives_show_the_latency(tmp_path: Path) -> None:
+    sizes = {"all-reduce.1": 4, "all-reduce.2": 1024, "all-reduce.3": 100 * MB}
+    chip = CHIPS["h100"]
+    every = {"all-reduce.1": 0.0, "all-reduce.2": 0.0, "all-reduce.3": 200 * US}
+    plan = small_plan(
+        "gpu:h100:1x1",
+        chip=chip,
+        used=1,
+        program=STEP,
+        work=[work(name, WorkKind.COLLECTIVES, in_order=False) for name in sizes],
+        collectives=[exposed(name, every[name], size, 8) for name, size in sizes.items()],
+        times=Times(*(0.0, 0.0, 0.0, 200 * US, 0.0, 0.0, 0.0), overlap=Overlap.COLLECTIVES),
+    )
+    runs = [("all-reduce.1", 0.0, 10.0), ("all-reduce.2", 20.0, 14.0), ("all-reduce.3", 50, 412.0)]
+    events = on_gpu(repeated(runs, 22, 500.0))
+    found = calibrate(
+        plan, compare(plan, written(tmp_path, {"/device:GPU:0": {"Stream #1": events}}), 1), "x"
+    )
+    assert found.rates["latency"] == pytest.approx(12 * US)
+    # 400 of 412 us are the transfer, which the plan expects to take 200.
+    assert found.rates["link"] == pytest.approx(chip.link / 2)
+    assert found.evidence["latency"] == "42 executions of tiny collectives"
+    topology = dataclasses.replace(topologies.parse("gpu:h100:1x2"), chip=found.chip)
+    devices = [SimpleNamespace(id=0), SimpleNamespace(id=1)]
+    link = link_between("all-reduce", devices, topology, found.chip)
+    assert (link.latency, link.bandwidth) == (found.chip.latency, found.chip.link)
 
 
 def test_a_kernel_may_have_only_its_instructions_name(tmp_path: Path) -> None:
