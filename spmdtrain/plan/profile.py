@@ -35,7 +35,8 @@ from spmdtrain.xla.chips import MEASURED, Chip
 # its instruction (`hlo_op`) and program (`hlo_module`). On CPU, the lines of the plane of the host
 # are threads, and the events of instructions state these and the device.
 
-_DEVICE, _HOST = "/device:", "/host:"
+_DEVICE = re.compile(r"/device:[A-Z]+:\d+")  # others are parts of a device, such as SparseCores
+_HOST = "/host:"
 _OPERATIONS, _PROGRAMS, _STREAM = "XLA Ops", "XLA Modules", "Stream"
 _PYTHON = "python"  # the line with the calls of Python functions, which are many
 _TEXT = re.compile(r"%?([\w.\-]+) = ")
@@ -99,7 +100,7 @@ def _events_of(file: Path) -> Mapping[str, list[_Event]]:
             f"{file} cannot be read ({one_line(error)}): it is truncated, or was not written by a "
             f"profiler whose format jax {version_of('jax')} knows; profile the run again"
         ) from error
-    on_device = {p.name: list(_of_device(p)) for p in planes if p.name.startswith(_DEVICE)}
+    on_device = {p.name: list(_of_device(p)) for p in planes if _DEVICE.fullmatch(p.name)}
     if any(on_device.values()):
         return {name: events for name, events in on_device.items() if events}
     on_host: dict[str, list[_Event]] = defaultdict(list)
@@ -124,7 +125,7 @@ def _of_device(plane: Any) -> Iterator[_Event]:
     for line in streams or [line for line in lines if line.name == _OPERATIONS]:
         for event in line.events:
             stats = dict(event.stats)
-            program = str(stats.get("hlo_module", ""))
+            program = _NUMBER.sub("", str(stats.get("hlo_module", "")))
             place = bisect.bisect_right(starts, event.start_ns) - 1
             if not program and place >= 0 and event.start_ns < programs[place][1]:
                 program = programs[place][2]
@@ -228,10 +229,12 @@ class _Matched:
         seconds: dict[str, float] = defaultdict(float)
         known = 0.0
         for event in (event for events in self.trace.values() for event in events):
-            is_known = self.work(event) is not None
-            program = event.program or (self._program if is_known else "")
+            work = self.work(event)
+            if work is not None and work.kind is WorkKind.CONTROL:
+                continue  # other events are within it
+            program = event.program or ("" if work is None else self._program)
             seconds[program] += event.end - event.start
-            known += (event.end - event.start) * is_known
+            known += 0.0 if work is None else event.end - event.start
         own = seconds.pop(self._program, None)
         if own is None:
             others = (

@@ -321,7 +321,9 @@ def test_a_trace_of_a_tpu_names_instructions_by_their_text(tmp_path: Path) -> No
         "Async XLA Ops": hlo(repeated([("copy-start.4", 0.0, 35.0)], steps, 50.0)),
     }
     plan = tpu_plan()
-    found = compare(plan, written(tmp_path, {"/device:TPU:0": plane}), 1)
+    core = {"XLA Ops": hlo(repeated([("fusion.9", 0.0, 50.0)], steps, 50.0))}
+    planes = {"/device:TPU:0": plane, "/device:TPU:0 SparseCore 0": core}
+    found = compare(plan, written(tmp_path, planes), 1)
     assert found.steps == 10 and found.others == pytest.approx({"jit_evaluate": 6 * US})
     classes = seconds(found)
     assert classes[TimeClass.PRODUCTS] == pytest.approx((10 * US, 12 * US))
@@ -358,6 +360,8 @@ def test_a_foreign_or_broken_trace_is_refused(tmp_path: Path) -> None:
     other = on_gpu(repeated([("gemm.1", 0.0, 1.0)], 3, 2.0), "jit_other")
     assert "has no jit_train_step, the step of the run, but jit_other" in refused("other", other)
     runs = repeated([("gemm.1", 0.0, 1.0), ("gemm.9", 1.0, 3.0)], 3, 5.0)
+    # A loop is not counted beside the instructions in it.
+    runs += repeated([("while.1", 0.0, 4.0)], 3, 5.0)
     said = refused("changed", on_gpu(runs))
     assert "25% of its time in jit_train_step is of instructions" in said
     assert "no two steps on one device" in refused("short", on_gpu([("gemm.1", 0.0, 1.0)]))
