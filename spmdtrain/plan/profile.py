@@ -64,13 +64,15 @@ def newest_trace(workdir: str) -> Sequence[Path]:
       UserError: If the run has none.
     """
     folder = Path(workdir) / "plugins" / "profile"
-    traces = sorted(path for path in folder.glob("*") if any(path.glob("*.xplane.pb")))
-    if not traces:
+    # Not a pipe, which would be waited for.
+    files = [path for path in folder.glob("*/*.xplane.pb") if path.is_file()]
+    if not files:
         raise UserError(
             f"{workdir} has no profiler trace: train with --profile-steps A:B, which writes one to "
             f"{folder}"
         )
-    return sorted(traces[-1].glob("*.xplane.pb"))
+    newest = max(path.parent for path in files)  # the names are times
+    return sorted(path for path in files if path.parent == newest)
 
 
 def read_trace(files: Sequence[Path]) -> _Trace:
