@@ -10,7 +10,7 @@ import json
 import math
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,15 +319,34 @@ class _Measured:
 
     Attributes:
       steps: Number of whole steps.
+      left_out: Steps that do not count, because other programs ran in them.
+      others: Names of these programs.
       seconds: Seconds of a step by key; see `_Span`. They add up to those of the step.
       executions: Executions in a step by instruction.
       transfers: Seconds of an execution of a collective after all devices have begun it.
     """
 
     steps: int
+    left_out: int
+    others: Sequence[str]
     seconds: Mapping[str, float]
     executions: Mapping[str, float]
     transfers: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step on a device, from `begin` to `end` in ns; `shares` are ns by key."""
+
+    device: str
+    begin: float
+    end: float
+    shares: Mapping[str, float]
+
+    @property
+    def others(self) -> set[str]:
+        """The keys of other programs that ran in it."""
+        return {key for key in self.shares if key.startswith(_OTHER)}
 
 
 def _measure(found: _Matched, where: Path) -> _Measured:
@@ -336,35 +355,46 @@ def _measure(found: _Matched, where: Path) -> _Measured:
     Raises:
       UserError: If the trace has no whole step.
     """
-    counts: list[int] = []
-    seconds: dict[str, float] = defaultdict(float)
-    executions: dict[str, float] = defaultdict(float)
-    transfers: dict[str, list[float]] = defaultdict(list)
-    for device, events in found.trace.items():
-        starts = found.step_starts(device)
-        if len(starts) < 2:
-            continue
-        begin, end = starts[0], starts[-1]
-        counts.append(len(starts) - 1)
-        for key, share in _shares(found.spans(device), begin, end).items():
-            seconds[key] += share / counts[-1] / 1e9
-        for number, event in enumerate(events):
-            work = found.executed(event)
-            if work is None or not begin <= event.start < end:
-                continue
-            executions[work.name] += 1 / counts[-1]
-            if work.kind is WorkKind.COLLECTIVES:
-                last = found.last_starts.get((device, number), event.start)
-                transfers[work.name].append((event.end - min(last, event.end)) / 1e9)
-    if not counts:
+    steps = []
+    for device in found.trace:
+        spans = list(found.spans(device))
+        for begin, end in itertools.pairwise(found.step_starts(device)):
+            steps.append(_Step(device, begin, end, _shares(spans, begin, end)))
+    if not steps:
         raise UserError(
             f"{where} has no two steps on one device, which show where a step begins: profile "
             "several, such as --profile-steps 20:25"
         )
+    # What runs beside most steps belongs to them, but not an evaluation between two of them.
+    times = Counter(key for step in steps for key in step.others)
+    rare = {key for key, count in times.items() if count <= len(steps) / 2}
+    kept = [step for step in steps if not step.others & rare] or steps
+    seconds: dict[str, float] = defaultdict(float)
+    executions: dict[str, float] = defaultdict(float)
+    transfers: dict[str, list[float]] = defaultdict(list)
+    for step in kept:
+        for key, share in step.shares.items():
+            seconds[key] += share / len(kept) / 1e9
+        events = found.trace[step.device]
+        first, last = (
+            bisect.bisect_left(events, at, key=lambda event: event.start)
+            for at in (step.begin, step.end)
+        )
+        for number in range(first, last):
+            event = events[number]
+            if (work := found.executed(event)) is None:
+                continue
+            executions[work.name] += 1 / len(kept)
+            if work.kind is WorkKind.COLLECTIVES:
+                begun = found.last_starts.get((step.device, number), event.start)
+                transfers[work.name].append((event.end - min(begun, event.end)) / 1e9)
+    devices = len({step.device for step in steps})
     return _Measured(
-        steps=min(counts),
-        seconds={key: share / len(counts) for key, share in seconds.items()},
-        executions={name: count / len(counts) for name, count in executions.items()},
+        steps=round(len(kept) / devices),
+        left_out=round((len(steps) - len(kept)) / devices),
+        others=sorted(key.removeprefix(_OTHER) for key in rare),
+        seconds=seconds,
+        executions=executions,
         transfers={name: statistics.median(each) for name, each in transfers.items()},
     )
 
@@ -590,6 +620,12 @@ def _notes(plan: Plan, measured: _Measured) -> Sequence[str]:
         f"the trace has no event of the callback at {line}: its time is among the host gaps"
         for line in dict.fromkeys(hidden)
     ]
+    if measured.left_out:
+        others = ", ".join(foreign(name, 60) for name in measured.others)
+        notes.append(
+            f"{measured.left_out} of {measured.left_out + measured.steps} steps are left out, in "
+            f"which other programs ran: {others}"
+        )
     if measured.seconds.get(_GAP, 0.0) > _LARGE_GAP * sum(measured.seconds.values()):
         notes.append(
             "the profiler records the Python calls of the host, which is slower for it: without "

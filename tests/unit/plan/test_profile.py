@@ -261,6 +261,18 @@ def test_tiny_collectives_show_the_latency(tmp_path: Path) -> None:
     assert (link.latency, link.bandwidth) == (found.chip.latency, found.chip.link)
 
 
+def test_a_step_with_an_evaluation_is_left_out(tmp_path: Path) -> None:
+    steps = [("gemm.1", start, 4.0) for start in (0, 10, 20, 1030, 1040, 1050)]
+    evaluates = [("gemm.7", 25, 900.0)]
+    events = [*on_gpu(steps), *on_gpu(evaluates, "jit_evaluate")]
+    plan = dataclasses.replace(gpu_plan(), used=1)
+    found = compare(plan, written(tmp_path, {"/device:GPU:0": {"Stream #1": events}}), 1)
+    assert (found.steps, found.measured, found.others) == (4, pytest.approx(10 * US), {})
+    assert found.notes[0] == (
+        "1 of 5 steps are left out, in which other programs ran: jit_evaluate"
+    )
+
+
 def test_a_kernel_may_have_only_its_instructions_name(tmp_path: Path) -> None:
     runs = [("gemm_1", 0.0, 5.0), ("loop_fusion_1", 5.0, 2.0), ("MemcpyH2D", 7.0, 1.0)]
     events = [(n, at, long, {}) for n, at, long in repeated(runs, 4, 10.0)]
