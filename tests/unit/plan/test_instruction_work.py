@@ -328,7 +328,7 @@ def test_the_work_of_instructions_adds_up_to_that_of_the_program() -> None:
         return x * jax.pure_callback(lambda: 2.0, jax.ShapeDtypeStruct((), x.dtype))
 
     shapes = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 32), "float32")
-    module = Module(jax.jit(step).lower(*shapes).compile().as_text())
+    module = Module(jax.jit(step).lower(*shapes).compile().as_text() or "")
     work = work_of(module)
     assert module.name == "jit_step"
     assert sum(x.flops for x in work) == products(module) == 5 * 2 * 64 * 32 * 32
