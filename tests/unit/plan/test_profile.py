@@ -331,7 +331,7 @@ def test_a_trace_of_a_tpu_names_instructions_by_their_text(tmp_path: Path) -> No
         *((f"{STEP}(77)", 50.0 * step, 38.0, {}) for step in range(steps)),
         *(("jit_evaluate(78)", 50.0 * step + 40, 6.0, {}) for step in range(steps)),
     ]
-    plane = {
+    plane: Mapping[str, Sequence[Event]] = {
         "Steps": [("0", 0.0, 500.0, {})],
         "XLA Modules": programs,
         "XLA Ops": hlo(repeated([*runs, *evaluates], steps, 50.0)),
