@@ -142,6 +142,12 @@ def collective(kind: str, *, overlapped: bool, seconds: float, **sent: float) ->
 
 
 def report(name: str = "v5e:4x4", **changes: Any) -> dict[str, Any]:
+    """`small_plan` as JSON."""
+    stored: dict[str, Any] = json.loads(json.dumps(plan_as_json(small_plan(name, **changes))))
+    return stored
+
+
+def small_plan(name: str = "v5e:4x4", **changes: Any) -> planner.Plan:
     """A plan of 1 GB in 16.9 GB, whose steps take 2 ms of memory traffic and then 3 ms alone."""
     topology = topologies.parse(name)
     fields: dict[str, Any] = {
@@ -180,7 +186,4 @@ def report(name: str = "v5e:4x4", **changes: Any) -> dict[str, Any]:
         "chip": topology.chip,
         "links": topology_links(topology),
     }
-    stored: dict[str, Any] = json.loads(
-        json.dumps(plan_as_json(planner.Plan(**(fields | changes))))
-    )
-    return stored
+    return planner.Plan(**(fields | changes))

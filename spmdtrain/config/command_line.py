@@ -97,6 +97,7 @@ class Options:
 JOB_OPTIONS = (("coordinator", None), ("processes", None), ("process_id", None))
 _OF_PLANS = {"topology", "json", "advice", "measure", "html"}
 _OF_PLANS |= {"mttf", "save_seconds", "snapshot_seconds", "restart_seconds"}
+_OF_PLANS |= {"against", "calibrate", "rates"}
 _OF_SWEEPS = {"set", "search", "jobs", "devices_per_trial"}
 RESERVED = frozenset(
     {f.name for f in dataclasses.fields(Options)} | _OF_PLANS | _OF_SWEEPS | {"help", "help_all"}

@@ -3,10 +3,12 @@
 `python -m spmdtrain.plan --config experiments/X.py --topology v5e:4x4`
 """
 
+import argparse
 import contextlib
 import ctypes
 import dataclasses
 import json
+import math
 import os
 import shlex
 import signal
@@ -17,21 +19,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from spmdtrain.config.command_line import Command, parse_command_line
+from spmdtrain.config.command_line import HELP, HELP_ALL, Command, parse_command_line
+from spmdtrain.config.experiment import ExperimentFile
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import failures
 from spmdtrain.distributed.out_of_memory import keep_freed_memory
+from spmdtrain.document.blocks import NoteBlock
 from spmdtrain.document.html import render_page
 from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import ExitCode, UserError, exit_code_of
+from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign
 from spmdtrain.plan import measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise, describe_changes
 from spmdtrain.plan.failures import FailureOptions
 from spmdtrain.plan.page import open_page_file, plan_page
+from spmdtrain.plan.profile import (
+    calibrate,
+    compare,
+    newest_trace,
+    rates_file,
+    with_rates,
+    write_rates,
+)
 from spmdtrain.plan.tables import plan_as_json
 from spmdtrain.plan.topologies import LOG, Topology, compiler_environment, has_compiler
 
@@ -75,6 +87,14 @@ class Options:
     """The same for a snapshot in memory; by default as many as for a save."""
     restart_seconds: float | None = None
     """Seconds from a failure until the job makes steps again, with --mttf; by default 120."""
+    against: str | None = None
+    """Workdir of a run with --profile-steps: compare its trace with the plan of its step, instead
+    of planning for other options. The run's options are those of its workdir."""
+    calibrate: str | None = None
+    """The same, and let later plans for this chip use the rates that the trace has measured."""
+    rates: str | None = None
+    """File with measured rates of the chip, which --calibrate writes; none for published rates. By
+    default the file that --calibrate has written for this chip, if it has."""
 
     def failures(self) -> FailureOptions | None:
         """Returns the options about failures; None without `mttf`. Raises `UserError`."""
@@ -117,12 +137,10 @@ def execute(arguments: Sequence[str]) -> int:
     Raises:
       UserError: If the arguments or the experiment are invalid.
     """
+    if (request := _RunRequest.parse(arguments)) is not None:
+        return _compare(request, arguments)
     command = parse_command_line(arguments, Options, _COMMAND, __doc__)
-    if command.experiment.has_own_loop:
-        raise UserError(
-            f"{command.experiment.path} cannot be planned: it defines its own training loop, "
-            "train(config, loop); plan experiments that define build(config)"
-        )
+    _refuse_own_loop(command.experiment)
     command.options.failures()  # an invalid one ends the command before anything is compiled
     requested = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
     file = None if command.options.html is None else open_page_file(command.options.html)
@@ -134,7 +152,11 @@ def execute(arguments: Sequence[str]) -> int:
     for topology in requested:
         with terminal.waiting(f"planning for {topology}") as status:
             listener = _Listener(terminal, topology, status)
-            results.append(_plan_in_child(arguments, topology, command.options, listener))
+            results.append(
+                _plan_in_child(
+                    arguments, topology, measures=command.options.measure, listener=listener
+                )
+            )
         if "error" in results[-1]:  # continue with the other topologies
             print(f"error: {results[-1]['error']}", file=sys.stderr)
         else:
@@ -156,6 +178,183 @@ def execute(arguments: Sequence[str]) -> int:
     if len(plans) < len(results):
         return ExitCode.BAD_INPUT
     return ExitCode.FAILED if any(plan["fits"] is False for plan in plans) else ExitCode.DONE
+
+
+def _refuse_own_loop(experiment: ExperimentFile) -> None:
+    if experiment.has_own_loop:
+        raise UserError(
+            f"{experiment.path} cannot be planned: it defines its own training loop, "
+            "train(config, loop); plan experiments that define build(config)"
+        )
+
+
+# -- the plan of a run, and its trace --------------------------------------------------------------
+
+_UNUSED = {
+    "measure": "the trace has the measured times",
+    "html": "a comparison has no page",
+    "advice": "it tries no options",
+    "no_advice": "it tries no options",
+    **dict.fromkeys(
+        ("mttf", "save_seconds", "snapshot_seconds", "restart_seconds"), "it is about steps alone"
+    ),
+}
+"""Options of plans that --against and --calibrate refuse, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunRequest:
+    """The options of a comparison of a run with its plan; see `Options`."""
+
+    run: str
+    option: str
+    config: str | None
+    topology: str | None
+    rates: str | None
+    json: bool
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> "_RunRequest | None":
+        """Returns the request; None if the arguments ask for a plan, or for help.
+
+        Raises:
+          UserError: If there are options that a comparison does not use.
+        """
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for name in ("against", "calibrate", "config", "topology", "rates"):
+            parser.add_argument(f"--{name}")
+        parser.add_argument("--json", action="store_true")
+        try:
+            known, others = parser.parse_known_args(arguments)
+        except argparse.ArgumentError as error:
+            if not {"--against", "--calibrate"} & {*arguments}:
+                return None  # the parser of all options says it
+            raise UserError(f"{error}: give the workdir of a run") from error
+        asked = {n: x for n in ("against", "calibrate") if (x := getattr(known, n)) is not None}
+        if not asked or {*HELP, *HELP_ALL} & {*others}:
+            return None
+        if len(asked) > 1:
+            raise UserError("--against and --calibrate: give one; --calibrate also compares")
+        ((option, run),) = asked.items()
+        for word in others:
+            name = word.partition("=")[0].lstrip("-")
+            why = _UNUSED.get(name.replace("-", "_"), "the run has recorded its options")
+            raise UserError(f"{foreign(word, 80)} has no use with --{option}: {why}; leave it out")
+        return cls(
+            run=run,
+            option=option,
+            config=known.config,
+            topology=known.topology,
+            rates=known.rates,
+            json=known.json,
+        )
+
+    def restored(self, terminal: Terminal) -> "_RunToPlan":
+        """Returns what a plan of the run needs.
+
+        Raises:
+          UserError: If they are not recorded, or the run's step is not that of a plan.
+        """
+        # Few commands need it.
+        from spmdtrain.replay.recorded_run import read_run
+        from spmdtrain.replay.rerun import restore_config
+
+        record = read_run(self.run)
+        newest_trace(self.run)
+        devices, processes = (
+            of(record.last_step) for of in (record.devices_of, record.processes_of)
+        )
+        kind = record.device_kind
+        if not (devices and kind):
+            raise UserError(f"{self.run} has not recorded its devices: start it again")
+        topology = topologies.topology_of_run(kind, devices, processes or 1, self.topology)
+        experiment, config = restore_config(record, self.config, terminal)
+        _refuse_own_loop(experiment)
+        if (together := config.steps_per_dispatch or 1) > 1:
+            raise UserError(
+                f"{self.run} makes {together} steps in a dispatch, and a plan compiles one step: "
+                "profile a run with --steps-per-dispatch 1"
+            )
+        return _RunToPlan(experiment, config, topology, processes or 1)
+
+
+class _RunToPlan(NamedTuple):
+    """The experiment of a run, its configuration, its devices and the number of its processes."""
+
+    experiment: ExperimentFile
+    config: RunConfig
+    topology: Topology
+    processes: int
+
+
+def _compare(request: _RunRequest, arguments: Sequence[str]) -> int:
+    """Compares the trace of a run with its plan, in a process that plans, and prints the result."""
+    terminal = Terminal(quiet=request.json)
+    topology = request.restored(terminal).topology
+    with terminal.waiting(f"planning for {topology}") as status:
+        listener = _Listener(terminal, topology, status)
+        found = _plan_in_child(arguments, topology, measures=False, listener=listener)
+    if request.json:
+        print(json.dumps(found, indent=1))
+    if "error" in found:
+        print(f"error: {found['error']}", file=sys.stderr)
+        return ExitCode.FAILED if "failed" in found else ExitCode.BAD_INPUT
+    if request.json:
+        return ExitCode.DONE
+    plan = found["plan"]
+    terminal.show(
+        NoteBlock(f"{plan['topology']}: {plan['placement']}; {tables.compiled_by(plan)}"),
+        *tables.trace_blocks(found["comparison"]),
+        *(NoteBlock(f"note: {note}") for note in tables.all_notes(plan)),
+        *(tables.calibration_blocks(found["calibration"]) if found["calibration"] else ()),
+    )
+    return ExitCode.DONE
+
+
+def _compared(request: _RunRequest) -> dict[str, Any]:
+    """Returns the comparison of a run with its plan as JSON; called in the process that plans."""
+    run = request.restored(Terminal(quiet=True))
+    files, topology = newest_trace(request.run), run.topology
+    calibrates = request.option == "calibrate"
+
+    def plan_for(topology: Topology) -> planner.Plan:
+        return planner.plan(
+            run.experiment, run.config, topology, on_progress=lambda stage: send(_PROGRESS, stage)
+        )
+
+    file = rates_file(topology, request.rates)
+    if calibrates and file is None:
+        raise UserError("--calibrate writes rates: give --rates a file, or leave it out")
+    if not calibrates:
+        topology = with_rates(topology, request.rates)
+    if topology.chip is None:
+        send(_PROGRESS, "measuring the rates of virtual devices")
+        topology = dataclasses.replace(topology, chip=measurement.virtual_device())
+    plan = plan_for(topology)
+    comparison = compare(plan, files, run.processes)
+    result: dict[str, Any] = {
+        "run": request.run,
+        "plan": plan_as_json(plan),
+        "comparison": tables.comparison_as_json(comparison, str(files[0].parent)),
+        "calibration": None,
+    }
+    if calibrates and file is not None:
+        found = calibrate(plan, comparison, request.run)
+        after = plan_for(dataclasses.replace(topology, chip=found.chip))
+        write_rates(file, topology, found)
+        result["calibration"] = {
+            "chip": found.chip.name,
+            "file": str(file),
+            "evidence": dict(found.evidence),
+            "before": result["plan"]["chip"],
+            "after": dataclasses.asdict(found.chip),
+            "predicted": {
+                "before": comparison.predicted,
+                "after": after.times.estimate if after.times else math.nan,
+                "measured": comparison.measured,
+            },
+        }
+    return result
 
 
 # -- a process for each topology -------------------------------------------------------------------
@@ -181,7 +380,7 @@ class _Listener:
 
 
 def _plan_in_child(
-    arguments: Sequence[str], topology: Topology, options: Options, listener: _Listener
+    arguments: Sequence[str], topology: Topology, *, measures: bool, listener: _Listener
 ) -> dict[str, Any]:
     """Returns the plan for one topology, with the measurement if requested, or the error.
 
@@ -197,7 +396,7 @@ def _plan_in_child(
         listener.on_message(kind, message)
 
     try:
-        if options.measure:
+        if measures:
             listener.status(f"running on {topology}")
             env = {**_REMOVED, **measurement.environment(topology), **variables, _MEASURES: "1"}
             kind, measured = run_child(command, env, on_message)
@@ -232,6 +431,10 @@ def _run_child(arguments: Sequence[str]) -> int:
         jax.config.update("jax_num_cpu_devices", topology.devices)
     try:
         with failures.work_in_progress("planning"):
+            if (request := _RunRequest.parse(arguments)) is not None:
+                send(_RESULT, _compared(request))
+                end_messages()
+                return ExitCode.DONE
             command = parse_command_line(arguments, Options, _COMMAND)
             if _MEASURES in os.environ:
                 measured = measurement.measure(command.experiment, command.config, topology)
@@ -249,6 +452,8 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
     if _MEASURED in os.environ:
         measured = measurement.from_json(json.loads(os.environ[_MEASURED]))
         topology = measured.known(topology)
+    if measured is None or measured.chip is None:
+        topology = with_rates(topology, command.options.rates)
 
     def plan_with(config: RunConfig, topology: Topology, prefix: str) -> planner.Plan:
         return planner.plan(
@@ -262,7 +467,8 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         words = [*arguments, "--topology", str(topology), *options]
         again = parse_command_line(words, Options, _COMMAND)
         other = topologies.parse(again.options.topology)
-        other = topology if other.text == topology.text else other  # which has measured rates
+        same = other.text == topology.text  # which has measured rates
+        other = topology if same else with_rates(other, again.options.rates)
         return plan_with(again.config, other, f"with {' '.join(options)}: ")
 
     plan = plan_with(command.config, topology, "")

@@ -6,12 +6,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from spmdtrain.step.flops import CostBasis, KernelFlops
-from spmdtrain.xla.collectives import KINDS
+from spmdtrain.xla.collectives import KINDS, Origins
 from spmdtrain.xla.hlo import (
     ASYNC,
     Array,
@@ -27,6 +27,25 @@ from spmdtrain.xla.hlo import (
 # In the text of a TPU's program; https://github.com/openxla/xla calls it the window configuration.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _PRODUCTS = ("dot", "convolution")
+_NAMING = ("parameter", "constant", "tuple", "get-tuple-element", "after-all")
+_CONTROL = ("while", "call", "conditional")
+_HOST = ("infeed", "outfeed", "send", "recv")
+_CALLBACK = re.compile("callback", re.IGNORECASE)
+
+
+class WorkKind(enum.StrEnum):
+    """The kind of work of an instruction, as the time model distinguishes it."""
+
+    PRODUCTS = "products"
+    """Matrix products or convolutions, and what is fused into them."""
+    KERNELS = "kernels"
+    VECTOR = "vector"
+    """Everything else that the device computes, and copies."""
+    COLLECTIVES = "collectives"
+    HOST = "host"
+    """The device waits for the host, as in a callback."""
+    CONTROL = "control"
+    """Loops, calls and branches, whose instructions count themselves."""
 
 
 @dataclass(frozen=True)
@@ -36,61 +55,116 @@ class Work:
     Attributes:
       cycles: Cycles that the compiler estimates; 0 if it gives none.
       bytes: Bytes that it reads and writes in the main memory.
-      has_products: Whether it computes matrix products or convolutions.
+      name: Name of the instruction.
+      runner: Name of the instruction that runs it in the background, or "".
+      end: Name of the instruction that waits for its end, or "".
+      in_order: Whether it runs after other instructions, not at the same time. Collectives, kernels
+        and copies in the background do not.
+      times: Number of executions in a step.
+      flops: Floating-point operations of its products; NaN if unknown.
+      dtype: XLA's name of the dtype of its products, or "".
+      elements: Its operations on elements; see `element_operations`.
+      shape: Dtype and shape of its first result, on one device.
+      op_name: JAX operation that it comes from, or "".
+      line: Source line of the user that it comes from, or "".
+      parameter: Model parameter that it reads, or whose gradient it computes, or "".
     """
 
     cycles: float
     bytes: float
-    has_products: bool
+    kind: WorkKind
+    name: str = ""
+    runner: str = ""
+    end: str = ""
+    in_order: bool = True
+    times: float = 1
+    flops: float = 0.0
+    dtype: str = ""
+    elements: dict[str, float] = field(default_factory=dict, hash=False)
+    shape: str = ""
+    op_name: str = ""
+    line: str = ""
+    parameter: str = ""
 
 
 @reading_program()
-def work_of(module: Module) -> list[Work]:
-    """Returns the work of the instructions that run one after another on a device.
+def work_of(module: Module, origins: Origins | None = None) -> list[Work]:
+    """Returns the work of the instructions, each of a fusion with all that is fused.
 
-    Collectives, kernels and copies in the background are omitted. The list is empty if the compiler
-    gives no cycles, as on GPU and CPU.
+    Instructions that only name a value are omitted. `origins` are those of the program's values.
     """
-    aside = {  # computations of the SparseCore, or of a collective
-        name
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode in ASYNC
-        for _, name in instruction.called
-    }
-    found, with_products = [], dict[str, bool]()
+    runners: dict[str, str] = {}  # the instruction that runs a computation in the background
+    ends: dict[str, str] = {}  # the instruction that waits for the end of another
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode in ASYNC:
+                runners |= {inner: instruction.name for _, inner in instruction.called}
+            elif instruction.opcode.endswith("-done") and instruction.operands:
+                ends[instruction.operands[0]] = instruction.name
+    found = []
     for instruction, within, times in module.instructions():
-        opcode = instruction.opcode
-        if within.name in aside or opcode.endswith(("-start", "-done")) or opcode in KINDS:
+        opcode, runner = instruction.opcode, runners.get(within.name, "")
+        kind = _kind(instruction, within, module)
+        if opcode in _NAMING or opcode.endswith("-done"):
             continue
-        if is_kernel(instruction) or not times:
+        if runner and kind is not WorkKind.COLLECTIVES:  # of the SparseCore
             continue
-        match = _CYCLES.search(instruction.attributes)
-        work = Work(
-            cycles=times * int(match[1]) if match else 0.0,
-            bytes=times * bytes_of(instruction, within, module),
-            has_products=opcode in _PRODUCTS
-            or (
-                opcode == "fusion"
-                and any(
-                    _has_products(name, module, with_products) for _, name in instruction.called
-                )
-            ),
+        flops, dtype = 0.0, ""
+        elements: dict[str, float] = defaultdict(float)
+        for inner, body in module.within(instruction, within):
+            flops += _operations(inner, body) if times else 0.0
+            if not dtype and inner.opcode in _PRODUCTS and inner.operands[0] in body.instructions:
+                dtype = body.instructions[inner.operands[0]].arrays[0].dtype
+            if counted := _KIND_OF.get(inner.opcode):
+                elements[counted] += times * _count(inner, counted, body)
+        cycles = _CYCLES.search(instruction.attributes)
+        named = kind in (WorkKind.PRODUCTS, WorkKind.COLLECTIVES)
+        found.append(
+            Work(
+                cycles=times * int(cycles[1]) if cycles else 0.0,
+                bytes=times * bytes_of(instruction, within, module),
+                kind=kind,
+                name=instruction.name,
+                runner=runner,
+                end=ends.get(runner or instruction.name, ""),
+                in_order=kind in (WorkKind.PRODUCTS, WorkKind.VECTOR, WorkKind.HOST)
+                and not opcode.endswith("-start"),
+                times=times,
+                flops=times * flops,
+                dtype=dtype,
+                elements={name: count for name, count in elements.items() if count},
+                shape=str(instruction.arrays[0]) if instruction.arrays else "",
+                op_name=instruction.op_name,
+                line=module.line_of(instruction),
+                parameter=_parameter_of(instruction, within, origins) if origins and named else "",
+            )
         )
-        if work.cycles or work.bytes:
-            found.append(work)
-    return found if any(work.cycles for work in found) else []
+    return found
 
 
-def _has_products(name: str, module: Module, known: dict[str, bool]) -> bool:
-    if name not in known:
-        computation = module.computations.get(name, Computation(name))
-        known[name] = any(
-            x.opcode in _PRODUCTS
-            or (x.opcode == "fusion" and any(_has_products(y, module, known) for _, y in x.called))
-            for x in computation.instructions.values()
-        )
-    return known[name]
+def _kind(instruction: Instruction, within: Computation, module: Module) -> WorkKind:
+    """Returns what an instruction does; a product is one that multiplies, or fuses a product."""
+    opcode, target = instruction.opcode, _TARGET.search(instruction.attributes)
+    if opcode.removesuffix("-start") in KINDS:
+        return WorkKind.COLLECTIVES
+    if is_kernel(instruction):
+        return WorkKind.KERNELS
+    if opcode in _CONTROL:
+        return WorkKind.CONTROL
+    if opcode in _HOST or (target is not None and _CALLBACK.search(target[1])):
+        return WorkKind.HOST
+    fused = module.within(instruction, within)
+    if any(inner.opcode in _PRODUCTS or _operations(inner, body) for inner, body in fused):
+        return WorkKind.PRODUCTS
+    return WorkKind.VECTOR
+
+
+def _parameter_of(instruction: Instruction, within: Computation, origins: Origins) -> str:
+    """Returns the parameter that an instruction reads, or whose gradient it computes, or ""."""
+    own = origins.parameters_of(instruction, within)
+    operands = (within.instructions.get(name) for name in instruction.operands)
+    read = (origins.parameters_of(x, within) for x in operands if x is not None)
+    return own.parameter or next((x.parameter for x in read if x.is_source), "")
 
 
 # -- Kernels of a compiled program, of Pallas and of cuDNN's attention: operations and time --------
@@ -144,6 +218,7 @@ class KernelCall:
       bytes: Bytes in main memory of each operand and of each result.
       stated: Operations that the kernel's cost estimate states.
       by_shapes: Operations that follow from the shapes of cuDNN's attention; None for others.
+      instruction: Name of the instruction.
     """
 
     name: str
@@ -155,6 +230,7 @@ class KernelCall:
     bytes: tuple[float, ...]
     stated: int | None
     by_shapes: float | None = None
+    instruction: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,6 +246,7 @@ class PlannedKernel:
       traffic: What `bytes` follows from.
       seconds: Assumed time of all executions in a step.
       unknown_grid: Whether a dim of its grid is unknown, and counts as 1.
+      instruction: Name of the instruction.
     """
 
     name: str
@@ -181,6 +258,7 @@ class PlannedKernel:
     traffic: str
     seconds: float
     unknown_grid: bool = False
+    instruction: str = ""
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -215,6 +293,7 @@ def kernel_calls(module: Module) -> list[KernelCall]:
                 bytes=(*read, *written),
                 stated=int(stated[1]) if stated else None,
                 by_shapes=_attention_flops(instruction.attributes, operands),
+                instruction=instruction.name,
             )
         )
     return calls
@@ -284,6 +363,7 @@ def planned_kernels(
                 traffic=traffic.value,
                 seconds=call.times * seconds,
                 unknown_grid=match is not None and match.unknown_grid,
+                instruction=call.instruction,
             )
         )
     return kernels

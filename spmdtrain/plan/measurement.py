@@ -21,7 +21,7 @@ from spmdtrain.plan.time_model import wire_bytes
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.placement import configure_backend, resolve_config
 from spmdtrain.train.trainer import Trainer
-from spmdtrain.xla.chips import Chip
+from spmdtrain.xla.chips import MEASURED, Chip
 from spmdtrain.xla.compiler import OFF
 
 _SECONDS = 4.0  # of training, at least
@@ -103,7 +103,7 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
         devices=f"{len(jax.devices())} x {jax.devices()[0].device_kind}",
         step=step,
         peak=max(peaks, default=None),
-        chip=_virtual_device(topology) if topology.platform == "cpu" else None,
+        chip=virtual_device() if topology.platform == "cpu" else None,
     )
 
 
@@ -173,7 +173,7 @@ ELEMENT_LOOPS = {
 }
 
 
-def _virtual_device(topology: Topology) -> Chip:
+def virtual_device() -> Chip:
     """Returns the rates of one virtual device, measured while all of them compute.
 
     Each rate comes from the difference between a loop of many iterations and one of few.
@@ -205,7 +205,7 @@ def _virtual_device(topology: Topology) -> Chip:
         network=0.0,
         torus=0,
         devices=1,
-        source="measured",
+        source=MEASURED,
         latency=small,
         element_rates=rates,
     )

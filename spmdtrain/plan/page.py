@@ -60,6 +60,7 @@ from spmdtrain.plan.topologies import Compiler
 from spmdtrain.record import no_follow
 from spmdtrain.record.storage import failures, folder_of, is_url, one_line
 from spmdtrain.step.flops import SHORT_CONVENTION
+from spmdtrain.xla.chips import MEASURED
 
 _PACKAGES = ("spmdtrain", "jax", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _FULL = 0.9  # fraction of the limit from which on memory is marked as scarce
@@ -287,6 +288,7 @@ class Part(enum.StrEnum):
     MEMORY = "memory traffic"
     OVERLAPPED = "overlapped collectives"
     EXPOSED = "exposed collectives"
+    HOST = "host gaps"
 
 
 PART_COLORS = {
@@ -299,6 +301,7 @@ PART_COLORS = {
     Part.MEMORY: 2,
     Part.OVERLAPPED: 6,
     Part.EXPOSED: 7,
+    Part.HOST: 5,
 }
 """The number of a color for each part of a step."""
 
@@ -321,8 +324,8 @@ def timeline(plan: dict[str, Any]) -> list[Segment]:
 
     Instructions (or products, if the compiler gives no cycles) with kernels, memory traffic and
     overlapped collectives begin together. On a GPU the memory traffic follows the products, on CPU
-    each follows the one before. Then come the exposed collectives. The order within each of them
-    is arbitrary.
+    each follows the one before. Then come the exposed collectives, and the time in which the device
+    waits for the host. The order within each of them is arbitrary.
     """
     time = plan["time"]
     overlap = Overlap(time["overlap"])
@@ -348,6 +351,9 @@ def timeline(plan: dict[str, Any]) -> list[Segment]:
         row = name if name in shown else "other collectives"
         segments.append(Segment(row, part, ends[overlapped], ends[overlapped] + seconds))
         ends[overlapped] += seconds
+    if time["host"]:
+        start = max(segment.end for segment in segments)
+        segments.append(Segment("host", Part.HOST, start, start + time["host"]))
     return segments
 
 
@@ -458,11 +464,18 @@ def _facts(plan: dict[str, Any]) -> FactsBlock:
         facts.append(Fact("compiled program", "unknown", "see the notes"))
     if chip is not None:
         per = "a chip" if chip["devices"] == 1 else f"a chip of {chip['devices']} devices"
-        peak = "products" if uses_measured_rates(plan) else "bfloat16 peak"
+        measured = chip["source"].startswith(MEASURED)
+        peak = "products" if measured else "bfloat16 peak"
         facts += [
             Fact(peak, f"{scaled(chip['flops'])}FLOP/s", per),
             *(
-                [Fact("float32 peak (TF32)", f"{scaled(chip['float32_flops'])}FLOP/s", per)]
+                [
+                    Fact(
+                        "float32 products" if measured else "float32 peak (TF32)",
+                        f"{scaled(chip['float32_flops'])}FLOP/s",
+                        per,
+                    )
+                ]
                 if chip["float32_flops"]
                 else []
             ),

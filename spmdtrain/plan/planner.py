@@ -21,7 +21,7 @@ from spmdtrain.document.terminal import Terminal, byte_size
 from spmdtrain.errors import UserError, option
 from spmdtrain.plan import time_model
 from spmdtrain.plan.failures import SnapshotCost, snapshot_cost
-from spmdtrain.plan.instruction_work import PlannedKernel, TrafficBasis, planned_kernels
+from spmdtrain.plan.instruction_work import PlannedKernel, TrafficBasis, Work, planned_kernels
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, Use, summarize_compiled
 from spmdtrain.plan.time_model import (
     Overlap,
@@ -51,7 +51,7 @@ from spmdtrain.strategies import SEQUENCE_AXIS, axes_that, strategy
 from spmdtrain.train.session import saved_shapes
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
-from spmdtrain.xla.chips import Chip
+from spmdtrain.xla.chips import MEASURED, Chip, published
 from spmdtrain.xla.compiler import OFF, compiler_options, processor
 
 # -- Memory of one device during a planned step ----------------------------------------------------
@@ -217,6 +217,10 @@ class Plan:
     """Whether the strategy's limit on the number of shards applies."""
     snapshots: SnapshotCost | None = None
     """What the run's snapshots in memory cost; None if it takes none."""
+    program: str = ""
+    """Name of the compiled program."""
+    work: list[Work] = field(default_factory=list)
+    """Work of the instructions of the compiled program."""
 
     @property
     def fits(self) -> bool | None:
@@ -345,6 +349,8 @@ def plan(
             compiler=compiler,
             chip=topology.chip,
             links=time_model.topology_links(topology),
+            program=summary.program,
+            work=summary.work,
             snapshots=None
             if config.snapshot_every_steps is None
             else snapshot_cost(
@@ -504,7 +510,8 @@ def _kernels(topology: Topology, flops: Flops, summary: CompiledSummary) -> list
     return planned_kernels(
         summary.kernels,
         flops.kernels,
-        peak=math.inf if chip is None else chip.flops / chip.devices,
+        # Their assumed share of the peak is one of the published peak.
+        peak=math.inf if chip is None else published(chip).flops / chip.devices,
         bandwidth=math.inf if chip is None else chip.bandwidth / chip.devices,
         pads=topology.platform == "tpu",
     )
@@ -544,7 +551,7 @@ def _times(
     slower = 1.0 if chip.float32_flops is None else chip.flops / chip.float32_flops
     return time_model.Times(
         compute=products / peak * (1 + in_float32 * (slower - 1)),
-        useful=useful.once / used / peak,
+        useful=useful.once / used / (published(chip).flops / chip.devices),
         memory=traffic * chip.devices / chip.bandwidth,
         waiting=sum(each.seconds for each in timed if not each.overlapped),
         overlapped=time_model.overlapped_seconds(
@@ -558,7 +565,8 @@ def _times(
         kernels=sum(each.seconds for each in kernels),
         instructions=time_model.instruction_times(summary.work, chip),
         elements=time_model.element_seconds(summary.elements, chip),
-        rates=time_model.TimeSource.MEASURED if chip.element_rates else time_model.TimeSource.PEAK,
+        host=chip.gap,
+        rates=time_model.TimeSource.MEASURED if chip.is_measured else time_model.TimeSource.PEAK,
     )
 
 
@@ -623,6 +631,8 @@ def notes_of(
             "XLA cannot compile this step with Triton for an absent GPU: the plan is that of a "
             "program that computes all products with cuBLAS"
         )
+    if (chip := topology.chip) is not None and chip.is_measured and chip.source != MEASURED:
+        notes.append(f"the rates of {chip.name} were {chip.source}: --rates none ignores them")
     if other := other_compiler(topology):
         notes.append(other)
     if topology.platform == "gpu" and memory.limit and 0.75 < memory.peak / memory.limit <= 1:

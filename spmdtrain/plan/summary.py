@@ -20,6 +20,7 @@ from spmdtrain.errors import UserError, version_of
 from spmdtrain.plan.instruction_work import (
     KernelCall,
     Work,
+    WorkKind,
     bytes_moved,
     element_operations,
     is_kernel,
@@ -237,7 +238,7 @@ class CompiledSummary:
       unknown: Source lines that were compiled to loops with an unknown trip count.
       choices: Source lines that were compiled to a conditional; its largest branch counts.
       rare: Source lines of conditionals whose rarely taken branch does not count.
-      work: Work of the instructions that run one after another; see `work_of`.
+      work: Work of the instructions, without those that only name values; see `work_of`.
       elements: Operations on elements; see `element_operations`.
       buffers: Temporary arrays that are live at peak memory, the largest first.
       rematerialized: Arrays for which the partitioner warned of a full rematerialization.
@@ -245,6 +246,7 @@ class CompiledSummary:
       own_traffic: `traffic` without the bytes of kernels and collectives, whose times already
         include them.
       has_triton: Whether XLA could use Triton for the products of a GPU.
+      program: Name of the program.
     """
 
     sizes: dict[str, int]
@@ -263,6 +265,7 @@ class CompiledSummary:
     refusal: str = ""
     own_traffic: float = 0.0
     has_triton: bool = True
+    program: str = ""
 
 
 def summarize_compiled(
@@ -394,12 +397,13 @@ def _summarize(
         unknown=[module.line_of(loop) or loop.name for loop in module.unknown_loops],
         choices=[module.line_of(choice) or choice.name for choice in module.choices],
         rare=[module.line_of(choice) or choice.name for choice in module.with_rare_branch],
-        work=work_of(module),
+        work=work_of(module, origins),
         kernels=kernel_calls(module),
         elements=element_operations(module),
         buffers=buffers,
         rematerialized=rematerialized,
         own_traffic=bytes_moved(module, omitted=is_timed_apart),
+        program=module.name,
     )
 
 
@@ -485,7 +489,7 @@ def _from_json(fields: dict[str, Any]) -> CompiledSummary:
     for each in fields.pop("kernels"):
         shapes = {name: tuple(map(tuple, each.pop(name))) for name in ("operands", "results")}
         kernels.append(KernelCall(**each | shapes | {"bytes": tuple(each["bytes"])}))
-    work = [Work(**each) for each in fields.pop("work")]
+    work = [Work(**{**each, "kind": WorkKind(each["kind"])}) for each in fields.pop("work")]
     return CompiledSummary(
         **fields,
         collectives=collectives,

@@ -15,10 +15,12 @@ from spmdtrain.plan.advice import Advice
 from spmdtrain.plan.failures import failure_assumptions
 from spmdtrain.plan.instruction_work import CUDNN_EFFICIENCY, KERNEL_EFFICIENCY, PlannedKernel
 from spmdtrain.plan.measurement import Measured
+from spmdtrain.plan.profile import Comparison, InstructionTime
 from spmdtrain.plan.summary import Buffer
 from spmdtrain.plan.time_model import Overlap, PlannedCollective, Traffic
 from spmdtrain.sharding.layout import Row
 from spmdtrain.step.flops import CONVENTION, MATRIX_UNIT, SHORT_CONVENTION, CostBasis
+from spmdtrain.xla.chips import CHIPS, MEASURED
 
 # -- Terminal output of plans: tables and sentences ------------------------------------------------
 
@@ -96,6 +98,89 @@ def snapshots_sentence(cost: dict[str, Any]) -> str:
 def advice_blocks(plan: dict[str, Any]) -> list[NoteBlock]:
     """Returns the advice for a plan for a terminal, from `plan_as_json`."""
     return [NoteBlock(f"advice: {_advice(each)}") for each in plan["advice"]]
+
+
+# -- the comparison with a trace --
+
+_WORST = 10  # instructions
+
+
+def trace_blocks(found: dict[str, Any]) -> list[TableBlock | NoteBlock]:
+    """Returns the tables of a comparison for a terminal, from `comparison_as_json`."""
+    rows = []
+    for each in found["classes"]:
+        rows.append((each["name"], *_pair(each["predicted"], each["measured"])))
+    rows.append(("step", *_pair(found["predicted"], found["measured"])))
+    steps = f"{found['steps']} steps on {found['devices']} devices"
+    blocks: list[TableBlock | NoteBlock] = [
+        NoteBlock(f"{found['trace']}: {steps}"),
+        TableBlock(
+            ("time of a step", "predicted", "measured", "ratio"),
+            rows,
+            numeric=frozenset({1, 2, 3}),
+            totals=1,
+        ),
+    ]
+    if found["others"]:
+        parts = (f"{name} {step_seconds(seconds)}" for name, seconds in found["others"].items())
+        blocks.append(NoteBlock(f"other programs, in a step: {', '.join(parts)}"))
+    blocks.append(
+        TableBlock(
+            ("slower than predicted", "by", "measured", "class", "shape", "of", "source"),
+            [_worst(each) for each in found["worst"]],
+            numeric=frozenset({1, 2}),
+            whole=frozenset({1, 2, 4}),
+            optional=frozenset({3, 4, 5}),
+        )
+    )
+    return [*blocks, *(NoteBlock(f"note: {note}") for note in found["notes"])]
+
+
+def _pair(predicted: float | None, measured: float) -> tuple[str, str, str]:
+    """Returns the texts of a predicted time, a measured time and their ratio."""
+    if not predicted:
+        return "" if predicted is None else "0", step_seconds(measured) if measured else "0", ""
+    return step_seconds(predicted), step_seconds(measured), f"{measured / predicted:.2f}"
+
+
+def _worst(row: dict[str, Any]) -> tuple[str, ...]:
+    times = "" if row["times"] is None or round(row["times"], 2) == 1 else f"{row['times']:.3g} x "
+    source = short_line(row["line"]) or row["op_name"].partition("/")[2]
+    return (
+        f"{times}{row['name']}",
+        step_seconds(row["excess"]),
+        step_seconds(row["measured"]),
+        row["class"],
+        row["shape"],
+        row["parameter"],
+        source,
+    )
+
+
+def calibration_blocks(found: dict[str, Any]) -> list[TableBlock | NoteBlock]:
+    """Returns what a calibration has measured, from `--json`'s field of this name."""
+    rows = []
+    for name, words in found["evidence"].items():
+        before, after = found["before"][name], found["after"][name]
+        same = before == after
+        rows.append((name, _rate(before), "" if same else _rate(after), words))
+    columns = ("rate", "before", "measured", "from")
+    step = found["predicted"]
+    return [
+        TableBlock(columns, rows, numeric=frozenset({1, 2})),
+        NoteBlock(
+            f"with the measured rates the plan predicts {step_seconds(step['after'])} for a step, "
+            f"before {step_seconds(step['before'])}; measured {step_seconds(step['measured'])}"
+        ),
+        NoteBlock(f"rates of {found['chip']}: {found['file']}; plans use them until it is removed"),
+    ]
+
+
+def _rate(rate: float | None) -> str:
+    """Returns a rate per second, or a time."""
+    if rate is None or rate == 0:
+        return ""
+    return step_seconds(rate) if rate < 1 else f"{scaled(rate)}/s"
 
 
 def _memory(memory: dict[str, Any]) -> TableBlock:
@@ -236,6 +321,11 @@ _ASSUMED = (
     "their peak bandwidths, inputs always ready. The lower bound holds for any step of this "
     "program; the estimate adds the memory traffic of all instructions and ignores caches."
 )
+_CALIBRATED = (
+    "All times are estimates, with the rates of products, memory and links that a run has measured "
+    "(see the notes), inputs always ready. The estimate adds the memory traffic of all "
+    "instructions and ignores caches."
+)
 _CYCLES = (
     " Instructions take the cycles of the compiler's model, which may be too many for elementwise "
     "work, or the time to read and write their arrays if that is longer."
@@ -262,6 +352,7 @@ _PARTS = {
     "kernels": "kernels",
     "overlapped": "overlapped collectives",
     "waiting": "exposed collectives",
+    "host": "host gaps",
 }
 _INSTRUCTIONS = {
     "products": "  with products",
@@ -318,7 +409,8 @@ def assumptions(plan: dict[str, Any]) -> str:
     """Returns what the times of a plan assume, and what its MFU counts."""
     if uses_measured_rates(plan):
         return _MEASURED_HERE
-    text = _ASSUMED
+    measured = plan["chip"]["source"].startswith(MEASURED)
+    text = _CALIBRATED if measured else _ASSUMED
     if plan["time"]["instructions"]:
         text += _CYCLES
     elif plan["chip"]["torus"]:  # a TPU
@@ -361,8 +453,8 @@ def time_parts(time: dict[str, Any]) -> list[tuple[str, float, str]]:
 
 
 def uses_measured_rates(plan: dict[str, Any]) -> bool:
-    """Returns whether the rates of the devices were measured, as for virtual devices."""
-    return plan["measured"] is not None and plan["measured"]["chip"] is not None
+    """Returns whether all rates of the devices were measured, as for virtual devices."""
+    return plan["chip"] is not None and plan["chip"]["name"] not in CHIPS
 
 
 def memory_by_kind(memory: dict[str, Any]) -> dict[str, int | None]:
@@ -662,3 +754,31 @@ def _buffers_as_json(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
     counts = Counter(buffers)
     largest = sorted(counts, key=lambda buffer: -buffer.bytes * counts[buffer])[:_MOST_JSON_BUFFERS]
     return [dataclasses.asdict(buffer) | {"count": counts[buffer]} for buffer in largest]
+
+
+def comparison_as_json(found: Comparison, trace: str) -> dict[str, Any]:
+    """Returns a comparison as `--json` prints it, with the instructions of the largest excess."""
+    return {
+        "trace": trace,
+        "steps": found.steps,
+        "devices": found.devices,
+        "predicted": found.predicted,
+        "measured": found.measured,
+        "classes": [dataclasses.asdict(each) for each in found.classes],
+        "others": dict(found.others),
+        "worst": [_instruction(x) for x in found.instructions[:_WORST] if x.excess > 0],
+        "notes": list(found.notes),
+    }
+
+
+def _instruction(row: InstructionTime) -> dict[str, Any]:
+    known = {} if row.work is None else dataclasses.asdict(row.work)
+    return {
+        "name": row.name,
+        "class": row.kind,
+        "predicted": row.predicted,
+        "measured": row.measured,
+        "excess": row.excess,
+        "times": row.times,
+        **{name: known.get(name, "") for name in ("shape", "parameter", "op_name", "line")},
+    }

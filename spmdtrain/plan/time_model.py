@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from spmdtrain.plan import time_model
-from spmdtrain.plan.instruction_work import Work
+from spmdtrain.plan.instruction_work import Work, WorkKind
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.layout import Row
 from spmdtrain.sharding.placement import Placement
@@ -32,7 +32,8 @@ _RING = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that is a ring
 WITHIN = "the chip"
 """Name of the link between two devices of one chip."""
 _MEMORY, _NVLINK = "memory", "NVLink"
-_HOSTS, _SLICES = "the network between hosts", "the network between slices"
+NETWORKS = _HOSTS, _SLICES = "the network between hosts", "the network between slices"
+"""Names of the links that are networks."""
 _DIMS = "xyz"
 
 
@@ -104,7 +105,7 @@ def link_between(kind: str, devices: Sequence[Any], topology: Topology, chip: Ch
         hosts = Counter(device.id // topology.shape[1] for device in devices)
         if len(hosts) > 1:
             return _between(hosts, chip, _HOSTS)
-        return Link(chip.link, 1, _NVLINK, shares={_NVLINK: 1.0})
+        return Link(chip.link, 1, _NVLINK, chip.latency, {_NVLINK: 1.0})
     slices = Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(slices) > 1:
         return _between(slices, chip, _SLICES)
@@ -119,14 +120,14 @@ def link_between(kind: str, devices: Sequence[Any], topology: Topology, chip: Ch
         # Half of an all-to-all's bytes cross the middle of the dim, where a ring has two links.
         across = min(across, chip.link * (8 if closed else 4) / len(places))
     if not along:  # two devices of a chip
-        return Link(chip.bandwidth, 0, WITHIN, shares={WITHIN: 1.0})
+        return Link(chip.bandwidth, 0, WITHIN, chip.latency, {WITHIN: 1.0})
     bandwidth = sum(along.values())
     shares = {name: each / bandwidth for name, each in along.items()}
     if kind == "collective-permute":
-        return Link(chip.link, 1, "a link", shares=shares)
+        return Link(chip.link, 1, "a link", chip.latency, shares)
     if kind in ("all-to-all", "ragged-all-to-all"):
         bandwidth = min(bandwidth, across)
-    return Link(bandwidth, hops, "links", shares=shares)
+    return Link(bandwidth, hops, "links", chip.latency, shares)
 
 
 def _closes(size: int, topology: Topology, chip: Chip) -> bool:
@@ -144,7 +145,7 @@ def _closes(size: int, topology: Topology, chip: Chip) -> bool:
 def _between(groups: Counter[int], chip: Chip, name: str) -> Link:
     """Returns a network link on which the devices of one host or slice send in parallel."""
     bandwidth = min(chip.network * max(groups.values()), chip.links * chip.link)
-    return Link(bandwidth, 1, name, shares={name: 1.0})
+    return Link(bandwidth, 1, name, chip.latency, {name: 1.0})
 
 
 def wire_bytes(kind: str, whole: float, group: int) -> float:
@@ -217,19 +218,37 @@ class InstructionTimes:
 
 def instruction_times(work: Sequence[Work], chip: Chip) -> InstructionTimes | None:
     """Returns the times of instructions; None without cycles, or if the chip's clock is unknown."""
-    if chip.clock is None or not work:
+    if chip.clock is None or not any(each.cycles for each in work):
         return None
     products = vector = memory = 0.0
     for each in work:
+        if not each.in_order:
+            continue
         busy = each.cycles / chip.clock
         waiting = each.bytes * chip.devices / chip.bandwidth
         if waiting > busy:
             memory += waiting
-        elif each.has_products:
+        elif each.kind is WorkKind.PRODUCTS:
             products += busy
         else:
             vector += busy
     return InstructionTimes(products, vector, memory)
+
+
+def instruction_seconds(work: Work, chip: Chip, overlap: "Overlap") -> float:
+    """Returns the seconds of an instruction in all its executions in a step, by itself.
+
+    The times of all instructions of a step add up to its estimate, without kernels, collectives and
+    what overlaps. The time is NaN if the operations of a product are unknown.
+    """
+    waiting = work.bytes * chip.devices / chip.bandwidth
+    if chip.clock is not None and overlap is Overlap.ALL:
+        return max(work.cycles / chip.clock, waiting) if work.in_order else 0.0
+    peak = chip.flops
+    if work.dtype == "f32" and chip.float32_flops is not None:
+        peak = chip.float32_flops
+    busy = work.flops * chip.devices / peak + element_seconds(work.elements, chip)
+    return max(busy, waiting) if overlap is Overlap.ALL else busy + waiting
 
 
 def element_seconds(operations: Mapping[str, float], chip: Chip) -> float:
@@ -277,6 +296,7 @@ class Times:
       kernels: Kernels of Pallas and cuDNN, with an assumed part of the chip's peak.
       instructions: Instructions by the compiler's cycles; None if it gives none.
       elements: Operations on elements, at the rates measured on CPU; 0 on other chips.
+      host: The device waits for the host; 0 if that was not measured.
     """
 
     compute: float
@@ -290,6 +310,7 @@ class Times:
     kernels: float = 0.0
     instructions: InstructionTimes | None = None
     elements: float = 0.0
+    host: float = 0.0
     rates: TimeSource = TimeSource.PEAK
 
     @property
@@ -300,7 +321,7 @@ class Times:
     @property
     def estimate(self) -> float:
         """Estimate in seconds."""
-        return max(self.bound, self.busy + self.waiting)
+        return max(self.bound, self.busy + self.waiting) + self.host
 
     @property
     def busy(self) -> float:
@@ -323,6 +344,7 @@ class Times:
             "memory": self.memory,
             "collectives": self.overlapped + self.waiting,
             "operations on elements": self.elements,
+            "the host": self.host,
         }
         if (instructions := self.instructions) is not None:
             # All cycles but those of products at the peak, also of what is fused into products.
@@ -341,6 +363,8 @@ class Times:
             sources["elements"] = self.rates
         if self.kernels:
             sources["kernels"] = TimeSource.ASSUMPTION
+        if self.host:
+            sources["host"] = self.rates
         return sources
 
 
@@ -386,6 +410,7 @@ class PlannedCollective:
         topology's link (`TopologyLink`); empty if the group is unknown.
       seconds: Minimum time of all its executions in a step; NaN if unknown.
       direction: Direction of a permute along its axes; see `permute_direction`.
+      name: The instruction.
     """
 
     kind: str
@@ -401,6 +426,7 @@ class PlannedCollective:
     carries: tuple[Carried, ...] = ()
     sent: dict[str, float] = field(default_factory=dict)
     direction: int = 0
+    name: str = ""
 
 
 def planned_collective(
@@ -435,6 +461,7 @@ def planned_collective(
         carries=collective.carries,
         sent={each: share * sent for each, share in shares.items()},
         direction=time_model.permute_direction(collective.kind, collective.group),
+        name=collective.name,
     )
 
 

@@ -17,14 +17,15 @@ import jax
 from jax.experimental import topologies as jax_topologies
 from packaging.requirements import Requirement
 
-from spmdtrain.errors import NOT_INSTALLED, UserError, did_you_mean, version_of
-from spmdtrain.xla.chips import CHIPS, Chip
+from spmdtrain.errors import NOT_INSTALLED, UserError, did_you_mean, foreign, version_of
+from spmdtrain.xla.chips import CHIPS, Chip, chip_of, published
 
 # -- Target topologies by name: `v5e:4x4`, `v5p:8x8x8@2`, `cpu:8`, `gpu:h100:2x8` ------------------
 
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 MOST_CPU_DEVICES = 4096
 _HOST_CHIPS = 4  # of a TPU
+_HOST_GPUS = 8
 _HELP = (
     "a topology is TPU:SHAPE (v5e:4x4, v5p:8x8x8; v5e:16x16@2 is two slices), "
     "gpu:MODEL:HOSTSxGPUS (gpu:h100:2x8) or cpu:DEVICES"
@@ -139,6 +140,42 @@ def parse(text: str) -> Topology:
     return Topology(text, "tpu", chip, shape, int(slices or 1))
 
 
+def topology_of_run(kind: str, devices: int, processes: int, given: str | None) -> Topology:
+    """Returns the topology on which a run was made.
+
+    Args:
+      kind: The `jax.Device.device_kind` of its devices.
+      devices: Number of its devices.
+      processes: Number of its processes.
+      given: The topology as the user says it; None if it is that of the record.
+
+    Raises:
+      UserError: If the topology does not follow from the record, or is another one.
+    """
+    chip = None if kind == "cpu" else chip_of(kind)
+    if kind != "cpu" and chip is None:
+        raise UserError(f"the run was made on {foreign(kind)}, whose rates are not known")
+    made_on = f"the run was made on {devices} x {foreign(kind)}"
+    if given is not None:
+        topology = parse(given)
+        if topology.chip != chip or topology.devices != devices:
+            raise UserError(f"--topology {given}: {made_on}")
+        return topology
+    if chip is None:
+        return parse(f"cpu:{devices}")
+    if chip.name in _GPUS:
+        # One process on each host, or one for each GPU.
+        hosts = processes if processes < devices else -(-devices // _HOST_GPUS)
+        return parse(f"gpu:{chip.name}:{hosts}x{devices // hosts}")
+    chips = devices // chip.devices
+    if chips == 1:
+        return parse(f"{chip.name}:{'x'.join('1' * chip.torus)}")
+    raise UserError(
+        f"{made_on}, and the shape of a slice is not recorded: add --topology {chip.name}:SHAPE "
+        f"with {chips} chips"
+    )
+
+
 def half_of(topology: Topology) -> Topology | None:
     """Returns a topology with half the chips: fewer slices or hosts, else a shorter largest dim.
 
@@ -180,7 +217,8 @@ def _numbers(text: str, shape: str) -> tuple[int, ...]:
 
 def gpu_config(chip: Chip) -> str:
     """Returns XLA's `TargetConfig` of a GPU as text, to compile for it if none is present."""
-    return _GPU_CONFIG.format(bandwidth=int(chip.bandwidth), **_GPUS[chip.name])
+    # Measured rates change no program.
+    return _GPU_CONFIG.format(bandwidth=int(published(chip).bandwidth), **_GPUS[chip.name])
 
 
 # -- Ahead-of-time compilers for absent chips: their environment and their devices -----------------

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
+MEASURED = "measured"
+"""Begins the `Chip.source` of measured rates."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,13 @@ class Chip:
       network: Bytes to other slices or hosts, in one direction.
       torus: Number of dims of the torus; 0 if all chips of a host are directly connected.
       devices: JAX devices per chip.
-      source: Where the peaks are published.
-      latency: Seconds that a tiny collective takes; 0 if the hops determine it.
+      source: Where the peaks are published, or how the rates were measured.
+      latency: Seconds that a tiny collective takes, in addition to its hops; 0 if unknown.
       clock: Cycles per second in which the compiler's estimates count; None if unknown.
       element_rates: Operations on elements, by their kind; empty if unknown.
       float32_flops: Floating-point operations on float32 at JAX's default precision: TensorFloat-32
         on a GPU. None if they are as fast as those on bfloat16: a TPU rounds the values to it.
+      gap: Seconds of a step in which a device waits for the host; 0 if unknown.
     """
 
     name: str
@@ -43,6 +46,12 @@ class Chip:
     clock: float | None = None
     element_rates: Mapping[str, float] = field(default_factory=dict, hash=False)
     float32_flops: float | None = None
+    gap: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its rates were measured, not published."""
+        return self.source.startswith(MEASURED)
 
 
 _TPU = "https://cloud.google.com/tpu/docs/"
@@ -171,6 +180,11 @@ CHIPS = {
         ),
     )
 }
+
+
+def published(chip: Chip) -> Chip:
+    """Returns a chip with the published peaks; a chip that has none, such as a CPU, unchanged."""
+    return CHIPS.get(chip.name, chip)
 
 
 KINDS = (

@@ -406,6 +406,7 @@ class Collective:
       overlapped: Whether XLA runs other instructions at the same time.
       group: Partition ids of one of its groups; empty if unknown.
       carries: Its arrays; empty unless `collectives_of` was called with origins.
+      name: The instruction; of several pieces the first.
     """
 
     kind: str
@@ -419,6 +420,7 @@ class Collective:
     overlapped: bool = False
     group: tuple[int, ...] = field(default=(), compare=False)
     carries: tuple[Carried, ...] = ()
+    name: str = field(default="", compare=False)
 
 
 def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
@@ -507,6 +509,7 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
                     carries=_carried(instruction, computation, arrays, whole, origins),
                     op_name=source.op_name,
                     line=module.line_of(source),
+                    name=instruction.name,
                 )
             )
     return result

@@ -107,6 +107,7 @@ _INSTRUCTION = re.compile(
     r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>(?:[^=]|<=)*?) "
     r"(?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)"
 )
+_HEADING = re.compile(r"HloModule ([\w.\-]+)")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -244,6 +245,21 @@ class Module:
         """Conditionals with a branch that seldom runs (`RARE_BRANCH`)."""
         self._sizes: dict[str, int] = {}
         self.times, self._fused = self._times()
+
+    @property
+    def name(self) -> str:
+        """The program's name, such as `jit_train_step`, or "" for a part of a program."""
+        return match[1] if (match := _HEADING.match(self.heading)) else ""
+
+    def within(
+        self, instruction: Instruction, computation: Computation
+    ) -> Iterator[tuple[Instruction, Computation]]:
+        """Yields an instruction with its computation; of a fusion also all that is fused."""
+        yield instruction, computation
+        for _, name in instruction.called if instruction.opcode == "fusion" else ():
+            inner = self.computations.get(name, Computation(name))
+            for each in inner.instructions.values():
+                yield from self.within(each, inner)
 
     def instructions(self) -> Iterator[tuple[Instruction, Computation, float]]:
         """Yields each instruction with its computation and its number of executions in a step.

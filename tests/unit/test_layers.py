@@ -40,8 +40,8 @@ FOLDERS = (
     ),
     *("step", "checkpoints", "trackers", "train.loop_checks", "train.callbacks"),
     *("config.experiment", "config.overrides", "config.command_line", "train"),
-    *("keras", "parameter_server", "plan"),
-    *("replay", "report", "sweep", "testing"),
+    *("keras", "parameter_server"),
+    *("replay", "plan", "report", "sweep", "testing"),
     *("checkpoints.command", "checkpoints.__main__", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
@@ -147,6 +147,7 @@ RARE = (
 OPENING: dict[str, set[str]] = {
     "spmdtrain.__main__": {"replay", "report", "sweep"},  # completes the options of all commands
     "spmdtrain.checkpoints.command": {"replay"},  # an export builds the experiment of a run
+    "spmdtrain.plan.command": {"replay"},  # the trace of a run is compared with its experiment
     "spmdtrain.keras.callbacks": {"trackers.tensorboard"},  # does what the one of Keras would
 }
 """Modules that import rare ones nevertheless, in the function that needs them."""

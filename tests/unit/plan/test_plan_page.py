@@ -79,6 +79,15 @@ def test_a_step_is_its_parallel_parts_and_then_what_nothing_overlaps() -> None:
     assert [spans[part][0] for part in Part if part in spans] == [0, 5e-4, 2.5e-3, 3.5e-3]
 
 
+def test_what_a_device_waits_for_the_host_is_the_end_of_a_step() -> None:
+    times = dataclasses.replace(TIMES, host=7e-3, rates=TimeSource.MEASURED)
+    plan = report(times=times)
+    last = timeline(plan)[-1]
+    assert (last.row, last.part) == ("host", Part.HOST)
+    assert [last.start, last.end] == pytest.approx([TIMES.estimate, times.estimate])
+    assert plan["time"]["sources"]["host"] == "measured rates" and times.bottleneck == "the host"
+
+
 def test_instructions_and_kernels_of_a_step_follow_each_other() -> None:
     own = InstructionTimes(products=1e-3, vector=4e-3, memory=5e-4)
     plan = report(times=dataclasses.replace(TIMES, instructions=own, kernels=2e-3))
