@@ -719,11 +719,6 @@ class RunConfig:
         """Whether each replica normalizes by its own examples."""
         return self.batch_statistics == "replica"
 
-    @property
-    def leaves_updates_out(self) -> bool:
-        """Whether a step that diverges leaves its update out."""
-        return self.on_divergence == "skip"
-
     def profile_range(self) -> tuple[int, int] | None:
         """Returns the first and last step of the profiler trace; None without `profile_steps`.
 

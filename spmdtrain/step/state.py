@@ -140,16 +140,18 @@ class StepTransform:
         return ""
 
 
-TRANSFORMS: Mapping[str, str] = {
-    "leaves_updates_out": "spmdtrain.step.divergence:LeavesUpdatesOut",
+TRANSFORMS: Mapping[tuple[str, Any], str] = {
+    ("on_divergence", "skip"): "spmdtrain.step.divergence:LeavesUpdatesOut",
 }
-"""`module:class` of the transforms, each by the property of `RunConfig` that turns it on."""
+"""`module:class` of the transforms, each by the option and the value that turn it on."""
 
 
 def transform_of(config: RunConfig, placement: Placement) -> StepTransform:
     """Returns the transform that the configuration turns on."""
     made = (
-        pkgutil.resolve_name(name) for option, name in TRANSFORMS.items() if getattr(config, option)
+        pkgutil.resolve_name(name)
+        for (option, value), name in TRANSFORMS.items()
+        if getattr(config, option) == value
     )
     transform: StepTransform = next(made, StepTransform)(config, placement)
     return transform

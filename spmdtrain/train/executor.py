@@ -17,7 +17,7 @@ from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import on_devices, train_batches
-from spmdtrain.data.sampling import Augment, CountedBatches, batch_at
+from spmdtrain.data.sampling import Augment, batch_at
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase

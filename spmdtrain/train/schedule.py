@@ -347,7 +347,7 @@ class Epochs:
         self.sums = EpochSums()
         self.watch: DivergenceWatch | None = None
         """Finds steps that diverge; None if only NaN and infinity count, or the step finds them."""
-        if config.divergence_sigma is not None and not config.leaves_updates_out:
+        if config.divergence_sigma is not None and config.on_divergence != "skip":
             self.watch = DivergenceWatch(config.divergence_sigma, config.divergence_window)
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ def test_the_programs_of_a_run_and_its_state_are_those_of_the_transform(
         return fitted
 
     fit("plain", 11)
-    monkeypatch.setitem(of_state.TRANSFORMS, "microbatches", f"{__name__}:Counting")
+    monkeypatch.setitem(of_state.TRANSFORMS, ("microbatches", 1), f"{__name__}:Counting")
     assert fit("counted", 7).state.extra["counted"] == 2
     assert (tmp_path / "counted" / "checkpoints" / "7" / "extra").is_dir()
     assert not (tmp_path / "plain" / "checkpoints" / "11" / "extra").exists()
@@ -81,7 +81,7 @@ class Apart(StepTransform):
 
 
 def test_no_rule_reduces_over_the_axes_of_steps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(of_state.TRANSFORMS, "microbatches", f"{__name__}:Apart")
+    monkeypatch.setitem(of_state.TRANSFORMS, ("microbatches", 1), f"{__name__}:Apart")
     batch = (X[:16], Y[:16])
     plan = plan_step(trainer().functions, batch)
     assert isinstance(plan.rule, ByXla) and "apart along data" in plan.reasons[0]

@@ -194,7 +194,10 @@ LEFT_OUT = "its update is left out, 1 so far"
         {"jit": False, "strategy": "one_device"},
         {"model": partial(nnx.BatchNorm, 4), "objective": with_batch_norm},
     ],
-    ids=str,
+    ids=[
+        *("plain", "dispatch", "microbatches", "exact", "fully_sharded", "central_storage"),
+        *("all_reduce", "eager", "batch_norm"),
+    ],
 )
 def test_a_step_leaves_its_update_out_and_the_state_is_that_of_a_run_without_its_batch(
     tmp_path: Path, options: dict[str, Any]

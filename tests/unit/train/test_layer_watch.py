@@ -146,7 +146,7 @@ def test_outputs_and_gradients_are_those_of_a_computation_by_hand(
         check_statistics(found["outputs"][name], values)
 
     def loss(params: Any) -> jax.Array:
-        x = X[:32]
+        x = jnp.asarray(X[:32])
         for name in ("0", "1"):
             x = jax.nn.relu(x @ params["blocks"][name]["kernel"] + params["blocks"][name]["bias"])
         return jnp.mean(((x @ params["out"]["kernel"] + params["out"]["bias"])[:, 0] - Y[:32]) ** 2)
@@ -200,7 +200,7 @@ def test_the_norms_of_gradients_are_those_of_the_log(tmp_path: Path) -> None:
     watched(tmp_path, steps=6, **options)
     logged = {step: norm for step, _, norm, *_ in curve(tmp_path)}
     for step, line in open_run(tmp_path).watched.items():
-        whole = math.hypot(*(x["norm"] for x in line["gradients"].values()))
+        whole = math.hypot(*(x["norm"] or 0.0 for x in line["gradients"].values()))
         assert whole == pytest.approx(logged[step], rel=1e-5)
     assert list(open_run(tmp_path).watched) == [1, 2, 4, 6]
 
@@ -226,7 +226,7 @@ class LinenLayers(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         block = linen.Dense(4, name="blocks")
-        loop = linen.scan(
+        loop: Any = linen.scan(
             lambda block, x, _: (linen.relu(block(x)), None),
             variable_axes={"params": 0},
             split_rngs={"params": True},
@@ -247,7 +247,7 @@ class NnxLoop(nnx.Module):
         self.out = nnx.Linear(4, 1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        run = nnx.scan(
+        run: Any = nnx.scan(
             lambda x, block: nnx.relu(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
         )
         return self.out(run(x, self.blocks))
@@ -357,7 +357,7 @@ class Branching(nnx.Module):
 def test_values_in_branches_count_if_they_are_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"model": Branching, "terminal": None, "strategy": "one_device"}
+    options: dict[str, Any] = {"model": Branching, "terminal": None, "strategy": "one_device"}
     found = watched(tmp_path, watch=["taken", "repeated"], **options)
     assert list(found["outputs"]) == ["taken"] and found["gradients"] == {}
     check_statistics(found["outputs"]["taken"], 2 * X[:32])
@@ -384,7 +384,7 @@ def test_a_function_without_names_has_gradients_alone(
 
 def test_a_pattern_without_a_match_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     steps: list[int] = []
-    options = {"callbacks": {"step": lambda event: steps.append(event.step)}}
+    options: dict[str, Any] = {"callbacks": {"step": lambda event: steps.append(event.step)}}
     with pytest.raises(UserError) as refused:
         watched(tmp_path / "run", watch=["out", "blocs/1.*"], **options)
     assert str(refused.value).startswith("watch: 'blocs/1.*' matches no layer and no trained")
@@ -567,7 +567,7 @@ def test_trackers_get_numbers_and_histograms(tmp_path: Path) -> None:
 )
 def test_tensors_that_are_split_have_the_same_statistics(mesh: MeshSpec, tmp_path: Path) -> None:
     rules = [Rule("blocks/./kernel", PartitionSpec(None, "tensor"))]
-    options = {"strategy": "tensor_parallel", "mesh": mesh, "rules": rules}
+    options: dict[str, Any] = {"strategy": "tensor_parallel", "mesh": mesh, "rules": rules}
     split = watched(tmp_path / "split", **options)
     whole = watched(tmp_path / "whole", strategy="one_device")
     for kind in ("outputs", "gradients"):
@@ -608,3 +608,17 @@ def test_several_processes_write_the_statistics_once(tmp_path: Path) -> None:
                 for name, each in line[kind].items():
                     assert each["norm"] == pytest.approx(other[kind][name]["norm"], rel=1e-4)
                     assert sum(each["counts"]) == sum(other[kind][name]["counts"])
+
+
+def test_a_step_that_leaves_its_update_out_is_watched_with_the_state_before_it(
+    tmp_path: Path,
+) -> None:
+    y = Y.copy()
+    y[40] = np.nan  # in the second batch of an epoch of two
+    options: dict[str, Any] = {"on_divergence": "skip", "watch": (".",), "watch_every": 1}
+    trainer(tmp_path, **options).fit((X, y), steps=5)
+    found = open_run(tmp_path).watched
+    shares = {step: line["gradients"]["out/kernel"]["nonfinite"] for step, line in found.items()}
+    assert shares == {1: 0, 2: 1, 3: 0, 4: 1, 5: 0}
+    # The state of step 2 is that of step 3, and batch 1 is that of step 3 as well.
+    assert found[3]["outputs"] != found[1]["outputs"]
