@@ -35,7 +35,7 @@ from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign
 from spmdtrain.plan import measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise, describe_changes
 from spmdtrain.plan.failures import FailureOptions
-from spmdtrain.plan.page import open_page_file, plan_page
+from spmdtrain.plan.page import plan_page
 from spmdtrain.plan.profile import (
     calibrate,
     compare,
@@ -46,6 +46,7 @@ from spmdtrain.plan.profile import (
 )
 from spmdtrain.plan.tables import plan_as_json
 from spmdtrain.plan.topologies import LOG, Topology, compiler_environment, has_compiler
+from spmdtrain.record.page_file import open_page_file
 
 # Environment variables of a child process: its topology, whether it measures instead of planning,
 # and the measurement of an earlier child as JSON.

@@ -15,7 +15,8 @@ import tyro
 
 from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
-from spmdtrain.document.blocks import TableBlock
+from spmdtrain.document.blocks import Page, Section, TableBlock
+from spmdtrain.document.html import render_page
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import (
     ExitCode,
@@ -25,8 +26,9 @@ from spmdtrain.errors import (
     foreign,
     version_of,
 )
+from spmdtrain.record.page_file import open_page_file
 from spmdtrain.record.storage import source_digest
-from spmdtrain.replay.explain import explain_step
+from spmdtrain.replay.explain import explain_step, magnitudes_chart
 from spmdtrain.replay.recorded_run import (
     ArrayDifference,
     RecordedRun,
@@ -55,6 +57,9 @@ class Options:
     """Print the examples of the step instead of making it."""
     explain: bool = False
     """Find the operation whose result is not finite first, and the examples that reach it."""
+    html: str | None = None
+    """File to write with --explain: a page with the explanation and a chart of the layers, which
+    needs no network (extra `report`)."""
     per_layer: bool = False
     """Show a row for each layer in the table of differences, also for equal ones."""
     parameters: bool = False
@@ -110,14 +115,16 @@ def execute(options: Options, terminal: Terminal) -> int:
     if options.explain:
         _refuse_others(options, "explain", "compares nothing")
         return _explain(options, options.step, run, terminal)
+    if options.html is not None:
+        raise UserError("--html is the page of an explanation: give --explain, too")
     return _replay(options, options.step, run, terminal)
 
 
 def _refuse_others(options: Options, name: str, what: str) -> None:
     """Raises `UserError` if options are given that the option `name` does not use."""
     unused = {
-        "against": ("devices", "examples", "explain", "config", "keep"),
-        "examples": ("devices", "explain", "keep", "per_layer", "parameters"),
+        "against": ("html", "devices", "examples", "explain", "config", "keep"),
+        "examples": ("html", "devices", "explain", "keep", "per_layer", "parameters"),
         "explain": ("per_layer", "parameters"),
     }
     for other in unused[name]:
@@ -160,10 +167,18 @@ def _compare(options: Options, terminal: Terminal) -> int:
 
 def _explain(options: Options, step: int, run: RecordedRun, terminal: Terminal) -> int:
     """Explains a step, from the state and the batch that it was made with."""
+    file = None if options.html is None else open_page_file(options.html)
     with _folder(options.keep) as folder:
         with terminal.waiting(f"replaying up to step {step - 1}"):
             prepared = prepare_step(run, step, options.devices, options.config, folder, terminal)
-        terminal.show(*explain_step(prepared, step, terminal))
+        found, magnitudes = explain_step(prepared, step, terminal)
+    terminal.show(*found, magnitudes)
+    if file is not None:
+        layers = Section("Layers", [magnitudes_chart(magnitudes), magnitudes])
+        title = f"Step {step} of {foreign(Path(options.run).name, 200)}"
+        page = Page(title, [Section("Why", found), layers], foreign(options.run, 500))
+        file.write(render_page(page))
+        terminal.line(f"page: {file.path}")
     return ExitCode.DONE
 
 

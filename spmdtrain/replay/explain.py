@@ -13,7 +13,17 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from spmdtrain.data.sampling import MarkedRows, rows_of
-from spmdtrain.document.blocks import Fact, FactsBlock, NoteBlock, TableBlock
+from spmdtrain.document.blocks import (
+    TICK_LABEL,
+    ChartBlock,
+    Fact,
+    FactsBlock,
+    LegendEntry,
+    NoteBlock,
+    TableBlock,
+    altair,
+    chart_block,
+)
 from spmdtrain.document.terminal import Terminal
 from spmdtrain.errors import foreign, is_library
 from spmdtrain.replay.interpreter import (
@@ -40,9 +50,13 @@ from spmdtrain.xla.jaxpr import (
 
 PyTree = Any
 Shown = TableBlock | FactsBlock | NoteBlock
+_ROW_HEIGHT = 22  # pixels
+_MOST_LAYERS = 120
 
 
-def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[Shown]:
+def explain_step(
+    prepared: PreparedStep, step: int, terminal: Terminal
+) -> tuple[list[Shown], TableBlock]:
     """Finds the operation because of which a step is not finite, and the examples that reach it.
 
     The compiled step is made once; then its operations are evaluated one by one.
@@ -102,8 +116,7 @@ def explain_step(prepared: PreparedStep, step: int, terminal: Terminal) -> list[
                     f"step {step} is finite, compiled and operation by operation: loss {loss:.9g}"
                 )
             )
-        blocks.append(_magnitudes_table(interpreter, growth))
-    return blocks
+        return blocks, _magnitudes_table(interpreter, growth)
 
 
 # -- The operation -----------------------------------------------------------------------------
@@ -344,6 +357,39 @@ def _magnitudes_table(
         frozenset({1, 2, 3, 5}),
         title="largest finite magnitudes",
         optional=frozenset({4, 6}),
+    )
+
+
+def magnitudes_chart(table: TableBlock) -> ChartBlock:
+    """Returns the chart of the table of largest magnitudes: a row of marks for each layer."""
+    alt = altair()
+    kinds = [table.columns[number] for number in sorted(table.numeric)]
+    rows = [
+        {"layer": row[0], "kind": kind, "size": float(row[number])}
+        for row in table.rows[:_MOST_LAYERS]
+        for number, kind in zip(sorted(table.numeric), kinds, strict=True)
+        if row[number] and float(row[number]) > 0
+    ]
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    axis = alt.Axis(labelExpr=TICK_LABEL, tickCount=6)
+    chart = (
+        alt.Chart(alt.NamedData("magnitudes"))
+        .mark_point(filled=True, size=60, opacity=0.9)
+        .encode(
+            x=alt.X("size:Q", title=None, scale=alt.Scale(type="log"), axis=axis),
+            y=alt.Y("layer:N", sort=None, axis=alt.Axis(title=None, labelLimit=320, grid=True)),
+            color=alt.Color("kind:N", legend=None, scale=alt.Scale(domain=kinds)),
+            tooltip=["layer:N", "kind:N", alt.Tooltip("size:Q", format=".4g")],
+        )
+    )
+    hidden = len(table.rows) - _MOST_LAYERS
+    return chart_block(
+        "largest finite magnitudes of each layer",
+        chart,
+        {"magnitudes": rows},
+        height=max(1, len(layers)) * _ROW_HEIGHT,
+        note=f"{hidden:,} more layers are in the table" if hidden > 0 else "",
+        legend=[LegendEntry(kind, color) for color, kind in enumerate(kinds)],
     )
 
 

@@ -340,6 +340,20 @@ def test_a_finite_step_is_said_to_be_and_has_its_magnitudes(
     assert found is not None and float(found[1]) == pytest.approx(float(loss), rel=1e-5)
     layers = re.findall(r"│ (params/\S+) +│", shown)
     assert layers == ["params/blocks/0/linear", "params/blocks/1/linear", "params/out"]
+    page = tmp_path / "why.html"
+    assert replay([run, "--step", "3", "--explain", "--html", str(page)]) == 0
+    assert f"page: {page}" in capsys.readouterr().out
+    chart = re.findall(
+        r'\{"layer": *"([^"]+)", *"kind": *"([^"]+)", *"size": *([^}]+)\}', page.read_text()
+    )
+    assert list(dict.fromkeys(layer for layer, *_ in chart)) == layers
+    sizes = {(layer, kind): float(size) for layer, kind, size in chart}
+    row = re.search(r"│ params/out +│ +(\S+) │ +(\S+) │ +(\S+) │ \w+ +│ +(\S+) │", shown)
+    assert row is not None
+    kinds = "initial parameters", "parameters", "forward", "backward"
+    assert [sizes["params/out", kind] for kind in kinds] == [float(x) for x in row.groups()]
+    assert replay([run, "--step", "3", "--html", str(page)]) == 2
+    assert "--html is the page of an explanation: give --explain, too" in capsys.readouterr().err
     assert replay([run, "--step", "3", "--explain", "--per-layer"]) == 2
     assert "--explain compares nothing: leave out --per-layer" in capsys.readouterr().err
 

@@ -15,10 +15,11 @@ from spmdtrain.document.blocks import NoteBlock, TableBlock, Tone
 from spmdtrain.document.html import render_page
 from spmdtrain.errors import UserError
 from spmdtrain.plan import command, topologies
-from spmdtrain.plan.page import Part, open_page_file, plan_page, timeline
+from spmdtrain.plan.page import Part, plan_page, timeline
 from spmdtrain.plan.page_links import draw_topology, link_loads
 from spmdtrain.plan.tables import plan_blocks, time_parts
 from spmdtrain.plan.time_model import InstructionTimes, Overlap, TimeSource, topology_links
+from spmdtrain.record.page_file import open_page_file
 
 OF_PLAN = "#v5e-4x4"
 
