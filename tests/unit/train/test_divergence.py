@@ -76,11 +76,16 @@ def step_of_example(folder: Path, example: int, **options: Any) -> int:
     [
         {},
         {"steps_per_dispatch": 4, "checkpoint_every_steps": 8},
-        {"microbatches": 2, "global_batch_size": 16, "ema_decay": 0.9},
-        {"exact": 16, "global_batch_size": 16},
-        {"strategy": "fully_sharded"},
-        {"snapshot_every_steps": 2},
-        {"epochs": None, "shuffle": False},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"microbatches": 2, "global_batch_size": 16, "ema_decay": 0.9},
+                {"exact": 16, "global_batch_size": 16},
+                {"strategy": "fully_sharded"},
+                {"snapshot_every_steps": 2},
+                {"epochs": None, "shuffle": False},
+            )
+        ),
     ],
     ids=str,
 )
@@ -184,19 +189,23 @@ LEFT_OUT = "its update is left out, 1 so far"
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"steps_per_dispatch": 4, "checkpoint_every_steps": 8},
-        {"microbatches": 2, "global_batch_size": 16},
-        {"exact": 16, "global_batch_size": 16},
-        {"strategy": "fully_sharded"},
-        {"strategy": "central_storage"},
-        {"collectives": CollectiveOptions(reduction="all_reduce")},
-        {"jit": False, "strategy": "one_device"},
-        {"model": partial(nnx.BatchNorm, 4), "objective": with_batch_norm},
-    ],
-    ids=[
-        *("plain", "dispatch", "microbatches", "exact", "fully_sharded", "central_storage"),
-        *("all_reduce", "eager", "batch_norm"),
+        pytest.param({}, id="plain"),
+        pytest.param({"steps_per_dispatch": 4, "checkpoint_every_steps": 8}, id="dispatch"),
+        pytest.param({"strategy": "fully_sharded"}, id="fully_sharded"),
+        *(
+            pytest.param(options, id=name, marks=pytest.mark.slow)
+            for name, options in {
+                "microbatches": {"microbatches": 2, "global_batch_size": 16},
+                "exact": {"exact": 16, "global_batch_size": 16},
+                "central_storage": {"strategy": "central_storage"},
+                "all_reduce": {"collectives": CollectiveOptions(reduction="all_reduce")},
+                "eager": {"jit": False, "strategy": "one_device"},
+                "batch_norm": {
+                    "model": partial(nnx.BatchNorm, 4),
+                    "objective": with_batch_norm,
+                },
+            }.items()
+        ),
     ],
 )
 def test_a_step_leaves_its_update_out_and_the_state_is_that_of_a_run_without_its_batch(
@@ -218,6 +227,7 @@ def test_a_step_leaves_its_update_out_and_the_state_is_that_of_a_run_without_its
     assert [x["updates_left_out"] for x in lines] == [0] * (step - 1) + [1] * (STEPS - step + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
 def test_a_resumed_run_leaves_the_same_updates_out(tmp_path: Path, steps_per_dispatch: int) -> None:
     data, found = poisoned(200, 250, value=1e4), []

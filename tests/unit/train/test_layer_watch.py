@@ -431,6 +431,7 @@ def test_of_other_dispatches_the_first_step_is_watched(tmp_path: Path) -> None:
     assert found[2] == pytest.approx(each[9]["gradients"]["kernel"]["norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_watches_as_if_it_had_not_ended(tmp_path: Path) -> None:
     options: dict[str, Any] = {"watch": ["."], "watch_every": 2, "model": partial(Model, rate=0.5)}
     trainer(tmp_path / "whole", **options).fit((X, Y), steps=7)
@@ -562,6 +563,7 @@ def test_trackers_get_numbers_and_histograms(tmp_path: Path) -> None:
     assert histogram.edges.tolist() == output["edges"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [MeshSpec(data=4, tensor=2), MeshSpec(data=2, tensor=4)], ids=lambda x: str(x.tensor)
 )
