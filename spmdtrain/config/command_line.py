@@ -36,7 +36,7 @@ from spmdtrain.config.run_config import (
     config_as_json,
 )
 from spmdtrain.document.terminal import LINE_WIDTH, Terminal
-from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
+from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant, foreign
 from spmdtrain.sharding.mesh import check_inherited, cpu_devices_in_environment
 from spmdtrain.trackers.base import find_tracker
 
@@ -284,6 +284,69 @@ def _without_replaced(default: RunConfig, given: set[str]) -> RunConfig:
                 cleared: dict[str, Any] = {replaced: None}
                 default = dataclasses.replace(default, **cleared)
     return default
+
+
+# -- The arguments that make a run's configuration again ------------------------------------------
+
+# Fields of the place of a run, and those that are resolved already.
+_OWN = {
+    *("workdir", "cpu_devices", "resume", "trackers"),
+    *("learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"),
+}
+
+
+def arguments_of(
+    saved: Mapping[str, Any], default: Any, path: str, prefix: str = ""
+) -> Iterator[str]:
+    """Yields the arguments of the run command that turn the defaults into a configuration.
+
+    Args:
+      saved: The resolved configuration of a run as JSON.
+      default: The configuration without arguments.
+      path: The experiment's file, for messages.
+    """
+    before = config_as_json(default)
+    hints = get_type_hints(type(default))
+    exclusive = {name: other for pair in EXCLUSIVE for name, other in (pair, pair[::-1])}
+    for name, value in saved.items():
+        if not prefix and name in _OWN:
+            continue
+        if name not in before:
+            raise UserError(
+                f"the run was trained with {foreign(prefix + name)}={foreign(value)}, and the "
+                f"configuration of {path} has no such field: give the file of that time: --config "
+                "FILE"
+            )
+        if value == before[name]:
+            continue
+        if value is None and not prefix and saved.get(exclusive.get(name, "")) is not None:
+            continue  # the other one of the pair clears it
+        own = getattr(default, name)
+        if dataclasses.is_dataclass(own) and isinstance(value, dict):
+            yield from arguments_of(value, own, path, f"{prefix}{name}.")
+            continue
+        flag = f"--{prefix}{name}".replace("_", "-")
+        if hints[name] is bool:
+            group, _, last = f"{prefix}{name}".replace("_", "-").rpartition(".")
+            inside = f"{group}." if group else ""
+            yield f"--{inside}{last}" if value else f"--{inside}no-{last}"
+        elif isinstance(value, (list, dict)):
+            yield from (flag, *map(str, _flat(value)))
+        else:
+            yield f"{flag}={value}"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yields the values in nested lists and objects, in order."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _flat(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
 
 
 # -- The help of a command whose options include the options of an experiment ----------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import re
 import sys
 import textwrap
 import time
@@ -27,7 +28,14 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdtrain.document.blocks import FactsBlock, NoteBlock, TableBlock
-from spmdtrain.errors import StorageError, discard_output, foreign, in_notebook, printable
+from spmdtrain.errors import (
+    StorageError,
+    UserError,
+    discard_output,
+    foreign,
+    in_notebook,
+    printable,
+)
 
 LINE_WIDTH = 80
 """Columns that lines about the start of a run use at most."""
@@ -48,6 +56,24 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BYTES |= {f"{name}i": 2 ** (10 * place) for place, name in enumerate("kmgt", 1)}
+_BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", re.IGNORECASE)
+
+
+def parse_byte_size(text: str, what: str) -> int:
+    """Returns the bytes of a size such as 15.7GB, 16GiB or 40 MB.
+
+    Raises:
+      UserError: If the text is no size above 0; `what` names it.
+    """
+    match = _BYTE_SIZE.fullmatch(text.strip())
+    count = 0 if match is None else int(float(match[1]) * _BYTES[(match[2] or "").lower()])
+    if count <= 0:
+        raise UserError(f"{what} is {text!r}: it must be a size such as 15.7GB or 16GiB")
+    return count
 
 
 def byte_size(count: int) -> str:

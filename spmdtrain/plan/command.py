@@ -30,8 +30,8 @@ from spmdtrain.distributed import failures
 from spmdtrain.distributed.out_of_memory import keep_freed_memory
 from spmdtrain.document.blocks import NoteBlock
 from spmdtrain.document.html import render_page
-from spmdtrain.document.terminal import Terminal
-from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign
+from spmdtrain.document.terminal import Terminal, parse_byte_size
+from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign, option
 from spmdtrain.plan import measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise, describe_changes
 from spmdtrain.plan.failures import FailureOptions
@@ -97,6 +97,16 @@ class Options:
     """File with measured rates of the chip, which --calibrate writes; none for published rates. By
     default the file that --calibrate has written for this chip, if it has."""
 
+    device_memory: str | None = None
+    """Memory of a device that a program may use, such as 15.7GB: for a part of a GPU, or for CPUs,
+    whose memory is not limited. None means the memory of the chip."""
+
+    @property
+    def memory_limit(self) -> int | None:
+        """The bytes of `device_memory`; None without it. Raises `UserError` for no size."""
+        text = self.device_memory
+        return None if text is None else parse_byte_size(text, option("device_memory"))
+
     def failures(self) -> FailureOptions | None:
         """Returns the options about failures; None without `mttf`. Raises `UserError`."""
         return FailureOptions.parse(
@@ -142,7 +152,8 @@ def execute(arguments: Sequence[str]) -> int:
         return _compare(request, arguments)
     command = parse_command_line(arguments, Options, _COMMAND, __doc__)
     _refuse_own_loop(command.experiment)
-    command.options.failures()  # an invalid one ends the command before anything is compiled
+    # Invalid ones end the command before anything is compiled.
+    command.options.failures(), command.options.memory_limit
     requested = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
     file = None if command.options.html is None else open_page_file(command.options.html)
     quiet = command.options.json
@@ -194,6 +205,7 @@ def _refuse_own_loop(experiment: ExperimentFile) -> None:
 _UNUSED = {
     "measure": "the trace has the measured times",
     "html": "a comparison has no page",
+    "device_memory": "it is about times",
     "advice": "it tries no options",
     "no_advice": "it tries no options",
     **dict.fromkeys(
@@ -461,6 +473,7 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
             command.experiment,
             config,
             topology,
+            memory_limit=command.options.memory_limit,
             on_progress=lambda stage: send(_PROGRESS, prefix + stage),
         )
 

@@ -134,7 +134,7 @@ def _sections(result: dict[str, Any]) -> list[Section]:
         Section("", overview, note),
         Section("Advice", _advice(result)),
         Section("Step", time_blocks(result)),
-        Section("Memory", memory_blocks(result)),
+        Section("Memory", _memory_of_device(result)),
         Section("Communication", link_blocks(result)),
         Section("Failures", [*failure_blocks(result)]),
         Section("Parameters", parameter_blocks(result)),
@@ -480,7 +480,7 @@ _UNFOLDED_FROM = 0.8  # fraction of the limit from which on the largest temporar
 _LIMIT_SHOWN = 0.1  # fraction of the limit from which on the axis reaches to the limit
 
 
-def memory_blocks(plan: dict[str, Any]) -> list[Block]:
+def _memory_of_device(plan: dict[str, Any]) -> list[Block]:
     """Returns the blocks that show the memory of one device, from `plan_as_json`."""
     memory = plan["memory"]
     blocks: list[Block] = [_memory_chart(memory)]

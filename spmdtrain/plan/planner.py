@@ -248,6 +248,7 @@ def plan(
     config: RunConfig,
     topology: Topology,
     *,
+    memory_limit: int | None = None,
     on_progress: Callable[[str], None] = lambda stage: None,
 ) -> Plan:
     """Compiles the step of an experiment for a topology and estimates its memory and time.
@@ -257,6 +258,7 @@ def plan(
     fit.
 
     Args:
+      memory_limit: Bytes of a device that a program may use; None: the memory of the chip.
       on_progress: Receives the name of each stage: building, tracing, compiling.
 
     Raises:
@@ -291,6 +293,7 @@ def plan(
         batch = _batch(train, experiment, config, trainer.placement)
         table = trainer.sharding_table()
         memory = state_memory(table.total, table.rows[-1], batch, trainer.placement, topology)
+        memory = dataclasses.replace(memory, limit=memory_limit or memory.limit)
         # Libraries of kernels choose them by the default device, when a step is traced and lowered.
         with jax.default_device(trainer.placement.devices[0]):
             on_progress("tracing")

@@ -31,19 +31,13 @@ _FULL = 0.8  # fraction of a device's memory from which on the largest temporari
 
 def plan_blocks(plan: dict[str, Any]) -> list[TableBlock | NoteBlock]:
     """Returns the tables and notes of one plan for a terminal, from `plan_as_json`."""
-    memory = plan["memory"]
     chips = f"{plan['chips']} chip{'s' if plan['chips'] > 1 else ''}"
     batch = f"global batch {plan['global_batch_size']}"
     blocks: list[TableBlock | NoteBlock] = [
         NoteBlock(f"{plan['topology']}: {chips}, {plan['placement']}; {batch}"),
         NoteBlock(compiled_by(plan)),
-        _memory(memory),
-        NoteBlock(verdict(plan)),
+        *memory_blocks(plan),
     ]
-    if memory["buffers"] and (memory["limit"] or 0) * _FULL < memory["peak"]:
-        columns = ("largest temporaries", "bytes", "shape on a device", "source")
-        rows = buffer_rows(memory["buffers"][:_MOST_BUFFERS])
-        blocks.append(TableBlock(columns, rows, numeric=frozenset({1})))
     if plan["collectives"]:
         blocks += [_collectives(plan["collectives"]), NoteBlock(sent_sentence(plan["sent"]))]
     if plan["time"]:
@@ -57,6 +51,17 @@ def plan_blocks(plan: dict[str, Any]) -> list[TableBlock | NoteBlock]:
     blocks += [NoteBlock(f"note: {note}") for note in all_notes(plan)]
     if plan["time"]:
         blocks.append(NoteBlock(assumptions(plan)))
+    return blocks
+
+
+def memory_blocks(plan: dict[str, Any]) -> list[TableBlock | NoteBlock]:
+    """Returns the memory of a device and its largest temporaries, from `plan_as_json`."""
+    memory = plan["memory"]
+    blocks: list[TableBlock | NoteBlock] = [_memory(memory), NoteBlock(verdict(plan))]
+    if memory["buffers"] and (memory["limit"] or 0) * _FULL < memory["peak"]:
+        columns = ("largest temporaries", "bytes", "shape on a device", "source")
+        rows = buffer_rows(memory["buffers"][:_MOST_BUFFERS])
+        blocks.append(TableBlock(columns, rows, numeric=frozenset({1})))
     return blocks
 
 

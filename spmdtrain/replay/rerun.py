@@ -5,9 +5,8 @@ import contextlib
 import dataclasses
 import os
 import stat
-import typing
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +15,10 @@ import numpy as np
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, read_positions
 from spmdtrain.checkpoints.weights.source import is_weights_file
-from spmdtrain.config.command_line import Command, parse_command_line
-from spmdtrain.config.conflicts import EXCLUSIVE
+from spmdtrain.config.command_line import Command, arguments_of, parse_command_line
 from spmdtrain.config.experiment import Experiment, ExperimentFile, load_experiment
 from spmdtrain.config.options import MeshSpec
-from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import MappedDataset, Subset, sources_within
 from spmdtrain.data.examples import IndexableDataset
 from spmdtrain.data.images import ImageFolder
@@ -334,12 +332,6 @@ def _placed_batch(
 
 # -- The experiment and the configuration of a run, from its `config.json` -------------------------
 
-# Fields of the place of a run, which a replay sets itself, and those that are resolved already.
-_OWN = {
-    *("workdir", "cpu_devices", "resume", "trackers"),
-    *("learning_rate_scaling", "learning_rate_base_batch_size", "learning_rate_table"),
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
@@ -385,7 +377,7 @@ def restore_config(
         terminal.line(f"executing {foreign(path)}, as config.json of the run says")
     experiment = load_experiment(path, frozenset())
     default = experiment.preset(None)
-    arguments = list(_arguments(run.config, default, path))
+    arguments = list(arguments_of(run.config, default, path))
     command: Command = parse_command_line(["--config", path, *arguments], _Options, "replay")
     config = dataclasses.replace(
         command.config,
@@ -441,54 +433,6 @@ def config_on_devices(config: RunConfig, devices: int | None, terminal: Terminal
     elif devices == 1:
         return config
     return mirrored_config(config, MeshSpec(devices=first))
-
-
-def _arguments(
-    saved: Mapping[str, Any], default: Any, path: str, prefix: str = ""
-) -> Iterator[str]:
-    """Yields the arguments of the run command that turn the defaults into a saved configuration."""
-    before = config_as_json(default)
-    hints = typing.get_type_hints(type(default))
-    exclusive = {name: other for pair in EXCLUSIVE for name, other in (pair, pair[::-1])}
-    for name, value in saved.items():
-        if not prefix and name in _OWN:
-            continue
-        if name not in before:
-            raise UserError(
-                f"the run was trained with {foreign(prefix + name)}={foreign(value)}, and the "
-                f"configuration of {path} has no such field: give the file of that time: --config "
-                "FILE"
-            )
-        if value == before[name]:
-            continue
-        if value is None and not prefix and saved.get(exclusive.get(name, "")) is not None:
-            continue  # the other one of the pair clears it
-        own = getattr(default, name)
-        if dataclasses.is_dataclass(own) and isinstance(value, dict):
-            yield from _arguments(value, own, path, f"{prefix}{name}.")
-            continue
-        flag = f"--{prefix}{name}".replace("_", "-")
-        if hints[name] is bool:
-            group, _, last = f"{prefix}{name}".replace("_", "-").rpartition(".")
-            inside = f"{group}." if group else ""
-            yield f"--{inside}{last}" if value else f"--{inside}no-{last}"
-        elif isinstance(value, (list, dict)):
-            yield from (flag, *map(str, _flat(value)))
-        else:
-            yield f"{flag}={value}"
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """Yields the values in nested lists and objects, in order."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield key
-            yield from _flat(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
 
 
 # -- The examples of a step ------------------------------------------------------------------------

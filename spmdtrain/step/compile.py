@@ -53,6 +53,7 @@ class Program:
       collectives: The collectives of the compiled program, or the reason why they are not known.
         Only process 0 has them.
       decisions: What was decided about the step, and why (see `StepPlan.decisions`); likewise.
+      memory: Bytes of a device while it runs, with its arguments; 0 if that is not known.
     """
 
     call: Callable[..., Any]
@@ -63,6 +64,7 @@ class Program:
     steps: int = 1
     collectives: Sequence[Collective] | str = "the step is not compiled"
     decisions: tuple[str, ...] = ()
+    memory: int = 0
 
 
 def compile_step(
@@ -106,7 +108,14 @@ def compile_step(
 
     # The operations of a loop of unknown length are counted once.
     counted = 1 if plan.dispatch.is_counted else plan.dispatch.steps
-    return Program(call, summary, lowered, traced.jaxpr, retrace, counted, found, decisions)
+    memory = 0
+    if (analysis := compiled.memory_analysis()) is not None:
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        memory = analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
+        memory += analysis.generated_code_size_in_bytes
+    return Program(
+        *(call, summary, lowered, traced.jaxpr, retrace, counted, found, decisions), memory=memory
+    )
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -2,12 +2,13 @@
 
 import functools
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -20,9 +21,11 @@ from spmdtrain.document.terminal import (
     LineColor,
     Point,
     Terminal,
+    byte_size,
     duration,
     metric_texts,
     number,
+    parse_byte_size,
 )
 from spmdtrain.errors import StorageError, UserError, is_interactive
 from spmdtrain.record.lines import (
@@ -178,6 +181,13 @@ class RunLogger:
             *program.decisions,
         ]
         self.terminal.lines([line for line in lines if line])
+        limit = device_memory(self._devices).limit
+        if limit and program.memory > _FULL * limit:
+            self.terminal.warning(
+                f"the step needs {byte_size(program.memory)} of the {byte_size(limit)} of each "
+                f"device ({program.memory / limit:.0%}): python -m spmdtrain.plan says what for, "
+                "and which options need less"
+            )
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
             self.terminal.warning(f"bad records left out: {', '.join(counts)}")
@@ -473,6 +483,9 @@ def _table(leaves: dict[str, Any], places: PyTree) -> list[dict[str, Any]]:
 
 PROGRAM_REPORT = "program"
 PROCESSES = "processes"
+MEMORY_LIMIT = "SPMDTRAIN_DEVICE_MEMORY"
+"""The environment variable with the memory of a device, such as 15.7GB."""
+_FULL = 0.95  # part of a device's memory from which on a step may not fit beside other arrays
 _TAGS = {"goodput": "time", "device_memory_bytes": "memory", PROCESSES: "job"}
 """Groups of curves; others are "speed"."""
 
@@ -578,7 +591,7 @@ class PerformanceLog:
             "tokens_per_second": tokens,
             "model_flops_utilization": utilization,
             "input_wait": input_wait,
-            "device_memory_bytes": peak_memory(devices),
+            "device_memory_bytes": device_memory(devices).peak,
             "goodput": goodput,
             PROCESSES: process_group.count(),
             **more,
@@ -592,14 +605,29 @@ class PerformanceLog:
         return {f"{_TAGS.get(name, 'speed')}/{name}": value for name, value in values.items()}
 
 
-def peak_memory(devices: Any) -> int | None:
-    """Returns the most bytes in use so far on the fullest of this process's devices.
+class DeviceMemory(NamedTuple):
+    """Memory of the devices of this process, in bytes; None if it is not known, as for CPUs.
 
-    None if it is not known, as for CPUs.
+    Attributes:
+      peak: The most bytes in use so far on the fullest device.
+      limit: The bytes that programs may use on a device.
     """
+
+    peak: int | None
+    limit: int | None
+
+
+def device_memory(devices: Any) -> DeviceMemory:
+    """Returns the memory of these devices; a user may give the limit in `MEMORY_LIMIT`."""
     found = [device.memory_stats() or {} for device in devices]
-    peaks = [stats["peak_bytes_in_use"] for stats in found if "peak_bytes_in_use" in stats]
-    return max(peaks, default=None)
+    peaks, limits = (
+        [stats[name] for stats in found if name in stats]
+        for name in ("peak_bytes_in_use", "bytes_limit")
+    )
+    limit = min(limits, default=None)
+    if text := os.environ.get(MEMORY_LIMIT):
+        limit = parse_byte_size(text, MEMORY_LIMIT)
+    return DeviceMemory(max(peaks, default=None), limit)
 
 
 # -- The time account of a run: `events.jsonl`, and the goodput over all of its starts -------------

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import pkgutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,6 +102,19 @@ def open_checkpoints(
         return Checkpoints(folder, retention, None, check_lock)
     run = Run(workdir)
     return Checkpoints(folder, retention, lambda: run.evaluations, check_lock)
+
+
+MEMORY_EXHAUSTED = "RESOURCE_EXHAUSTED"
+"""XLA's word in the errors of a device with too little memory."""
+
+
+def explain_memory(
+    error: BaseException | None, config: RunConfig, trained: "Trainable", train: TrainingData | None
+) -> bool:
+    """Adds to such an error what the memory is used for; returns False: it is not handled."""
+    explain = pkgutil.resolve_name("spmdtrain.plan.shortage:explain")
+    explain(error, config, trained, train)
+    return False
 
 
 def open_snapshots(workdir: str, trained: "Trainable", warn: Callable[[str], None]) -> "Snapshots":
@@ -444,6 +458,12 @@ class RunSession:
         stack.enter_context(failures.work_in_progress(failures.TRAINING))
         given = {n: x for n, x in splits.items() if x is not None}
         train = training_data(given.pop("train"), config) if "train" in given else None
+        # Of the start, too: of its initialization, its compilation and a restore.
+        stack.push(
+            lambda _, error, __: (
+                MEMORY_EXHAUSTED in str(error) and explain_memory(error, config, trained, train)
+            )
+        )
         if isinstance(train, ShardedStream):
             stack.callback(train.close)
         data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
