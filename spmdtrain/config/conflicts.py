@@ -387,6 +387,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("eval_at_checkpoints", "give a folder for the checkpoints"),
             ("evaluated_by", "give the folder that the evaluator reads"),
             ("profile_steps", "give a folder for the trace"),
+            ("memory_profile", "give a folder for the profile"),
             ("snapshot_every_steps", "give the folder in which a later start finds its run"),
         )
     ),

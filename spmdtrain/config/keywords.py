@@ -60,6 +60,7 @@ class _SharedOptions(TypedDict, total=False):
     quiet: bool
     log_hash_every: int | None
     watch_every: int
+    memory_profile: bool
 
 
 class TrainerOptions(_SharedOptions, total=False):

@@ -545,6 +545,9 @@ class RunConfig:
         None, Group.LOGGING, in_loops=STEP_IS_YOURS, in_measurements=False
     )
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
+    memory_profile: bool = option_field(False, Group.LOGGING, in_measurements=False)
+    """Write the memory of process 0 and of the arrays on its devices with each logged step, and the
+    places that have made these arrays to memory.pprof in the workdir."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -204,6 +204,15 @@ def address_space(pid: int) -> int:
     return pages * resource.getpagesize()
 
 
+def resident_memory() -> int | None:
+    """Returns the bytes of this process that are in memory; None if unknown."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # this is not Linux
+        return None
+    return pages * resource.getpagesize()
+
+
 def why_aborted(errors: str, limit: int | None, used: int) -> str | None:
     """Returns the evidence of an abort of native code by a failed allocation; None without any.
 

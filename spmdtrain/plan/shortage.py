@@ -27,7 +27,7 @@ from spmdtrain.sharding.placement import make_placement
 from spmdtrain.sharding.rules import field_of
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
-from spmdtrain.train.run_logger import device_memory
+from spmdtrain.train.run_logger import bytes_on_devices, device_memory
 from spmdtrain.train.session import Trainable
 from spmdtrain.tree import named_leaves
 
@@ -133,11 +133,7 @@ def live_arrays(state: TrainState | None, batch: Any) -> list[Owned]:
         else:
             owner = f"others, such as {array.dtype}[{','.join(map(str, array.shape))}]"
         counts[owner] += 1
-        part = array.sharding.shard_shape(array.shape)
-        size = array.dtype.itemsize
-        for dim in part:
-            size *= dim
-        for device in array.sharding.addressable_devices:
+        for device, size in bytes_on_devices(array).items():
             sizes.setdefault(device, Counter())[owner] += size
     fullest = max(sizes.values(), key=lambda of: of.total(), default=Counter[str]())
     return [Owned(owner, counts[owner], size) for owner, size in fullest.most_common()]

@@ -323,7 +323,7 @@ class RunFiles:
         }
         if experiment is not None:
             content |= {"experiment": experiment, "experiment_sha256": source_digest(experiment)}
-        self._replace("config.json", json.dumps(content, indent=2) + "\n")
+        self.write_bytes("config.json", f"{json.dumps(content, indent=2)}\n".encode())
         self.sync()
 
     def check_lock(self) -> None:
@@ -340,9 +340,14 @@ class RunFiles:
         self._closing.callback(lines.close)
         return lines
 
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Writes a file, in place of an earlier one of this name."""
+        with errors_of_writing(self.folder / name):
+            no_follow.write(self.folder, name, lambda file: file.write(content))
+
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes `NAME.json`: a JSON report of a part of the run."""
-        self._replace(f"{name}.json", json.dumps(content, indent=2) + "\n")
+        self.write_bytes(f"{name}.json", f"{json.dumps(content, indent=2)}\n".encode())
 
     def write_status(self, status: Status, step: int, reason: str | None = None) -> None:
         """Writes `status.json`, after the other files. A failed status is never replaced.
@@ -360,7 +365,7 @@ class RunFiles:
             try:
                 self.sync()
             finally:
-                self._replace("status.json", json.dumps(content) + "\n")
+                self.write_bytes("status.json", f"{json.dumps(content)}\n".encode())
 
     def write_metrics(
         self,
@@ -451,10 +456,6 @@ class RunFiles:
         """Syncs and closes all files, and unlocks the workdir."""
         with self._closing:
             self.sync()
-
-    def _replace(self, name: str, content: str) -> None:
-        with errors_of_writing(self.folder / name):
-            no_follow.write(self.folder, name, lambda file: file.write(content.encode()))
 
 
 # -- The lines of metrics --------------------------------------------------------------------------

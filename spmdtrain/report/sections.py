@@ -213,6 +213,8 @@ _QUANTITIES = {
     "input_wait": _Quantity("input wait", is_share=True),
     "slowest_share": _Quantity("waiting for the slowest process", is_share=True),
     "device_memory_bytes": _Quantity("device memory, GB", unit=1e9),
+    "live_array_bytes": _Quantity("arrays on a device, GB", unit=1e9),
+    "host_memory_bytes": _Quantity("memory of process 0, GB", unit=1e9),
     "goodput": _Quantity("goodput", is_share=True),
 }
 

@@ -14,7 +14,7 @@ import jax
 
 from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig, config_as_json, file_of_config
-from spmdtrain.distributed import process_group, progress
+from spmdtrain.distributed import out_of_memory, process_group, progress
 from spmdtrain.distributed.process_group import Job
 from spmdtrain.distributed.progress import Phase, end_interval, phase
 from spmdtrain.document.terminal import (
@@ -212,6 +212,8 @@ class RunLogger:
             times = self.times.measure(done)
             goodput = None if times is None else times.goodput
             more = {} if self.slowness is None else self.slowness.figures
+            if self.config.memory_profile:
+                more = {**more, **self._profile_memory()}
             curves = self.performance.record(
                 step, examples, rate, wait, goodput, self._devices, more
             )
@@ -229,6 +231,20 @@ class RunLogger:
         else:
             texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
             self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
+
+    def _profile_memory(self) -> Mapping[str, float]:
+        """Returns the bytes of this process and of the arrays on its fullest device.
+
+        Replaces the profile of these arrays in the workdir.
+        """
+        if self.files:
+            self.files.write_bytes(MEMORY_PROFILE, jax.profiler.device_memory_profile())
+        sizes: Counter[jax.Device] = Counter()
+        for array in jax.live_arrays():
+            sizes.update(bytes_on_devices(array))
+        found = {"live_array_bytes": max(sizes.values(), default=0)}
+        resident = out_of_memory.resident_memory()
+        return found if resident is None else {"host_memory_bytes": resident, **found}
 
     def _shown(self, metrics: Metrics) -> Metrics:
         """Returns the metrics for the terminal: without norms, and without a constant rate."""
@@ -486,7 +502,10 @@ PROCESSES = "processes"
 MEMORY_LIMIT = "SPMDTRAIN_DEVICE_MEMORY"
 """The environment variable with the memory of a device, such as 15.7GB."""
 _FULL = 0.95  # part of a device's memory from which on a step may not fit beside other arrays
-_TAGS = {"goodput": "time", "device_memory_bytes": "memory", PROCESSES: "job"}
+_MEMORIES = ("device_memory_bytes", "live_array_bytes", "host_memory_bytes")
+_TAGS = {"goodput": "time", PROCESSES: "job"} | dict.fromkeys(_MEMORIES, "memory")
+MEMORY_PROFILE = "memory.pprof"
+"""The file with the arrays that were alive at the last logged step, and the code that made them."""
 """Groups of curves; others are "speed"."""
 
 
@@ -615,6 +634,12 @@ class DeviceMemory(NamedTuple):
 
     peak: int | None
     limit: int | None
+
+
+def bytes_on_devices(array: jax.Array) -> dict[jax.Device, int]:
+    """Returns the bytes of an array on each device of this process that has a part of it."""
+    size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return dict.fromkeys(array.sharding.addressable_devices, size)
 
 
 def device_memory(devices: Any) -> DeviceMemory:

@@ -1,16 +1,21 @@
 """Memory of devices that is exhausted, or nearly so, in the real command."""
 
+import gzip
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import linear_model
+import numpy as np
 import pytest
 from helpers import BOUND, DIGITS
 
 from spmdtrain import UserError
 from spmdtrain.plan.command import execute as plan
+from spmdtrain.report.command import main as report
 
 pytestmark = pytest.mark.slow
 
@@ -108,3 +113,23 @@ def test_a_limit_that_is_no_size_is_refused(tmp_path: Path) -> None:
     assert ended.stderr == (
         "error: SPMDTRAIN_DEVICE_MEMORY is 'much': it must be a size such as 15.7GB or 16GiB\n"
     )
+
+
+def test_a_profile_shows_what_becomes_of_the_memory(tmp_path: Path) -> None:
+    ended = run(tmp_path, "1GB", "--memory-profile", "--steps", 24)
+    assert ended.returncode == 0, ended.stderr
+    lines = (tmp_path / "run" / "performance.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    arrays = [line["live_array_bytes"] for line in found]
+    # The callback keeps an array of 4 MB after each step; lines are written some steps later.
+    growth = (arrays[11] - arrays[0]) / 11
+    assert growth == pytest.approx(4e6, rel=0.25) and arrays[0] > 6.7e6
+    assert all(100e6 < line["host_memory_bytes"] < 20e9 for line in found)
+    profile = gzip.decompress((tmp_path / "run" / "memory.pprof").read_bytes())
+    assert b"kept.py" in profile and b"keep" in profile
+    page = tmp_path / "page.html"
+    assert report([str(tmp_path / "run"), "--output", str(page)]) == 0
+    text = page.read_text()
+    assert "arrays on a device, GB" in text and "memory of process 0, GB" in text
+    with pytest.raises(UserError, match="memory_profile is True, and workdir is not given"):
+        linear_model.trainer(memory_profile=True, steps=1).fit((np.ones((8, 4)), np.ones((8, 1))))
