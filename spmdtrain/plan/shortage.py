@@ -117,7 +117,7 @@ def live_arrays(state: TrainState | None, batch: Any) -> list[Owned]:
       state: The shapes and shardings of the run's state.
       batch: The shapes of a batch.
     """
-    titles = {name: row.title or row.kind for name, row in TrainState.FIELDS.items()}
+    titles = {name: row.title or name for name, row in TrainState.FIELDS.items()}
     of_state: dict[Any, list[str]] = {}
     for name, leaf in named_leaves(state).items():
         field = field_of(name)
@@ -236,7 +236,7 @@ def _plan_blocks(config: RunConfig, limit: int | None) -> list[Block]:
     try:
         words = _plan_words(config, limit)
     except UserError as error:
-        return [NoteBlock(f"this step cannot be planned: {error}")]
+        return [NoteBlock(f"the memory of this step is not planned: {error}")]
     command = ["-m", "spmdtrain.plan", *words]
     if process_group.count() > 1:  # the other processes wait
         return [
@@ -258,7 +258,7 @@ def _plan_words(config: RunConfig, limit: int | None) -> list[str]:
     """Returns the options of a plan of this run; raises `UserError` if it has none."""
     path = file_of_config(config)
     if path is None or strategy(config.strategy).is_asynchronous:
-        raise UserError("only the step of an experiment's file on a mesh is")
+        raise UserError("only the step of an experiment's file on a mesh can be")
     devices = jax.devices()
     topology = topologies.topology_of_run(
         devices[0].device_kind, len(devices), process_group.count(), None
