@@ -31,7 +31,7 @@ from spmdtrain.distributed.out_of_memory import keep_freed_memory
 from spmdtrain.document.blocks import NoteBlock
 from spmdtrain.document.html import render_page
 from spmdtrain.document.terminal import Terminal, parse_byte_size
-from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign, option
+from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign
 from spmdtrain.plan import measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise, describe_changes
 from spmdtrain.plan.failures import FailureOptions
@@ -105,7 +105,7 @@ class Options:
     def memory_limit(self) -> int | None:
         """The bytes of `device_memory`; None without it. Raises `UserError` for no size."""
         text = self.device_memory
-        return None if text is None else parse_byte_size(text, option("device_memory"))
+        return None if text is None else parse_byte_size(text, "--device-memory")
 
     def failures(self) -> FailureOptions | None:
         """Returns the options about failures; None without `mttf`. Raises `UserError`."""
