@@ -639,6 +639,7 @@ def elsewhere(python: str, module: str, topology: dict[str, str], *kinds: str) -
         "JAX_PLATFORMS": "",
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another test may plan for a TPU now
         "PYTHONPATH": str(REPOSITORY),
     }
     ended = subprocess.run(
