@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src.config import trace_context
@@ -37,6 +37,27 @@ from spmdtrain.xla.compiler import compile_lowered
 PyTree = Any
 
 
+class ProgramMemory(NamedTuple):
+    """Bytes of a device while a program runs, as XLA reports them.
+
+    Attributes:
+      arguments: The state and the batch.
+      temporaries: Arrays that the program makes and frees.
+      results: Results that do not reuse the buffer of an argument.
+      code: The program itself.
+    """
+
+    arguments: int
+    temporaries: int
+    results: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at a time."""
+        return sum(self)
+
+
 @dataclass(frozen=True)
 class Program:
     """A compiled train step for one or several steps.
@@ -53,7 +74,7 @@ class Program:
       collectives: The collectives of the compiled program, or the reason why they are not known.
         Only process 0 has them.
       decisions: What was decided about the step, and why (see `StepPlan.decisions`); likewise.
-      memory: Bytes of a device while it runs, with its arguments; 0 if that is not known.
+      memory: Bytes of a device while it runs; None if they are not known.
     """
 
     call: Callable[..., Any]
@@ -64,7 +85,7 @@ class Program:
     steps: int = 1
     collectives: Sequence[Collective] | str = "the step is not compiled"
     decisions: tuple[str, ...] = ()
-    memory: int = 0
+    memory: ProgramMemory | None = None
 
 
 def compile_step(
@@ -108,11 +129,14 @@ def compile_step(
 
     # The operations of a loop of unknown length are counted once.
     counted = 1 if plan.dispatch.is_counted else plan.dispatch.steps
-    memory = 0
+    memory = None
     if (analysis := compiled.memory_analysis()) is not None:
-        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        memory = analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
-        memory += analysis.generated_code_size_in_bytes
+        memory = ProgramMemory(
+            arguments=analysis.argument_size_in_bytes,
+            temporaries=analysis.temp_size_in_bytes,
+            results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+            code=analysis.generated_code_size_in_bytes,
+        )
     return Program(
         *(call, summary, lowered, traced.jaxpr, retrace, counted, found, decisions), memory=memory
     )

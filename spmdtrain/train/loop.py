@@ -147,8 +147,8 @@ class LoopStep:
         with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
             program = compile_step(self._plan, self._plan.program(), state, batch, check)
             await_compiled(program.lowered)
+        loop.logger.log_header(loop.placement, state.params, program)
         if process_group.is_chief():
-            loop.logger.log_header(loop.placement, state.params, program)
             params, places = jax.tree.map(jax.typeof, state.params), self._plan.shardings
             loop.logger.performance.describe(program, params, places.params, loop.placement)
         loop.logger.timer.restart(loop.step)

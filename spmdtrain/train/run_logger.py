@@ -46,7 +46,7 @@ from spmdtrain.record.storage import storage_errors
 from spmdtrain.record.validation import is_number, parse_objects
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.sharding.rules import describe_sharding
-from spmdtrain.step.compile import Program
+from spmdtrain.step.compile import Program, ProgramMemory
 from spmdtrain.step.flops import CONVENTION, model_flops
 from spmdtrain.step.metrics import LEARNING_RATE, NORMS
 from spmdtrain.step.state import TrainState
@@ -99,6 +99,8 @@ class RunLogger:
         """Names slow processes of the job. Its user closes it."""
         self._hashes: LinesFile | None = None  # opened by the first hash
         self.timer = StepTimer()
+        self.program_memory: ProgramMemory | None = None
+        """Of the program that `log_header` has described."""
         self._devices: list[jax.Device] = []  # of this process
         # The step from which this start continues, and what earlier ones have written for it.
         self._earlier: tuple[int, Mapping[str, Metrics]] = 0, {}
@@ -181,13 +183,17 @@ class RunLogger:
             *program.decisions,
         ]
         self.terminal.lines([line for line in lines if line])
-        limit = device_memory(self._devices).limit
-        if limit and program.memory > _FULL * limit:
-            self.terminal.warning(
-                f"the step needs {byte_size(program.memory)} of the {byte_size(limit)} of each "
-                f"device ({program.memory / limit:.0%}): python -m spmdtrain.plan says what for, "
-                "and which options need less"
-            )
+        self.program_memory = memory = program.memory
+        if (limit := device_memory(self._devices).limit) and memory:
+            # At least: arrays of the user may take the place of a batch that is not yet there.
+            extra = max(0, live_array_bytes() - memory.arguments)
+            if (needed := memory.peak + extra) > _FULL * limit:
+                beside = f" with {byte_size(extra)} of other arrays" if extra > 0 else ""
+                self.terminal.warning(
+                    f"the step{beside} needs {byte_size(needed)} of the {byte_size(limit)} of each "
+                    f"device ({needed / limit:.0%}): python -m spmdtrain.plan says what for, and "
+                    "which options need less"
+                )
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
             self.terminal.warning(f"bad records left out: {', '.join(counts)}")
@@ -239,10 +245,7 @@ class RunLogger:
         """
         if self.files:
             self.files.write_bytes(MEMORY_PROFILE, jax.profiler.device_memory_profile())
-        sizes: Counter[jax.Device] = Counter()
-        for array in jax.live_arrays():
-            sizes.update(bytes_on_devices(array))
-        found = {"live_array_bytes": max(sizes.values(), default=0)}
+        found = {"live_array_bytes": live_array_bytes()}
         resident = out_of_memory.resident_memory()
         return found if resident is None else {"host_memory_bytes": resident, **found}
 
@@ -504,9 +507,9 @@ MEMORY_LIMIT = "SPMDTRAIN_DEVICE_MEMORY"
 _FULL = 0.95  # part of a device's memory from which on a step may not fit beside other arrays
 _MEMORIES = ("device_memory_bytes", "live_array_bytes", "host_memory_bytes")
 _TAGS = {"goodput": "time", PROCESSES: "job"} | dict.fromkeys(_MEMORIES, "memory")
+"""Groups of curves; others are "speed"."""
 MEMORY_PROFILE = "memory.pprof"
 """The file with the arrays that were alive at the last logged step, and the code that made them."""
-"""Groups of curves; others are "speed"."""
 
 
 class PerformanceLog:
@@ -636,8 +639,50 @@ class DeviceMemory(NamedTuple):
     limit: int | None
 
 
+def live_array_bytes() -> int:
+    """Returns the bytes of all arrays on the fullest device of this process."""
+    sizes: Counter[jax.Device] = Counter()
+    for array in distinct_arrays():
+        sizes.update(bytes_on_devices(array))
+    return max(sizes.values(), default=0)
+
+
+def distinct_arrays() -> Iterator[jax.Array]:
+    """Yields the arrays that are alive, without parts of others, which share their memory.
+
+    JAX makes a restored array from its parts, and lists both.
+    """
+    known: set[tuple[jax.Device, int]] = set()
+    for array in sorted(jax.live_arrays(), key=_is_on_one_device):
+        buffers = _buffers(array)
+        if not buffers or not buffers <= known:
+            yield array
+        known |= buffers
+
+
+def _is_on_one_device(array: jax.Array) -> bool:
+    return isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
+
+
+def _buffers(array: Any) -> set[tuple[jax.Device, int]]:
+    """Returns the addresses of the parts of an array; none if its computation has failed.
+
+    None either if it is not yet ready: its computation may wait for another process.
+    """
+    try:
+        parts = array.addressable_shards if array.is_ready() else []
+        return {(each.device, each.data.unsafe_buffer_pointer()) for each in parts}
+    except (RuntimeError, ValueError):
+        return set()
+
+
 def bytes_on_devices(array: jax.Array) -> dict[jax.Device, int]:
-    """Returns the bytes of an array on each device of this process that has a part of it."""
+    """Returns the bytes of an array on each device of this process that has a part of it.
+
+    None for an array that is offloaded to the memory of the host.
+    """
+    if array.sharding.memory_kind == "pinned_host":
+        return {}
     size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return dict.fromkeys(array.sharding.addressable_devices, size)
 

@@ -109,12 +109,23 @@ MEMORY_EXHAUSTED = "RESOURCE_EXHAUSTED"
 
 
 def explain_memory(
-    error: BaseException | None, config: RunConfig, trained: "Trainable", train: TrainingData | None
-) -> bool:
-    """Adds to such an error what the memory is used for; returns False: it is not handled."""
-    explain = pkgutil.resolve_name("spmdtrain.plan.shortage:explain")
-    explain(error, config, trained, train)
-    return False
+    error: BaseException | None,
+    config: RunConfig,
+    trained: "Trainable",
+    train: TrainingData | None = None,
+    logger: RunLogger | None = None,
+    *,
+    advice: str = "",
+) -> None:
+    """Adds to such an error what the memory of the devices is used for.
+
+    Args:
+      logger: Has the memory of the train step.
+      advice: What needs less, if this is no training.
+    """
+    if isinstance(error, Exception) and MEMORY_EXHAUSTED in str(error):
+        explain = pkgutil.resolve_name("spmdtrain.plan.shortage:explain")
+        explain(error, config, trained, train, logger and logger.program_memory, advice)
 
 
 def open_snapshots(workdir: str, trained: "Trainable", warn: Callable[[str], None]) -> "Snapshots":
@@ -458,12 +469,6 @@ class RunSession:
         stack.enter_context(failures.work_in_progress(failures.TRAINING))
         given = {n: x for n, x in splits.items() if x is not None}
         train = training_data(given.pop("train"), config) if "train" in given else None
-        # Of the start, too: of its initialization, its compilation and a restore.
-        stack.push(
-            lambda _, error, __: (
-                MEMORY_EXHAUSTED in str(error) and explain_memory(error, config, trained, train)
-            )
-        )
         if isinstance(train, ShardedStream):
             stack.callback(train.close)
         data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
@@ -514,6 +519,12 @@ class RunSession:
         logger = RunLogger(terminal, files, config, skipped, kept, job)
         if logger.slowness is not None:
             stack.callback(logger.slowness.close)
+        # Of what follows: the initialization or a restore, compilations, steps and evaluations.
+        stack.push(
+            lambda _, error, __: (
+                explain_memory(error, config, trained, train, logger) if error else None
+            )
+        )
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = examples_per_epoch(train)
         run = cls(

@@ -76,7 +76,7 @@ from spmdtrain.train.executor import (
 from spmdtrain.train.metrics_reader import MetricsReader, add_advice
 from spmdtrain.train.run_logger import Metrics, Written, checked_media
 from spmdtrain.train.schedule import Epochs, FitResult
-from spmdtrain.train.session import Boundary, RunSession, check_best, terminal_of
+from spmdtrain.train.session import Boundary, RunSession, check_best, explain_memory, terminal_of
 from spmdtrain.train.starting_state import (
     ValueLoader,
     at_step_zero,
@@ -87,6 +87,9 @@ from spmdtrain.train.starting_state import (
 )
 
 PyTree = Any
+# What needs less memory of the devices, after an error because it is exhausted.
+_SMALLER_BATCHES = "a smaller eval_batch_size needs less"
+_MORE_DEVICES = "these are the values of a checkpoint: split over more devices, each has fewer"
 
 
 def _make_functions(
@@ -505,7 +508,11 @@ class Trainer:
             check_same_data(dataset, batch_size)
             check = self._interrupt_check()
             with failures.work_in_progress(failures.PREDICTION), use_placement(self.placement):
-                return self._evaluation.predict(variables, dataset, batch_size, check)
+                try:
+                    return self._evaluation.predict(variables, dataset, batch_size, check)
+                except Exception as error:
+                    explain_memory(error, self.config, self.functions, advice=_SMALLER_BATCHES)
+                    raise
 
     def restore(self, path: str | None = None, *, which: str | int | None = None) -> int:
         """Loads the model's values from a checkpoint, for evaluation and prediction.
@@ -535,7 +542,11 @@ class Trainer:
 
     def _load_values(self, path: str, which: str | int) -> int:
         """Loads the model's values; returns the step of the checkpoint, 0 for a file of weights."""
-        loaded = self._loader.load(path, which)
+        try:
+            loaded = self._loader.load(path, which)
+        except Exception as error:
+            explain_memory(error, self.config, self.functions, advice=_MORE_DEVICES)
+            raise
         self._restored, self._restored_from = loaded.variables, loaded.identity
         return loaded.step
 
@@ -547,7 +558,11 @@ class Trainer:
         check_interrupt: Callable[[], None],
     ) -> Metrics:
         self._check_classes(dataset)
-        return self._evaluation.evaluate(variables, dataset, batch_size, check_interrupt)
+        try:
+            return self._evaluation.evaluate(variables, dataset, batch_size, check_interrupt)
+        except Exception as error:
+            explain_memory(error, self.config, self.functions, advice=_SMALLER_BATCHES)
+            raise
 
     @property
     def trained_as(self) -> Identity | None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from spmdtrain.plan.shortage import Shortage
+from spmdtrain.plan.shortage import Shortage, cause, share_of_gpu
 
 G, M = 2**30, 2**20
 # As users of GPUs, TPUs and CPUs have reported them, and as libtpu and XLA:CPU print them here.
-RECORDED = {
+RECORDED: dict[str, tuple[str, Shortage | None]] = {
     "a TPU's compiler": (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (18.14G) exceeds available HBM (15.75G).",
@@ -57,7 +57,23 @@ RECORDED = {
         "RESOURCE_EXHAUSTED: Out of memory allocating 281474976710656 bytes.",
         Shortage(needed=2**48),
     ),
-    "another one": ("RESOURCE_EXHAUSTED: TPU core is out of something", Shortage()),
+    "one without figures": ("RESOURCE_EXHAUSTED: Out of memory", Shortage()),
+    # Not about the memory of a device.
+    "a kernel on a TPU": (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+        "vmem. Used 32.42M of 16.00M vmem. Exceeded vmem capacity by 16.42M",
+        None,
+    ),
+    "a kernel on a GPU": (
+        "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 4194304, available: "
+        "101376",
+        None,
+    ),
+    "a message between processes": (
+        "RESOURCE_EXHAUSTED: Received message larger than max (5308389 vs. 4194304)",
+        None,
+    ),
+    "files": ("RESOURCE_EXHAUSTED: Error opening: Too many open files", None),
 }
 
 
@@ -65,3 +81,31 @@ RECORDED = {
 def test_messages_say_what_was_asked_for_and_what_was_free(name: str) -> None:
     message, expected = RECORDED[name]
     assert Shortage.parse(message) == expected
+
+
+@pytest.mark.parametrize(
+    ("shortage", "peak", "others", "limit", "said"),
+    [
+        (RECORDED["fragmented memory of a TPU"][0], 9 * G, 0, 16 * G, "pieces of at most 32.0 MB"),
+        (RECORDED["a CPU"][0], 60 * M, 0, 80 * M, "less than the 281475 GB that were asked for"),
+        (RECORDED["a newer step on a GPU"][0], 9 * G, 8 * G, 16 * G, "beside the 8.59 GB"),
+        (RECORDED["a newer step on a GPU"][0], 9 * G, 1 * G, 16 * G, "other programs and proc"),
+        (RECORDED["a newer step on a GPU"][0], 17 * G, 1 * G, 16 * G, ""),  # the advice says what
+        (RECORDED["a newer step on a GPU"][0], 9 * G, 1 * G, None, ""),
+    ],
+)
+def test_why_a_step_that_fits_has_no_memory(
+    shortage: str, peak: int, others: int, limit: int | None, said: str
+) -> None:
+    found = Shortage.parse(shortage)
+    assert found is not None
+    text = cause(found, peak, others, limit)
+    assert said in text and bool(said) == bool(text)
+
+
+def test_a_gpu_whose_memory_jax_does_not_have_names_the_part() -> None:
+    part = share_of_gpu(60 * G, "gpu", "NVIDIA H100 80GB HBM3")
+    assert "of its memory: XLA_PYTHON_CLIENT_MEM_FRACTION" in part and 74 < int(part[:2]) < 82
+    assert share_of_gpu(78 * G, "gpu", "NVIDIA H100 80GB HBM3") == ""
+    assert share_of_gpu(10 * G, "tpu", "TPU v5 lite") == ""
+    assert share_of_gpu(10 * G, "gpu", "NVIDIA Unknown") == ""
