@@ -378,18 +378,18 @@ def _plan(
             less += "activations"
         return None, f"{error}; {less}"
     command = ["-m", "spmdtrain.plan", *words]
-    say = f"what the step needs, and what needs less: python {shlex.join(command)}"
+    hint = f"what the step needs, and what needs less: python {shlex.join(command)}"
     if process_group.count() > 1:  # the other processes wait
-        return None, say
+        return None, hint
     print("planning the step, to explain its memory ...", file=sys.stderr)
     line = [sys.executable, *command, "--json"]
     try:
         ended = subprocess.run(line, capture_output=True, text=True, timeout=_LONGEST)
         plan: dict[str, Any] = json.loads(ended.stdout)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        return None, say
+        return None, hint
     except ValueError:
-        return None, f"{say}\nhere it has failed: {ended.stderr.strip()[-500:]}"
+        return None, f"{hint}\nhere it has failed: {ended.stderr.strip()[-500:]}"
     if "error" in plan:
         return None, f"the step cannot be planned: {plan['error']}"
     return plan, ""
