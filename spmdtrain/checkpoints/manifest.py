@@ -327,12 +327,6 @@ ITEMS: Mapping[str, tuple[str, ...]] = {
 """The fields of the state in each item of a checkpoint; items are read independently. One without
 arrays is left out. `training` has what only a resumed run needs."""
 
-_NOT_STORED = (
-    *("int1", "uint1", "uint2", "uint4"),
-    *("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"),
-)
-"""Dtypes that TensorStore, which writes the arrays, does not have."""
-
 
 def steps_in(folder: epath.Path) -> list[int]:
     """Returns the steps of the complete checkpoints in a folder, ascending.
@@ -378,16 +372,20 @@ def check_can_be_saved(state: PyTree) -> None:
       UserError: If an array is empty, if its dtype cannot be stored, or if Orbax would write two
         arrays to the same place, such as a/b and a.b.
     """
+    import tensorstore
+
     seen: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = path_name(path)
         if 0 in leaf.shape:
             raise UserError(f"{name} has shape {leaf.shape}: an empty array cannot be saved")
-        if str(leaf.dtype) in _NOT_STORED:
+        try:
+            _ = is_key(leaf) or tensorstore.dtype(leaf.dtype)
+        except (ValueError, TypeError):
             raise UserError(
                 f"{name} is {leaf.dtype}, which checkpoints cannot store: use another dtype, such "
                 "as uint8, or leave workdir out"
-            )
+            ) from None
         if (stored_name := name.replace("/", ".")) in seen:
             raise UserError(
                 f"{seen[stored_name]} and {name} would both be saved as {stored_name}: rename one"
