@@ -164,7 +164,8 @@ class RunEvent(TypedDict):
       seconds from the last step of that start until the state was there, as far as it is known
 
     An event "slow" has the `process` that the others wait for, the `share` of a step, from 0 to 1,
-    and the `cause`; with 0 they no longer wait for it.
+    and the `cause`; with 0 they no longer wait for it. An end with the status "rewound" has the
+    batches that the run leaves out from then on.
     """
 
     time: float
@@ -184,6 +185,7 @@ class RunEvent(TypedDict):
     process: NotRequired[str]
     share: NotRequired[float]
     cause: NotRequired[str]
+    skip_steps: NotRequired[list[str]]
 
 
 def parse_event(content: Mapping[str, Any]) -> RunEvent:
@@ -201,6 +203,8 @@ def parse_event(content: Mapping[str, Any]) -> RunEvent:
     counts = [event.get(name, 0) for name in ("step", "processes", "devices", "lost_steps")]
     names = ("status", "reason", "source", "change", "process", "cause")
     texts = [event.get(name, "") for name in names]
+    left_out = event.get("skip_steps", [])
+    texts += left_out if isinstance(left_out, list) else [None]
     if (
         event.get("event") not in EVENT_KINDS
         or not all(is_number(number) and number >= 0 for number in numbers)

@@ -211,7 +211,10 @@ class Rewound(Exception):
 
 
 def rewind(
-    error: NonFiniteError, config: RunConfig, rewinds: int, log: Callable[[str], None]
+    error: NonFiniteError,
+    config: RunConfig,
+    earlier: Sequence[Sequence[str]],
+    log: Callable[[str], None],
 ) -> Rewound | None:
     """Returns what ends this start after a step that has diverged.
 
@@ -221,20 +224,24 @@ def rewind(
     Args:
       error: The step that has diverged.
       config: The configuration of this start, with all batches that it leaves out.
-      rewinds: The number of times that the run has gone back already.
+      earlier: The batches that the run has left out after each time that it went back. A start that
+        was killed before its first checkpoint is made again, and so is its decision.
       log: Receives a line for the user.
     """
     if config.on_divergence != "rewind" or error.step is None:
         return None
-    if rewinds >= config.max_rewinds:
-        left_out = " ".join(config.skipped_batches.texts)
-        error.args = (
-            f"{error}. The run has gone back {rewinds} of {config.max_rewinds} times "
-            f"(max_rewinds); it leaves out batches {left_out}",
-        )
-        return None
     first = error.step if error.first_step is None else error.first_step
     batches = [config.skipped_batches.batch_of(step - 1) for step in range(first, error.step + 1)]
+    texts = SkippedBatches.parse([*config.skip_steps, *batches]).texts
+    decisions = list(map(tuple, earlier))
+    number = 1 + (decisions.index(texts) if texts in decisions else len(decisions))
+    if number > config.max_rewinds:
+        left_out = " ".join(config.skipped_batches.texts) or "none"
+        error.args = (
+            f"{error}. The run has gone back {len(decisions)} of {config.max_rewinds} times "
+            f"(max_rewinds); batches left out: {left_out}",
+        )
+        return None
     which = f"batch {batches[0]}" if len(batches) == 1 else f"batches {batches[0]} to {batches[-1]}"
-    log(f"{error}; goes back and leaves out {which}, rewind {rewinds + 1} of {config.max_rewinds}")
-    return Rewound(SkippedBatches.parse([*config.skip_steps, *batches]).texts)
+    log(f"{error}; goes back and leaves out {which}, rewind {number} of {config.max_rewinds}")
+    return Rewound(texts)

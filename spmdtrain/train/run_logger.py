@@ -726,8 +726,8 @@ class TimeAccount:
         self._own: list[RunEvent] = []  # of this start, as far as `run_times` needs them
         self._step, self._written_at, self._ended = 0, 0.0, False
         self._snapshot_at = 0.0
-        self.rewinds = 0
-        """How often earlier starts went back after a step that had diverged."""
+        self.rewinds: list[list[str]] = []
+        """The batches that were left out after each time that an earlier start went back."""
         self.source = ""
         """Where the state of this start came from: `source` of `RunEvent`."""
 
@@ -755,7 +755,10 @@ class TimeAccount:
             events = self.earlier_events
             del self.earlier_events  # a long run has many
             self._earlier, self._done = run_times(events), last_step(events)
-            self.rewinds = sum(event.get("status") == "rewound" for event in events)
+            for event in events:
+                left_out = event.get("skip_steps")
+                if left_out is not None and left_out not in self.rewinds:
+                    self.rewinds.append(left_out)
             starts = [event["time"] for event in events if event["event"] == "start"]
             self._began = min([began, *starts[:1]])
             lost = self._earlier.lost
@@ -817,13 +820,20 @@ class TimeAccount:
         event |= {"process": slow.name, "share": round(slow.share, 4), "cause": slow.cause}
         self._write(event | {"reason": slow.text} if slow.share else event)
 
-    def end(self, status: str, reason: str | None, step: int | None = None) -> None:
+    def end(
+        self,
+        status: str,
+        reason: str | None,
+        step: int | None = None,
+        skip_steps: Sequence[str] | None = None,
+    ) -> None:
         """Writes how this start ended; further calls do nothing.
 
         Args:
-          status: "finished", "failed" or "preempted".
+          status: "finished", "failed", "preempted" or "rewound".
           reason: Why it ended early.
           step: The step that failed; None if that is not known.
+          skip_steps: The batches that the next start leaves out, if the run goes back.
         """
         if not self._own or self._ended:
             return
@@ -831,7 +841,8 @@ class TimeAccount:
         self._write(self._now())
         end: RunEvent = {"time": self._clock(), "event": "end", "status": status}
         end |= {"reason": reason or ""}
-        self._write(end if step is None else end | {"step": step})
+        end |= {} if step is None else {"step": step}
+        self._write(end if skip_steps is None else end | {"skip_steps": list(skip_steps)})
 
     def _now(self) -> RunEvent:
         seconds = self.phases.read()

@@ -659,9 +659,9 @@ class RunSession:
     def rewind(self, error: NonFiniteError) -> None:
         """Raises `Rewound` if the option asks for it after a step that has diverged."""
         times, log = self.logger.times, self.logger.terminal.warning
-        rewinds = process_group.broadcast(times.rewinds)
-        if (rewound := rewind(error, self.config, rewinds, log)) is not None:
-            times.end("rewound", str(error), error.step)
+        earlier = process_group.broadcast(times.rewinds)
+        if (rewound := rewind(error, self.config, earlier, log)) is not None:
+            times.end("rewound", str(error), error.step, rewound.skip_steps)
             raise rewound from error
 
     def save(self, state: TrainState, step: int, metrics: Metrics | None) -> None:

@@ -17,7 +17,7 @@ from helpers import metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain import NonFiniteError, Stream, Trainer, UserError, read_manifest
+from spmdtrain import CallbackContext, NonFiniteError, Stream, Trainer, UserError, read_manifest
 from spmdtrain.config.options import CollectiveOptions
 from spmdtrain.step.divergence import DivergenceWatch
 
@@ -137,6 +137,29 @@ def test_it_goes_back_at_most_max_rewinds_times_and_then_names_what_it_left_out(
     # So does a later start, which reads how often the earlier ones went back.
     with pytest.raises(NonFiniteError, match="gone back 2 of 2 times"):
         trainer(tmp_path, on_divergence="rewind", max_rewinds=2).fit(data)
+
+
+def test_a_start_that_ends_before_it_saves_goes_back_again_and_counts_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"shuffle": False, "checkpoint_every_steps": 8}
+    goes_back: dict[str, Any] = {"on_divergence": "rewind", "max_rewinds": 1, **options}
+    run, known = tmp_path / "run", tmp_path / "known"
+
+    def fail(event: CallbackContext) -> None:
+        if event.step == 12:  # after the run went back from step 10 to step 8
+            raise RuntimeError("killed")
+
+    first = trainer(run, callbacks={"log": fail}, log_every=4, **goes_back)
+    with pytest.raises(RuntimeError, match="killed"):
+        first.fit(poisoned(77))
+    trainer(run, **goes_back).fit(poisoned(77))
+    trainer(known, skip_steps=(9,), **options).fit(poisoned(77))
+    assert state_of(run) == state_of(known)
+    ends = [(e["status"], e.get("skip_steps")) for e in events(run) if e["event"] == "end"]
+    again = ("rewound", ["9:10"])
+    assert ends == [again, ("failed", None), again, ("finished", None)]
+    # It counts once, and still counts: one more batch that diverges is one too many.
+    with pytest.raises(NonFiniteError, match="gone back 1 of 1 times"):
+        trainer(run, **{**goes_back, "steps": 40}).fit(poisoned(77, 250))
 
 
 def test_a_loss_that_is_only_far_too_large_counts_too_and_a_resumed_run_finds_the_same(
