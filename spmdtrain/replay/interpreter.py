@@ -75,6 +75,8 @@ class Mark(NamedTuple):
       has_nan: Whether an element is NaN.
       origin: The operation whose result was the first that is not finite; None if the value is
         finite, or not finite since it was given, as the -inf of an attention mask is.
+      infinite: The same of its elements that are infinite, of a value that has NaN, too: gradients
+        and the loss are joined in one array for an all-reduce, and then taken apart.
       entered: The operation that used the given value first, of a value without `origin`; None if
         the value is the given one.
       use: The number of the last operation that has used a parameter for it, and its path.
@@ -84,6 +86,7 @@ class Mark(NamedTuple):
     is_finite: bool = True
     has_nan: bool = False
     origin: Operation | None = None
+    infinite: Operation | None = None
     entered: Operation | None = None
     use: tuple[int, str] = (0, "")
     parameter: str = ""
@@ -266,7 +269,7 @@ class Interpreter:
             cell = self._given(value, _Where(), name if is_parameter else "")
             if cell.mark.has_nan:
                 origin = Operation(0, "", Stage.FORWARD, parameter=name, result=_describe(value))
-                cell = cell._replace(mark=cell.mark._replace(origin=origin))
+                cell = cell._replace(mark=cell.mark._replace(origin=origin, infinite=origin))
             cells.append(cell)
         return self._closed(jaxpr, constants, cells, _Where())
 
@@ -426,8 +429,8 @@ class Interpreter:
             is_finite, has_nan, size = _look(value)
             mark = Mark(is_finite, has_nan, use=use, parameter=parameter)
             if not is_finite:
-                origin = self._origin(equation, operands, value, mark, where)
-                mark = mark._replace(origin=origin)
+                origin, infinite = self._origin(equation, operands, value, mark, where)
+                mark = mark._replace(origin=origin, infinite=infinite)
                 if origin is None:
                     entered = _first(cell.mark.entered for cell in operands)
                     here = entered or self._operation(equation, operands, value, mark, where)
@@ -449,19 +452,23 @@ class Interpreter:
 
     def _origin(
         self, equation: Any, operands: list[Cell], value: Any, mark: Mark, where: _Where
-    ) -> Operation | None:
-        """Returns the operation because of which a result is not finite; None if it was given."""
+    ) -> tuple[Operation | None, Operation | None]:
+        """Returns the operations because of which a result is not finite, and is infinite.
+
+        None stands for what was given.
+        """
         wrong = [cell.mark for cell in operands if not cell.mark.is_finite]
         with_nan = [x for x in wrong if x.has_nan]
+        infinite = _first(x.infinite for x in wrong)
         if mark.has_nan and with_nan:
-            return _first(x.origin for x in with_nan)
-        origin = _first(x.origin for x in wrong)
-        if not wrong or (mark.has_nan and origin is None):
-            return self._operation(equation, operands, value, mark, where)
-        if mark.has_nan and origin is not None and origin.number not in self.became_nan:
+            return _first(x.origin for x in with_nan), infinite
+        if not wrong or (mark.has_nan and infinite is None):
             here = self._operation(equation, operands, value, mark, where)
-            self.became_nan[origin.number] = here
-        return origin
+            return here, here
+        if mark.has_nan and infinite is not None and infinite.number not in self.became_nan:
+            here = self._operation(equation, operands, value, mark, where)
+            self.became_nan[infinite.number] = here
+        return infinite, infinite
 
     def _operation(
         self, equation: Any, operands: list[Cell], value: Any, mark: Mark, where: _Where
@@ -578,7 +585,10 @@ def _row(cell: Cell, n: int, where: _Where) -> Cell:
     if not mark.is_finite:
         is_finite, has_nan, _ = _look(value)
         mark = mark._replace(is_finite=is_finite, has_nan=has_nan)
-        mark = mark._replace(origin=None, entered=None) if is_finite else mark
+        if is_finite:
+            mark = mark._replace(origin=None, infinite=None, entered=None)
+        elif not has_nan:
+            mark = mark._replace(origin=mark.infinite)
     return Cell(value, mark)
 
 
@@ -590,8 +600,9 @@ def _stack(cells: Sequence[Cell], where: _Where) -> Cell:
     has_nan = any(mark.has_nan for mark in wrong)
     of_nan = [mark for mark in wrong if mark.has_nan] or wrong
     origin = _first(mark.origin for mark in of_nan)
+    infinite = _first(mark.infinite for mark in wrong)
     entered = _first(mark.entered for mark in wrong)
-    mark = Mark(not wrong, has_nan, origin, entered, max(mark.use for mark in marks))
+    mark = Mark(not wrong, has_nan, origin, infinite, entered, max(mark.use for mark in marks))
     return Cell(value, mark)
 
 

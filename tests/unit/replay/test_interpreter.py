@@ -115,6 +115,21 @@ def test_infinities_count_from_where_they_arise_and_masks_from_where_they_become
     assert cell.mark.is_finite and cell.mark.origin is None
 
 
+def test_infinities_and_nan_that_are_joined_and_taken_apart_have_operations_of_their_own() -> None:
+    # As the loss and the gradients in one all-reduce.
+    def joined(x: Any) -> Any:
+        overflow, nan = jnp.exp(x * 1000), jnp.sqrt(x - 2)
+        both = jnp.concatenate([overflow, nan])
+        rows = jnp.stack([overflow, nan])
+        _, of_rows = jax.lax.scan(lambda _, row: (None, row * 1.5), None, rows)
+        return both[:8], both[8:], of_rows[0], of_rows[1]
+
+    cells, _ = interpret(joined, x=X)
+    origins = [cell.mark.origin for cell in cells]
+    names = [origin and origin.primitive for origin in origins]
+    assert names == ["exp", "sqrt", "exp", "sqrt"]
+
+
 def test_an_operation_has_the_place_where_the_user_called_it() -> None:
     def layer(w: Any, x: Any) -> Any:
         with jax.named_scope("bad"):
