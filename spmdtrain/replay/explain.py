@@ -71,7 +71,8 @@ def explain_step(
 
     def fails(batch: PyTree) -> bool:
         _, output = program(jax.tree.map(jnp.copy, state), batch)  # the state is donated
-        return not np.asarray(output.finite).all()
+        # The loss also if the optimizer leaves such an update out, so that the flags do not count.
+        return not (np.asarray(output.finite).all() and np.isfinite(output.metrics["loss"]).all())
 
     def values(given: Mapping[str, PyTree]) -> PyTree:
         after, output = plan.step(given["state"], given["batch"])

@@ -288,7 +288,8 @@ def prepare_step(
         functions = trainer.functions
         with use_placement(trainer.placement):
             shapes = jax.eval_shape(lambda batch: batch, batch)
-            plan = plan_step(functions, shapes, kind=functions.kind(step))
+            kind = functions.transform.explained_kind(step)
+            plan = plan_step(functions, shapes, kind=kind)
         begins_new = not (config.init_from or config.fork_from)
         return PreparedStep(
             trainer,

@@ -126,8 +126,12 @@ class LeavesUpdatesOut(StepTransform):
         first = {"windows": windows, "in_a_row": jnp.int32(0), "total": jnp.int32(0)}
         return lambda *given: dataclasses.replace(init(*given), extra={"divergence": first})
 
+    def explained_kind(self, step: int) -> str:
+        """Returns the kind of step that leaves nothing out."""
+        return "explained"
+
     def programs(self, step: Step) -> Mapping[str, Step]:
-        """Returns the step that leaves its update out if it diverges."""
+        """Returns the step that leaves its update out if it diverges, and the one that does not."""
 
         def run(state: TrainState, batch: Any, is_last: Any = None) -> tuple[TrainState, Any]:
             # Without `is_last`, because each step of a dispatch needs all flags.
@@ -156,7 +160,11 @@ class LeavesUpdatesOut(StepTransform):
             state = dataclasses.replace(kept, step=after.step, extra={"divergence": found})
             return state, dataclasses.replace(output, left_out=jnp.stack([why, in_a_row, total]))
 
-        return {self.kind(1): run}
+        def run_whole(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+            after, output = step(dataclasses.replace(state, extra={}), batch)
+            return dataclasses.replace(after, extra=state.extra), output
+
+        return {self.kind(1): run, self.explained_kind(1): run_whole}
 
     def _is_far(self, value: jax.Array, window: Mapping[str, jax.Array]) -> jax.Array:
         """Returns whether a value is far above those of a window, as `DivergenceWatch` decides."""

@@ -128,6 +128,10 @@ class StepTransform:
         """Returns the kind of a step, which is counted from 1."""
         return ""
 
+    def explained_kind(self, step: int) -> str:
+        """Returns the kind whose result is that of a step, also if the run does not use it."""
+        return self.kind(step)
+
     def programs(self, step: Step) -> Mapping[str, Step]:
         """Returns the step of each kind.
 

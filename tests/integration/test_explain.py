@@ -32,6 +32,7 @@ class Config(RunConfig):
     log_every: int = 1
     shuffle: bool = False
     fault: str = ""
+    if_finite: bool = False
 
 
 @jax.custom_vjp
@@ -152,10 +153,11 @@ def objective(model, batch):
 def build(config):
     fault, inputs = config.fault, (jnp.zeros((1, 4)), jnp.zeros((1, 1), bool))
     rate = {"rate": 1e12, "update": 3e38}.get(fault, config.learning_rate)
+    optimizer = optax.sgd(rate)
     return Experiment(
         model=LinenModel(Outer(), *inputs) if fault == "linen" else partial(Model, fault),
         objective=objective,
-        optimizer=optax.sgd(rate),
+        optimizer=optax.apply_if_finite(optimizer, 5) if config.if_finite else optimizer,
         train=Stream(Shard) if fault == "stream" else Described(examples(fault)),
     )
 '''
@@ -286,6 +288,32 @@ def test_a_fault_in_the_model_has_its_operation_line_module_and_examples(
         assert text.replace("FILE", file) in shown
     one = re.search(r"1 of \d+ examples reach it\n", shown) is not None
     assert one == ("│ record 13 of the archive │" in shown) == has_example
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "expected"),
+    [
+        # The loss is finite, and the gradient is not.
+        ("custom_vjp", ("--on-divergence", "skip"), ["operation: div\n", "part: backward pass\n"]),
+        ("log", ("--if-finite",), ["operation: log\n", "│ record 13 of the archive │"]),
+    ],
+)
+def test_a_step_whose_update_was_left_out_is_explained(
+    fault: str,
+    options: tuple[str, ...],
+    expected: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, run = tmp_path / "faults.py", str(tmp_path / "run")
+    file.write_text(EXPERIMENT)
+    given = ["--config", str(file), "--workdir", run, "--fault", fault, *ALONE, *options]
+    assert train([*given, "--trackers"]) == 0
+    assert replay([run, "--step", "2", "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 2: the first operation whose result is not finite\n" in shown
+    for text in expected:
+        assert text in shown
 
 
 def test_a_nan_of_the_data_is_found_in_its_example_of_a_stream(
