@@ -627,12 +627,19 @@ def _describe(value: Any, shards: Shards | None = None) -> str:
     if finite.size:
         low, high = float(finite.min()) + 0.0, float(finite.max()) + 0.0  # no -0
         parts = [f"{low:.4g}"] if low == high else [f"{low:.4g} to {high:.4g}"]
-    kinds = {"NaN": np.isnan(numbers), "inf": np.isposinf(numbers), "-inf": np.isneginf(numbers)}
-    for name, found in kinds.items():
-        if count := int(found.sum()):
-            parts.append(f"{count:,} of {numbers.size:,} {name}" if numbers.size > 1 else name)
+    parts += describe_not_finite(numbers)
     if shards is not None:
         wrong = ~np.isfinite(numbers.reshape(shards.count, -1)).all(1)
         if wrong.any() and not wrong.all():
             parts.append(f"all on device {', '.join(map(str, np.flatnonzero(wrong)))}")
     return f"{text}: {', '.join(parts)}"
+
+
+def describe_not_finite(numbers: np.ndarray) -> list[str]:
+    """Returns how many numbers are NaN, inf and -inf, a text for each kind that there is."""
+    kinds = {"NaN": np.isnan(numbers), "inf": np.isposinf(numbers), "-inf": np.isneginf(numbers)}
+    return [
+        f"{found.sum():,} of {numbers.size:,} {name}" if numbers.size > 1 else name
+        for name, found in kinds.items()
+        if found.any()
+    ]

@@ -31,6 +31,7 @@ from spmdtrain.document.blocks import TableBlock
 from spmdtrain.document.terminal import Terminal, number
 from spmdtrain.errors import NonFiniteError, UserError, foreign
 from spmdtrain.record.storage import is_url
+from spmdtrain.replay.interpreter import describe_not_finite
 from spmdtrain.replay.recorded_run import RecordedRun, manifest_at
 from spmdtrain.sharding.placement import (
     Placement,
@@ -581,5 +582,8 @@ def _summary(value: np.ndarray) -> str:
         return number(value.item()) if value.dtype.kind in "biuf" else str(value)
     text = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if value.size and value.dtype.kind in "biuf":
-        text += f" from {number(float(value.min()))} to {number(float(value.max()))}"
+        finite = value[np.isfinite(value)]
+        if finite.size:
+            text += f" from {number(float(finite.min()))} to {number(float(finite.max()))}"
+        text = ", ".join([text, *describe_not_finite(value)])
     return f"{text} (crc32 {zlib.crc32(value.tobytes()):08x})"

@@ -244,7 +244,8 @@ def test_an_example_of_a_mixture_of_parts_has_its_index_in_the_whole() -> None:
     assert place_of_example(mixture, 10) == "b: example 7 of ArrayDataset"
     assert place_of_example(mixture, 4) == "a: example 4 of ArrayDataset"
     image, label = describe_values(mixture, mixture.rows(np.array([10])), 0)
-    assert image.startswith("image float32[2,2] from nan to nan (crc32 ") and label == "label 7"
+    assert image.startswith("image float32[2,2] from 1 to 1, 1 of 4 NaN (crc32 ")
+    assert label == "label 7"
 
 
 # -- comparison of what two runs have recorded of a step -------------------------------------------
