@@ -32,10 +32,10 @@ from spmdtrain.step.compile import ProgramMemory
 from spmdtrain.step.functions import RunFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
-from spmdtrain.train.run_logger import bytes_on_devices, device_memory, distinct_arrays
+from spmdtrain.train.live_arrays import live_arrays
 from spmdtrain.train.session import Trainable
 from spmdtrain.tree import named_leaves
-from spmdtrain.xla.chips import chip_of
+from spmdtrain.xla.chips import chip_of, device_memory
 
 Block = TableBlock | FactsBlock | NoteBlock
 
@@ -105,58 +105,6 @@ def _bytes(text: str) -> int:
     text = text.removesuffix("iB")
     unit = text[-1:] if text[-1:] in _UNITS else ""
     return int(float(text.removesuffix(unit)) * _UNITS[unit])
-
-
-# -- The arrays that are alive, by owner -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Owned:
-    """Arrays of an owner.
-
-    Attributes:
-      arrays: Their number.
-      bytes: On the device that holds the most of all owners.
-    """
-
-    owner: str
-    arrays: int
-    bytes: int
-
-
-def live_arrays(state: TrainState | None, batch: Any) -> list[Owned]:
-    """Returns the arrays on the devices of this process by owner, the largest first.
-
-    Args:
-      state: The shapes and shardings of the run's state.
-      batch: The shapes of a batch.
-    """
-    titles = {name: row.title or name for name, row in TrainState.FIELDS.items()}
-    of_state: dict[Any, list[str]] = {}
-    for name, leaf in named_leaves(state).items():
-        field = field_of(name)
-        of_state.setdefault(_kind(leaf), []).append(titles.get(field, field))
-    of_batch = {(x.shape, x.dtype) for x in jax.tree.leaves(batch)}
-    counts: Counter[str] = Counter()
-    sizes: dict[jax.Device, Counter[str]] = {}
-    for array in distinct_arrays():
-        if not (on_devices := bytes_on_devices(array)):
-            continue
-        if owners := of_state.get(_kind(array)):
-            owner = owners.pop(0)  # another array of this kind is a copy
-        elif (array.shape, array.dtype) in of_batch:
-            owner = "batches"
-        else:
-            owner = f"others, such as {array.dtype}[{','.join(map(str, array.shape))}]"
-        counts[owner] += 1
-        for device, size in on_devices.items():
-            sizes.setdefault(device, Counter())[owner] += size
-    fullest = max(sizes.values(), key=lambda of: of.total(), default=Counter[str]())
-    return [Owned(owner, counts[owner], size) for owner, size in fullest.most_common()]
-
-
-def _kind(x: Any) -> Any:
-    return x.shape, x.dtype, x.sharding
 
 
 # -- The explanation -------------------------------------------------------------------------------

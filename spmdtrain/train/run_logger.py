@@ -2,13 +2,12 @@
 
 import functools
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
@@ -21,11 +20,9 @@ from spmdtrain.document.terminal import (
     LineColor,
     Point,
     Terminal,
-    byte_size,
     duration,
     metric_texts,
     number,
-    parse_byte_size,
 )
 from spmdtrain.errors import StorageError, UserError, is_interactive
 from spmdtrain.record.lines import (
@@ -52,9 +49,10 @@ from spmdtrain.step.metrics import LEARNING_RATE, NORMS
 from spmdtrain.step.state import TrainState
 from spmdtrain.trackers.base import Figure, Histogram, Media
 from spmdtrain.trackers.run_trackers import RunTrackers, check_items
+from spmdtrain.train.live_arrays import live_array_bytes, why_nearly_full
 from spmdtrain.train.slowness import Slow, SlownessWatch
 from spmdtrain.tree import named_leaves
-from spmdtrain.xla.chips import peak_flops
+from spmdtrain.xla.chips import device_memory, peak_flops
 from spmdtrain.xla.collectives import Collective
 
 # -- The log of a run: lines on the terminal and files in the workdir ------------------------------
@@ -184,16 +182,9 @@ class RunLogger:
         ]
         self.terminal.lines([line for line in lines if line])
         self.program_memory = memory = program.memory
-        if (limit := device_memory(self._devices).limit) and memory:
-            # At least: arrays of the user may take the place of a batch that is not yet there.
-            extra = max(0, live_array_bytes() - memory.arguments)
-            if (needed := memory.peak + extra) > _FULL * limit:
-                beside = f" with {byte_size(extra)} of other arrays" if extra > 0 else ""
-                self.terminal.warning(
-                    f"the step{beside} needs {byte_size(needed)} of the {byte_size(limit)} of each "
-                    f"device ({needed / limit:.0%}): python -m spmdtrain.plan says what for, and "
-                    "which options need less"
-                )
+        limit = device_memory(self._devices).limit
+        if memory and limit and (why := why_nearly_full(memory, limit)):
+            self.terminal.warning(why)
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
             self.terminal.warning(f"bad records left out: {', '.join(counts)}")
@@ -502,9 +493,6 @@ def _table(leaves: dict[str, Any], places: PyTree) -> list[dict[str, Any]]:
 
 PROGRAM_REPORT = "program"
 PROCESSES = "processes"
-MEMORY_LIMIT = "SPMDTRAIN_DEVICE_MEMORY"
-"""The environment variable with the memory of a device, such as 15.7GB."""
-_FULL = 0.95  # part of a device's memory from which on a step may not fit beside other arrays
 _MEMORIES = ("device_memory_bytes", "live_array_bytes", "host_memory_bytes")
 _TAGS = {"goodput": "time", PROCESSES: "job"} | dict.fromkeys(_MEMORIES, "memory")
 """Groups of curves; others are "speed"."""
@@ -625,79 +613,6 @@ class PerformanceLog:
                 self._lines = self._files.lines_file(PERFORMANCE_FILE)
             self._lines.append({"step": step, "time": time.time()} | values)
         return {f"{_TAGS.get(name, 'speed')}/{name}": value for name, value in values.items()}
-
-
-class DeviceMemory(NamedTuple):
-    """Memory of the devices of this process, in bytes; None if it is not known, as for CPUs.
-
-    Attributes:
-      peak: The most bytes in use so far on the fullest device.
-      limit: The bytes that programs may use on a device.
-    """
-
-    peak: int | None
-    limit: int | None
-
-
-def live_array_bytes() -> int:
-    """Returns the bytes of all arrays on the fullest device of this process."""
-    sizes: Counter[jax.Device] = Counter()
-    for array in distinct_arrays():
-        sizes.update(bytes_on_devices(array))
-    return max(sizes.values(), default=0)
-
-
-def distinct_arrays() -> Iterator[jax.Array]:
-    """Yields the arrays that are alive, without parts of others, which share their memory.
-
-    JAX makes a restored array from its parts, and lists both.
-    """
-    known: set[tuple[jax.Device, int]] = set()
-    for array in sorted(jax.live_arrays(), key=_is_on_one_device):
-        buffers = _buffers(array)
-        if not buffers or not buffers <= known:
-            yield array
-        known |= buffers
-
-
-def _is_on_one_device(array: jax.Array) -> bool:
-    return isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
-
-
-def _buffers(array: Any) -> set[tuple[jax.Device, int]]:
-    """Returns the addresses of the parts of an array; none if its computation has failed.
-
-    None either if it is not yet ready: its computation may wait for another process.
-    """
-    try:
-        parts = array.addressable_shards if array.is_ready() else []
-        return {(each.device, each.data.unsafe_buffer_pointer()) for each in parts}
-    except (RuntimeError, ValueError):
-        return set()
-
-
-def bytes_on_devices(array: jax.Array) -> dict[jax.Device, int]:
-    """Returns the bytes of an array on each device of this process that has a part of it.
-
-    None for an array that is offloaded to the memory of the host.
-    """
-    if array.sharding.memory_kind == "pinned_host":
-        return {}
-    size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    return dict.fromkeys(array.sharding.addressable_devices, size)
-
-
-def device_memory(devices: Any) -> DeviceMemory:
-    """Returns the memory of these devices; a user may give the limit in `MEMORY_LIMIT`."""
-    found = [device.memory_stats() or {} for device in devices]
-    peaks, limits = (
-        [stats[name] for stats in found if name in stats]
-        for name in ("peak_bytes_in_use", "bytes_limit")
-    )
-    limit = min(limits, default=None)
-    if text := os.environ.get(MEMORY_LIMIT):
-        limit = parse_byte_size(text, MEMORY_LIMIT)
-    return DeviceMemory(max(peaks, default=None), limit)
 
 
 # -- The time account of a run: `events.jsonl`, and the goodput over all of its starts -------------

@@ -1,8 +1,12 @@
-"""Peak rates of accelerators, with their sources."""
+"""Accelerators: their peak rates, with sources, and the memory that is used."""
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from spmdtrain.document.terminal import parse_byte_size
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
 MEASURED = "measured"
@@ -230,3 +234,32 @@ def peak_flops(device_kind: str) -> float | None:
     chip = chip_of(device_kind)
     is_part = re.search(r"\bmig\b", device_kind.lower())
     return None if chip is None or is_part else chip.flops / chip.devices
+
+
+MEMORY_LIMIT = "SPMDTRAIN_DEVICE_MEMORY"
+"""The environment variable with the memory of a device, such as 15.7GB."""
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of the devices of this process, in bytes; None if it is not known, as for CPUs.
+
+    Attributes:
+      peak: The most bytes in use so far on the fullest device.
+      limit: The bytes that programs may use on a device.
+    """
+
+    peak: int | None
+    limit: int | None
+
+
+def device_memory(devices: Sequence[Any]) -> DeviceMemory:
+    """Returns the memory of these devices; a user may give the limit in `MEMORY_LIMIT`."""
+    found = [device.memory_stats() or {} for device in devices]
+    peaks, limits = (
+        [stats[name] for stats in found if name in stats]
+        for name in ("peak_bytes_in_use", "bytes_limit")
+    )
+    limit = min(limits, default=None)
+    if text := os.environ.get(MEMORY_LIMIT):
+        limit = parse_byte_size(text, MEMORY_LIMIT)
+    return DeviceMemory(max(peaks, default=None), limit)

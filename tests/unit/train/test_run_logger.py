@@ -42,7 +42,7 @@ from spmdtrain.errors import StorageError
 from spmdtrain.record.lines import RunTimes, run_times
 from spmdtrain.record.run import Run
 from spmdtrain.train.executor import ProfiledSteps
-from spmdtrain.train.run_logger import StepTimer, TimeAccount, device_memory, goodput_line
+from spmdtrain.train.run_logger import StepTimer, TimeAccount, goodput_line
 from spmdtrain.xla import chips
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
@@ -190,8 +190,8 @@ def test_the_memory_is_that_of_the_fullest_device() -> None:
         def memory_stats(self) -> dict[str, int] | None:
             return None if self._peak is None else {"peak_bytes_in_use": self._peak}
 
-    assert device_memory([Device(3), Device(7), Device(None)]).peak == 7
-    assert device_memory(jax.devices()) == (None, None)
+    assert chips.device_memory([Device(3), Device(7), Device(None)]).peak == 7
+    assert chips.device_memory(jax.devices()) == (None, None)
 
 
 @pytest.mark.parametrize(
