@@ -43,7 +43,7 @@ from spmdtrain.plan.topologies import (
 )
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import MemoryUse, NotSplitError, Row
-from spmdtrain.sharding.placement import Placement, resolve_config
+from spmdtrain.sharding.placement import Placement, resolve_config, use_placement
 from spmdtrain.sharding.rules import field_of
 from spmdtrain.step.flops import CostBasis, Flops, KernelFlops, count_flops, model_flops
 from spmdtrain.step.state import TrainState
@@ -300,7 +300,10 @@ def plan(
             decided = trainer.plan_step(batch)
             traced = trainer.trace_step(batch, decided)
             flops = count_flops(traced.jaxpr)
-            useful = model_flops(traced.jaxpr, lambda: trainer.trace_step(batch, decided).jaxpr)
+            # Not `trace_step`: it checks the program, which with other kernels is not the run's.
+            program, arguments = decided.program(), (trainer.functions.abstract_state, batch)
+            with use_placement(trainer.placement):
+                useful = model_flops(traced.jaxpr, lambda: program.trace(*arguments).jaxpr)
             summary, compiler = CompiledSummary({}, [], 0, 0, []), None
             if memory.fits is not False:  # if the state alone does not fit, nothing is compiled
                 on_progress("compiling")

@@ -77,6 +77,7 @@ PAIRS = {
     ("devices", "microbatches"): ("{} devices", "{} microbatches"),
     ("strategy", "microbatches"): ("devices", "{} microbatches"),
     ("exact", "devices"): ("exact is", "{} devices"),
+    ("exact", "weights"): ("exact:", "the weights of the loss depend on trained"),
     ("exact", "eval_batch"): ("exact is", "eval_batch_size is {}"),
     ("callback", "optimizer"): ("{}", "the optimizer"),
     ("entry", "compute_dtype"): ("a keras model", "compute_dtype is {}"),
@@ -185,6 +186,7 @@ def excludes(cell: Cell, pair: tuple[str, str], message: str) -> bool:
         (("batch", "examples"), Cell(batch=24, examples=20)),
         (("devices", "microbatches"), Cell(devices=4, microbatches=4)),
         (("exact", "devices"), Cell(exact=8, devices=8)),
+        (("exact", "weights"), Cell(exact=8, weights="params", devices=2)),
         (("exact", "eval_batch"), Cell(exact=8, eval_batch=5)),
         (
             ("callback", "optimizer"),

@@ -179,7 +179,7 @@ def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_fix_it(text
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_sum_over_one_axis_and_then_over_another_is_not_one_for_each_use(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--no-tied", "--mesh.context", 4)
     found = advised(GPT, *options, "--topology", "cpu:8")
@@ -477,7 +477,8 @@ def test_tokens_and_what_is_computed_twice(text: Path) -> None:
     assert full["flops"]["step"] - full["flops"]["again"] == none["flops"]["step"]
     time = full["time"]
     once = none["flops"]["step"] / full["flops"]["step"]
-    assert time["useful"] == pytest.approx(time["compute"] * once, rel=0.02)
+    # The products are of float32, at half of the peak on bfloat16, which useful FLOPs count.
+    assert time["useful"] == pytest.approx(time["compute"] * once / 2, rel=0.02)
     assert time["utilization"] == pytest.approx(time["useful"] / time["estimate"])
 
 
@@ -494,9 +495,9 @@ def test_what_is_made_on_several_devices_alike_counts_on_each(text: Path) -> Non
     assert made == alike["flops"]["chip"] + 3 * last
     (note,) = (note for note in alike["notes"] if "its share" in note)
     assert note.startswith("each device computes 1.17 times its share of the products")
-    assert made / alike["time"]["compute"] == pytest.approx(989.4e12, rel=0.01)
+    assert made / alike["time"]["compute"] == pytest.approx(494.5e12, rel=0.01)  # of float32
     share = alike["flops"]["chip"] / made
-    assert alike["time"]["useful"] == pytest.approx(alike["time"]["compute"] * share)
+    assert alike["time"]["useful"] == pytest.approx(alike["time"]["compute"] * share / 2)
 
 
 # -- traffic, compared with what a strategy must send ----------------------------------------------
