@@ -144,7 +144,7 @@ def _find_run(run: str, folder: Path) -> Holder:
     if not holder.start:
         raise UserError(
             f"the run in progress in {run} ({holder.where}) takes no requests: it has just begun, "
-            "or its version of spmdtrain is older than 0.2"
+            "or its version of spmdtrain is too old"
         )
     return holder
 
